@@ -74,9 +74,9 @@ def constants(work: Path) -> Iterator[tuple[Any, ...]]:
     import bench
 
     from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.constant import Constant
     from mtp_extract.checkpoint.dtypes import DTYPES
-    from mtp_extract.checkpoint.lazy import ConstantTensor
-    from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+    from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
 
     source, random = work / "e4b-shaped.litertlm", np.random.default_rng(0)
     bench.write_e4b_shaped(source)
@@ -85,15 +85,15 @@ def constants(work: Path) -> Iterator[tuple[Any, ...]]:
         for found in drafter.walk.roles:
             if found.tensor is None or len(found.shape) < 2:
                 continue
-            constant = ConstantTensor.of(drafter.model, found)
+            constant = Constant.of(drafter.model, found)
             made: list[Any] = []
             for name, amount in (("same", 0.0), ("moved", 0.05)):
                 path, size = work / f"{found.role}.{name}", math.prod(found.shape)
                 with path.open("wb") as file:
-                    for chunk in constant.floats():
+                    for chunk in constant.weight.chunks():
                         moved = chunk * (1 + amount * random.standard_normal(chunk.size, np.float32))
                         file.write(DTYPES["bf16"].narrow(moved, name).tobytes())
-                made.append(StoredWeight(path, StoredTensor("BF16", found.shape, 0, 2 * size)))
+                made.append(stored_weight(path, StoredTensor("BF16", found.shape, 0, 2 * size)))
             yield found.role, constant, *made
 
 
@@ -108,7 +108,7 @@ def comparing() -> Rows:
             numbers, spent, clock = 0, 0.0, 0.0
             for entry in constants(Path(folder)):
                 start = time.perf_counter()
-                spent += cpu_seconds(partial(distance.measure_distance, entry[1], entry[index], *threads))
+                spent += cpu_seconds(partial(distance.measure_distance, entry[1].weight, entry[index], *threads))
                 clock += time.perf_counter() - start
                 numbers += math.prod(entry[1].shape)
             figure = f"{1e9 * spent / numbers:.1f} ns of CPU a number, {1e9 * clock / numbers:.1f} on the clock"
@@ -119,7 +119,7 @@ def comparing() -> Rows:
 def tables() -> Rows:
     """``mtp-inspect --against``: tables of 256 columns, side by side in one matrix of the checkpoint."""
     from mtp_extract.checkpoint import distance
-    from mtp_extract.checkpoint.stored import StoredColumns, StoredTensor, StoredWeight
+    from mtp_extract.checkpoint.stored import StoredTensor, columns_of, stored_weight
 
     count = 8
     with tempfile.TemporaryDirectory() as folder:
@@ -127,13 +127,13 @@ def tables() -> Rows:
         for role, head, same, _ in constants(work):
             if role == "lm_head":
                 rows, columns = head.shape
-                beside = np.fromfile(same.path, np.uint16).reshape(rows, columns)
+                beside = np.fromfile(same.source.path, np.uint16).reshape(rows, columns)
                 path = work / "beside"
                 with path.open("wb") as file:
                     for row in range(0, rows, 4096):
                         np.tile(beside[row : row + 4096], (1, count)).tofile(file)
-                whole = StoredWeight(path, StoredTensor("BF16", (rows, count * columns), 0, path.stat().st_size))
-                held = [(head, StoredColumns(whole, at * columns, (at + 1) * columns)) for at in range(count)]
+                whole = stored_weight(path, StoredTensor("BF16", (rows, count * columns), 0, path.stat().st_size))
+                held = [(head, columns_of(whole, at * columns, (at + 1) * columns)) for at in range(count)]
 
                 together = getattr(distance, "measure_columns", partial(itertools.starmap, distance.measure_distance))
                 start = time.process_time()

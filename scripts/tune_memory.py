@@ -31,10 +31,10 @@ from safetensors.torch import save_file
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
-from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.data import sample_base
 from mtp_extract.formats import format_named
+from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.staging import write_file
 from mtp_extract.tune import pair
@@ -132,10 +132,10 @@ def make_drafter(shape: Shape, out: Path) -> None:
         final_logit_softcap=30.0,
     )
     random = np.random.default_rng(0)
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, Weight] = {}
     for role, size in shapes_of(config).items():
         if role.kind != MATRIX:
-            tensors[role.name] = ArrayTensor(np.ones(size, np.float32))
+            tensors[role.name] = of_array(np.ones(size, np.float32))
             continue
         codes = random.integers(-7, 8, size, np.int8)
         scales = np.full((size[0], 1), size[1] ** -0.5 / 4, np.float32)
@@ -147,7 +147,7 @@ def make_drafter(shape: Shape, out: Path) -> None:
         def grid(steps: Steps = steps) -> Steps:
             return steps
 
-        tensors[role.name] = StoredCodes(size, 4, True, grid, rows)
+        tensors[role.name] = of_codes(size, Packing(4, signed=True), rows, grid)
     made = Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
     packed = out.with_name("packed")
     packed.mkdir()

@@ -23,8 +23,8 @@ from mtp_extract.base.places import Place, find_base
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import FilledTensor, read_floats
 from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -61,6 +61,11 @@ Read = Callable[[str], Iterable[Floats]]
 """Role → its tensor as it would be written, in flat chunks."""
 
 
+def read_floats(weight: Weight) -> Floats:
+    """All numbers of a weight, float32, in its shape."""
+    return weight.array()
+
+
 def read(source: Path | Source, sliding_window: int | None = None) -> Shard:
     """The drafter of a bundle or a bare model: roles, layers and config as its graph has them."""
     with open_bundle(source) as opened:
@@ -75,9 +80,9 @@ def prove(
     """The proof of the drafter in ``source``; ``config`` and ``read`` plant faults in its checkpoint."""
     with open_bundle(source) as opened:
         drafter = opened.drafter()
-        tensors = {role.name: FilledTensor(shape) for role, shape in shapes_of(drafter.config).items()}
+        tensors = {role.name: filled(shape) for role, shape in shapes_of(drafter.config).items()}
         tensors |= checkpoint_of(drafter).tensors
-        return _prove(drafter.graph, drafter.walk, config(drafter.config), read(lambda role: tensors[role].floats()))
+        return _prove(drafter.graph, drafter.walk, config(drafter.config), read(lambda role: tensors[role].chunks()))
 
 
 def model_of(data: bytes, budget: Budget | None = None) -> TfliteModel:

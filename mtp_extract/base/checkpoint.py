@@ -15,7 +15,8 @@ from typing import Any
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import common_dtype, stored_weight
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.pipeline.staging import RECORD
@@ -41,7 +42,7 @@ class BaseCheckpoint:
     directory: Path
     text: Mapping[str, Any]
     """Its configuration, ``text_config``."""
-    weights: Mapping[str, StoredWeight]
+    weights: Mapping[str, Weight]
     """Role → weight, for every role that the directory has a tensor for."""
     names: Mapping[str, str]
     """Role → name of that tensor."""
@@ -90,7 +91,7 @@ def read_base(directory: Path) -> BaseCheckpoint:
         for role in roles_of(layers, architecture=GEMMA4)
     }
     names = {role: name for role, name in named.items() if name in stored.keys() - unused}
-    weights = {role: StoredWeight(*stored[name]) for role, name in names.items()}
+    weights = {role: stored_weight(*stored[name]) for role, name in names.items()}
     for role, weight in weights.items():
         _require_floats(weight, names[role])
     rest = [name for name in stored if name not in unused.union(names.values())]
@@ -138,8 +139,8 @@ def _shared_layers(text: Mapping[str, Any], layers: int) -> range:
     return range(layers - count, layers)
 
 
-def _require_floats(weight: StoredWeight, name: str) -> None:
+def _require_floats(weight: Weight, name: str) -> None:
     try:
-        _ = weight.dtype
+        common_dtype([weight])
     except CheckpointError as error:
         raise UnsupportedError(f"{escape(name)}: {error} Give the checkpoint in BF16, F16 or F32.") from error

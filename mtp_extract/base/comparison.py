@@ -19,6 +19,7 @@ import numpy as np
 from mtp_extract.base.checkpoint import BaseCheckpoint, read_base
 from mtp_extract.base.places import BundledBase, Place, find_base, grouped
 from mtp_extract.bundle import Opened
+from mtp_extract.checkpoint.constant import Constant, constant_of
 from mtp_extract.checkpoint.distance import (
     DIFFERENT,
     EQUAL,
@@ -29,8 +30,8 @@ from mtp_extract.checkpoint.distance import (
     measure_columns,
     measure_distance,
 )
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
+from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insert.fit import differences
 from mtp_extract.io.source import Progress, counter
@@ -141,7 +142,7 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     checkpoint = read_base(directory)
     base = find_base(opened)
     check_geometry(base, checkpoint)
-    tick = counter(progress, sum(weight.stored.length for weight in checkpoint.weights.values()))
+    tick = counter(progress, sum(map(_length, checkpoint.weights.values())))
     verdicts = []
     with ThreadPoolExecutor(cores()) as pool:
         for match in matches(base, checkpoint):
@@ -194,7 +195,7 @@ class Match:
     role: str
     name: str | None
     """Of its tensor in the checkpoint; None where the checkpoint has none."""
-    weight: LazyTensor | None
+    weight: Weight | None
     """None where the checkpoint does not say what it is."""
     places: tuple[Place, ...]
 
@@ -212,7 +213,7 @@ class Match:
     @property
     def length(self) -> int:
         """Bytes of the weight in the checkpoint; 0 where none lie there."""
-        return self.weight.stored.length if isinstance(self.weight, StoredWeight) else 0
+        return _length(self.weight) if self.weight is not None else 0
 
     @property
     def problem(self) -> str:
@@ -226,14 +227,19 @@ class Match:
         return ""
 
 
+def _length(weight: Weight) -> int:
+    stored = stored_of(weight)
+    return stored.tensor.length if stored is not None else 0
+
+
 def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
     """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1."""
     for role in dict.fromkeys((*checkpoint.weights, *base.places)):
         tied = role == "lm_head" and checkpoint.tied
         name = checkpoint.names.get("embed_tokens" if tied else role)
-        weight: LazyTensor | None = checkpoint.weights.get("embed_tokens" if tied else role)
+        weight: Weight | None = checkpoint.weights.get("embed_tokens" if tied else role)
         if weight is None and role.endswith(_LAYER_SCALAR):
-            weight = FilledTensor((1,))
+            weight = filled((1,))
         yield Match(role, name, weight, base.places.get(role, ()))
 
 
@@ -246,20 +252,21 @@ def _verdict(match: Match, pool: Executor) -> RoleVerdict:
     if match.problem:
         return replace(made, verdict=DIFFERENT if places else NOT_FOUND, why=match.problem)
     if not places:
-        found = measure_distance(FilledTensor((1,)), weight)
+        found = measure_distance(filled((1,)), weight)
         why = "" if found.verdict == EQUAL else "the graphs have no layer scalar, which is one of 1"
         return replace(made, verdict=found.verdict, error=found.error, why=why)
     found = reduce(Distance.worse, _distances([place for place, *_ in grouped(places)], weight, pool))
     return replace(made, **vars(found))
 
 
-def _distances(places: Sequence[Place], weight: LazyTensor, pool: Executor) -> Iterator[Distance]:
+def _distances(places: Sequence[Place], weight: Weight, pool: Executor) -> Iterator[Distance]:
     """Of each place; tables that hold columns of the weight are held against its rows together."""
-    tables: list[tuple[ConstantTensor, StoredColumns]] = []
+    tables: list[tuple[Constant, Weight]] = []
     for place in places:
         stored, part = place.stored, place.part_of(weight)
-        if isinstance(part, StoredColumns) and isinstance(stored, ConstantTensor) and stored.by_rows:
-            tables.append((stored, part))
+        constant = constant_of(stored)
+        if place.columns is not None and part is not weight and constant is not None and constant.by_rows:
+            tables.append((constant, part))
         else:
             yield measure_distance(stored, part, pool)
     if tables:
@@ -276,7 +283,7 @@ def _explained(verdicts: Sequence[RoleVerdict], base: BundledBase, checkpoint: B
         yield replace(verdict, why=f"{verdict.why}; {guess}") if guess else verdict
 
 
-def _guess(role: str, stored: LazyTensor, differing: Sequence[str], checkpoint: BaseCheckpoint) -> str | None:
+def _guess(role: str, stored: Weight, differing: Sequence[str], checkpoint: BaseCheckpoint) -> str | None:
     """What ``stored`` is instead of the weight of ``role``: another role's, or the same written otherwise."""
     own = checkpoint.weights[role]
     if stored.shape != own.shape:
@@ -285,10 +292,10 @@ def _guess(role: str, stored: LazyTensor, differing: Sequence[str], checkpoint: 
     for other, weight in ((other, checkpoint.weights[other]) for other in alike):
         if not differs_at_once(stored, weight) and measure_distance(stored, weight).verdict != DIFFERENT:
             return f"it holds the checkpoint's {checkpoint.names[other]}"
-    if len(own.shape) == 1 and np.allclose(read_floats(stored), read_floats(own) + 1, rtol=1e-2, atol=1e-6):
+    if len(own.shape) == 1 and np.allclose(stored.array(), own.array() + 1, rtol=1e-2, atol=1e-6):
         return "it holds the checkpoint's plus 1"
     if len(own.shape) == 2 and own.shape[0] == own.shape[1]:
-        values = read_floats(own)
-        if np.abs(read_floats(stored) - values.T).max() <= 1e-2 * np.abs(values).max():
+        values = own.array()
+        if np.abs(stored.array() - values.T).max() <= 1e-2 * np.abs(values).max():
             return "it holds the checkpoint's transposed"
     return None

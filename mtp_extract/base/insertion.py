@@ -20,8 +20,9 @@ from mtp_extract.base.checkpoint import BaseCheckpoint, read_base
 from mtp_extract.base.comparison import Match, check_geometry, matches
 from mtp_extract.base.places import BundledBase, Place, find_base, read_again
 from mtp_extract.bundle import MODEL_TYPE, Opened, open_bundle
-from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
-from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
+from mtp_extract.checkpoint.constant import constant_of
+from mtp_extract.checkpoint.stored import common_dtype
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, beside, decide, require_ones
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
@@ -73,7 +74,7 @@ def _plan(
     def verify(path: Path) -> None:
         # Its graphs are the same byte for byte, and have their constants where they were.
         with open_bundle(path) as new:
-            found: dict[object, tuple[LazyTensor, Decision]] = {}
+            found: dict[object, tuple[Weight, Decision]] = {}
             every = list(chain(*decided.values()))
             for place, (_, decision) in zip(read_again((place for place, _ in every), new), every, strict=True):
                 # What signatures share is compared once.
@@ -107,7 +108,7 @@ def _decide(found: Sequence[Match], progress: Progress) -> dict[str, list[tuple[
     tick = counter(progress, total := sum(match.length for match in found))
     for match in found:
         weight, places = _required(match)
-        dtype = common_dtype([weight] if isinstance(weight, StoredWeight) else [])
+        dtype = common_dtype([weight])
         # A graph does not multiply by what was 1 when it was exported.
         if len(places) < max(len(match.places), 1):
             require_ones(match.role, match.shape, weight, dtype)
@@ -123,7 +124,7 @@ def _decide(found: Sequence[Match], progress: Progress) -> dict[str, list[tuple[
     return {role: [(place, decisions[key]) for place, key in each] for role, each in keyed.items()}
 
 
-def _required(match: Match) -> tuple[LazyTensor, list[Place]]:
+def _required(match: Match) -> tuple[Weight, list[Place]]:
     """The weight of a role, and the places whose constants it did not become part of.
 
     Raises:
@@ -136,9 +137,9 @@ def _required(match: Match) -> tuple[LazyTensor, list[Place]]:
     return match.weight, [place for place in match.places if place.found.tensor is not None]
 
 
-def _decided(role: str, place: Place, part: LazyTensor, dtype: str, done: Callable[[], None]) -> Turns[Decision]:
-    stored = place.stored
-    assert isinstance(stored, ConstantTensor)
+def _decided(role: str, place: Place, part: Weight, dtype: str, done: Callable[[], None]) -> Turns[Decision]:
+    stored = constant_of(place.stored)
+    assert stored is not None
     decision, old = (yield from decide(role, stored, part, dtype)), Content.of(stored.source)
     if decision.how == REQUANTIZED and (yield from decision.content.like(old)):
         decision = replace(decision, how=KEPT, content=old)

@@ -11,8 +11,9 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.bundle import Opened
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
-from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
+from mtp_extract.checkpoint.constant import Constant, constant_of
+from mtp_extract.checkpoint.stored import columns_of, stored_of
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import flatten
@@ -40,28 +41,29 @@ class Place:
     """Which columns ``[begin, end)`` of the role's weight it holds; None for all."""
 
     @property
-    def stored(self) -> LazyTensor:
+    def stored(self) -> Weight:
         """What it holds; ones where the converter folded them away."""
         if self.found.tensor is None:
-            return FilledTensor(self.found.shape)
-        return ConstantTensor.of(self.model, self.found)
+            return filled(self.found.shape)
+        return Constant.of(self.model, self.found).weight
 
     @property
     def key(self) -> object:
         """Equal for places that hold the same columns in the same bytes, with the same scales and factors."""
-        stored = self.stored
-        if not isinstance(stored, ConstantTensor):
+        stored = constant_of(self.stored)
+        if stored is None:
             return self.columns
         # Summed, since a vocabulary has a scale a row and a table a layer.
-        sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (stored.scale, stored.zero_point))
+        scales = stored.source.scale, stored.source.zero_point
+        sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in scales)
         where = stored.source.location.file_offset
         return self.columns, where, *sums, stored.factor, stored.transposed, stored.offset
 
-    def part_of(self, weight: LazyTensor) -> LazyTensor:
+    def part_of(self, weight: Weight) -> Weight:
         """The columns of ``weight`` that it holds."""
-        if self.columns is None or not isinstance(weight, StoredWeight):
+        if self.columns is None or stored_of(weight) is None:
             return weight
-        return StoredColumns(weight, *self.columns)
+        return columns_of(weight, *self.columns)
 
 
 def grouped(places: Iterable[Place]) -> list[tuple[Place, ...]]:

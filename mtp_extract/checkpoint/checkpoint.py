@@ -10,8 +10,8 @@ from typing import Protocol
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Config, Role, shapes_of
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.roles import Activation
 
@@ -53,7 +53,7 @@ class Checkpoint:
 
     architecture: str
     config: Config
-    tensors: Mapping[str, LazyTensor]
+    tensors: Mapping[str, Weight]
     dtype: str
     provenance: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     activations: Mapping[str, tuple[Activation | None, Activation | None]] = field(
@@ -68,8 +68,8 @@ class Checkpoint:
 
     def whole(self) -> Checkpoint:
         """The same with every role there is: an optional one that nothing states is of ones."""
-        implied: dict[str, LazyTensor] = {
-            role.name: FilledTensor(shape) for role, shape in shapes_of(self.config).items() if role.optional
+        implied: dict[str, Weight] = {
+            role.name: filled(shape) for role, shape in shapes_of(self.config).items() if role.optional
         }
         return replace(self, tensors=MappingProxyType({**implied, **self.tensors}))
 
@@ -109,7 +109,7 @@ class Format(Protocol):
     def recognizes(self, directory: Path) -> bool:
         """Whether ``directory`` is of this format, from a look at its marker; that it is sound, reading will show."""
 
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         """How a weight will be held, before a byte is written."""
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:

@@ -14,15 +14,17 @@ import numpy as np
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.constant import constant_of
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.keys import HEADER, is_text, require_keys
-from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
-from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_array, read_rows
+from mtp_extract.checkpoint.stored import StoredTensor, read_array, read_rows, stored_of
 from mtp_extract.checkpoint.tensor_file import differing
+from mtp_extract.checkpoint.weight import Steps, Weight, of_codes
 from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.litertlm.storage import Packing
 
 CODES_FILE = "codes/codes.safetensors"
 
@@ -44,7 +46,13 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
         tensor = weight.tensor
         if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
             continue
-        steps = tensor.steps
+        steps, constant = tensor.steps, constant_of(tensor)
+        if constant is not None:
+            scale, zero_point = constant.source.scale, constant.source.zero_point
+        else:
+            assert steps is not None
+            shape = (-1,) if steps.block == tensor.shape[1] else steps.size.shape
+            scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
         across = steps is not None and len(tensor.shape) == 2 and steps.block == 1 < tensor.shape[1]
         factor = steps.factor if steps is not None else None
         schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": int(across)}
@@ -53,11 +61,11 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
                 name=f"{weight.name}.codes",
                 dtype="I8" if tensor.scheme.signed else "U8",
                 shape=tensor.shape,
-                produce=tensor.integers,
+                produce=tensor.code_chunks,
                 role=weight.role,
             ),
-            plan_array(f"{weight.name}.scale", tensor.scale),
-            plan_array(f"{weight.name}.zero_point", tensor.zero_point),
+            plan_array(f"{weight.name}.scale", scale),
+            plan_array(f"{weight.name}.zero_point", zero_point),
         ]
     metadata = {"format": "pt", "mtp_extract": __version__, _SCHEMES: json.dumps(schemes, sort_keys=True)}
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
@@ -74,31 +82,35 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     stored = CONTAINER.read_header(path)
     schemes = _schemes(path)
-    names = {tensor.name: role for role, tensor in checkpoint.tensors.items() if isinstance(tensor, StoredWeight)}
+    weights = {
+        floats.name: (floats, weight)
+        for weight in checkpoint.tensors.values()
+        if (floats := stored_of(weight)) is not None
+    }
     tensors = dict(checkpoint.tensors)
     parts: dict[str, set[str]] = {}
     for entry in stored:
         parts.setdefault(entry.rpartition(".")[0], set()).add(entry.rpartition(".")[2])
     for name, found in parts.items():
-        weight = checkpoint.tensors.get(names.get(name, ""))
-        if not isinstance(weight, StoredWeight) or found != {*_PARTS}:
+        if name not in weights or found != {*_PARTS}:
             raise CheckpointError(
                 f"{path}: holds codes of {escape(name)}, which is no whole weight of this checkpoint."
             )
+        floats, weight = weights[name]
         if len(weight.shape) != 2:
             continue
         coded = _coded(path, stored, name, weight.shape, schemes.get(name, {}))
         if coded is None:
             continue
-        dtype = next(key for key, dtype in DTYPES.items() if dtype is weight.dtype)
+        dtype = next(key for key, dtype in DTYPES.items() if dtype is floats.dtype)
         planned = plan_floats(name, "", coded, dtype)
-        if differing(weight.path, {name: weight.stored}, [planned]):
+        if differing(floats.path, {name: floats.tensor}, [planned]):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
             )
         # Roles that are one stored tensor have one set of codes.
         for role, tensor in checkpoint.tensors.items():
-            if isinstance(tensor, StoredWeight) and tensor.name == name:
+            if (one := stored_of(tensor)) is not None and one.name == name:
                 tensors[role] = coded
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
@@ -116,7 +128,7 @@ def _schemes(path: Path) -> Mapping[str, Any]:
 
 def _coded(
     path: Path, stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], scheme: Mapping[str, Any]
-) -> LazyTensor | None:
+) -> Weight | None:
     """The codes of the weight ``name``; None where its scales are not of rows, blocks of rows, or columns."""
     codes, bits, factor = stored[f"{name}.codes"], scheme.get("bits"), scheme.get("factor")
     if codes.dtype not in _CODE_TYPES or codes.shape != shape or bits not in (2, 4, 8):
@@ -143,11 +155,11 @@ def _coded(
         steps = Steps(columns, np.repeat(scale, each)[:, None], np.repeat(zero_point, each)[:, None], factor)
     else:
         raise CheckpointError(f"{path}: {escape(name)} has {scale.size} scales for {list(shape)}.")
-    return StoredCodes(
-        shape=shape,
-        bits=bits,
-        signed=codes.dtype == "I8",
-        grid=lambda: steps,
-        rows=lambda first, last: read_rows(path, codes, first, last).view(_CODE_TYPES[codes.dtype]),
+    kind = _CODE_TYPES[codes.dtype]
+    return of_codes(
+        shape,
+        Packing(bits, codes.dtype == "I8"),
+        lambda first, last: read_rows(path, codes, first, last).view(kind),
+        lambda: steps,
         origin=(path, codes.offset),
     )

@@ -10,19 +10,20 @@ pass over both answers everything, a few rows in each thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract.checkpoint.constant import Constant, constant_of
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
-from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
-from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, gathered, rechunked
+from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.weight import ROW_STEP as _FIRST
+from mtp_extract.checkpoint.weight import Weight, row_ranges
+from mtp_extract.litertlm.storage import Floats, rechunked
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
 _WORST_LAST = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT)
@@ -94,56 +95,53 @@ class _Sums:
         )
 
 
-def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None = None) -> Distance:
+def measure_distance(stored: Weight, new: Weight, pool: Executor | None = None) -> Distance:
     """How far ``stored``, a constant of a bundle, is from ``new``; they have one shape.
 
     Args:
         pool: its threads share the rows of large matrices. The result is the same without.
     """
-    in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
-    if in_codes and isinstance(stored, ConstantTensor) and stored.by_rows:
-        return measure_columns([(stored, new)], pool)[0]
-    codes_apart: int | None = None
-    scales_alike = False
-    found = _as_floats(stored, new, _dtype_of(new), in_codes)
-    if in_codes and found.finite:
-        assert isinstance(stored, ConstantTensor)
-        codes_apart, scales_alike = _requantized(stored, new)
-    return _told(found, in_codes, codes_apart, scales_alike)
+    constant = constant_of(stored)
+    coded = constant if constant is not None and constant.source.packing is not None and not constant.offset else None
+    if coded is not None and coded.by_rows:
+        return measure_columns([(coded, new)], pool)[0]
+    found = _as_floats(stored, new, _dtype_of(new), coded is not None)
+    if coded is None:
+        return _told(found, False, None, False)
+    return _told(found, True, *(_requantized(coded, new) if found.finite else (None, False)))
 
 
-def differs_at_once(stored: LazyTensor, new: LazyTensor) -> bool:
+def differs_at_once(stored: Weight, new: Weight) -> bool:
     """Whether the first rows say already that :func:`measure_distance` finds the two different; False says nothing."""
-    if not (isinstance(stored, ConstantTensor) and stored.by_rows):
+    constant = constant_of(stored)
+    if constant is None or not constant.by_rows:
         return False
-    rows = min(8, rows_of(stored.shape)[0])
-    found = _part(stored, new, _dtype_of(new), 0, rows, True)
+    found = _of_rows(constant, new, _dtype_of(new), 0, min(_FIRST, stored.rows), True)
     return _told(found, True, found.codes_apart, found.scales_alike).verdict == DIFFERENT
 
 
-def measure_columns(
-    tables: Sequence[tuple[ConstantTensor, LazyTensor]], pool: Executor | None = None
-) -> list[Distance]:
+def measure_columns(tables: Sequence[tuple[Constant, Weight]], pool: Executor | None = None) -> list[Distance]:
     """The same of several constants that hold columns of one matrix, each with its columns, in one pass over its rows.
 
-    The rows of every constant have scales of their own (:attr:`ConstantTensor.by_rows`).
+    The rows of every constant have scales of their own (:attr:`Constant.by_rows`).
     """
-    dtype, (rows, columns) = _dtype_of(tables[0][1]), rows_of(tables[0][0].shape)
+    new = tables[0][1]
+    dtype = _dtype_of(new)
     # Rounding to the checkpoint's type is the dearest, and weights that are not equal show it in their first rows.
-    ask = [_part(held, own, dtype, 0, min(8, rows), True).same for held, own in tables]
-    count = max(8, (_PART if len(tables) == 1 else _BLOCK) // columns // 8 * 8)
+    ask = [_of_rows(held, own, dtype, 0, min(_FIRST, own.rows), True).same for held, own in tables]
 
-    def part(first: int) -> list[_Sums]:
-        last = min(first + count, rows)
-        return [_part(held, own, dtype, first, last, asked) for (held, own), asked in zip(tables, ask, strict=True)]
+    def part(rows: tuple[int, int]) -> list[_Sums]:
+        return [_of_rows(held, own, dtype, *rows, asked) for (held, own), asked in zip(tables, ask, strict=True)]
 
-    parts = (pool.map if pool is not None else map)(part, range(0, rows, count))
+    ranges = row_ranges(new, elements=_PART if len(tables) == 1 else _BLOCK)
+    parts = (pool.map if pool is not None else map)(part, ranges)
     sums = [reduce(_Sums.__add__, own) for own in zip(*parts, strict=True)]
     return [_told(found, True, found.codes_apart, found.scales_alike) for found in sums]
 
 
-def _dtype_of(new: LazyTensor) -> Dtype:
-    return new.dtype if isinstance(new, StoredWeight | StoredColumns) else DTYPES["f32"]
+def _dtype_of(new: Weight) -> Dtype:
+    stored = stored_of(new)
+    return stored.dtype if stored is not None else DTYPES["f32"]
 
 
 def _told(found: _Sums, in_codes: bool, codes_apart: int | None, scales_alike: bool) -> Distance:
@@ -167,22 +165,18 @@ def _told(found: _Sums, in_codes: bool, codes_apart: int | None, scales_alike: b
     return Distance(verdict, error, found.most, codes_apart, why)
 
 
-def _as_floats(stored: LazyTensor, new: LazyTensor, dtype: Dtype, in_codes: bool) -> _Sums:
+def _as_floats(stored: Weight, new: Weight, dtype: Dtype, in_codes: bool) -> _Sums:
     """Everything but what quantizing shows, number by number."""
-    rows, columns = rows_of(stored.shape)
-    steps = _steps(stored)
-    # A matrix that is stored the other way round is turned as a whole.
-    count = (
-        rows if isinstance(stored, ConstantTensor) and stored.transposed else max(8, CHUNK_ELEMENTS // columns // 8 * 8)
-    )
-    found = _Sums()
-    for first in range(0, rows, count):
-        last = min(first + count, rows)
-        held, given = (gathered(tensor.floats(first, last), (last - first, columns)) for tensor in (stored, new))
+    steps, found = stored.steps, _Sums()
+    for first, last in row_ranges(stored, new):
+        held, given, step = stored.floats(first, last), new.floats(first, last), None
         if not np.isfinite(given).all():
             return _Sums(finite=False)
+        if in_codes:
+            own = np.ones((1, 1)) if steps is None else np.repeat(steps.size[first:last], steps.block, axis=1)
+            step = np.abs(own.astype(np.float64) / (1.0 if steps is None else steps.factor))
         found += _Sums(same=found.same and _is_same(held, given, dtype))
-        found += _apart(held, given, steps(first, last) if in_codes else None, dtype)
+        found += _apart(held, given, step, dtype)
     return found
 
 
@@ -206,30 +200,29 @@ def _apart(held: Floats, given: Floats, step: Values | None, dtype: Dtype) -> _S
     return _Sums(squares=squares, reference=reference, most=float(steps.max(initial=0.0)), outside=outside)
 
 
-def _part(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
+def _of_rows(stored: Constant, new: Weight, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
     """Of rows ``[first, last)``; whether they are equal only if that is to be asked."""
-    columns = rows_of(stored.shape)[1]
-    count, found = max(8, _BLOCK // columns // 8 * 8), _Sums(same=ask)
+    count, found = max(_FIRST, _BLOCK // new.columns // _FIRST * _FIRST), _Sums(same=ask)
     for begin in range(first, last, count):
         end = min(begin + count, last)
-        found += _block(stored, _joined(new.floats(begin, end)), dtype, begin, end, found.same)
+        found += _block(stored, new.floats(begin, end), dtype, begin, end, found.same)
         if not found.finite:
             break
     return found
 
 
-def _block(stored: ConstantTensor, given: Floats, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
+def _block(stored: Constant, given: Floats, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
     storage, factor = stored.source.storage, stored.factor
     shape = (-1, storage.columns)
-    own = slice(*(row * rows_of(stored.shape)[1] // storage.columns for row in (first, last)))
-    held_scale, held_zero = (part.reshape(-1)[own] for part in (stored.scale, stored.zero_point))
+    own = slice(*(row * given.shape[1] // storage.columns for row in (first, last)))
+    held_scale, held_zero = (part.reshape(-1)[own] for part in (stored.source.scale, stored.source.zero_point))
     given = given.reshape(shape)
     wanted = given if factor == 1 else (given.astype(np.float64) * factor).astype(np.float32)
     with np.errstate(invalid="ignore"):
         low, high = given.min(), given.max()
     if not (np.isfinite(low) and np.isfinite(high)):
         return _Sums(finite=False, same=False)
-    codes = _joined(stored.integers(first, last)).astype(np.float32).reshape(shape)
+    codes = stored.weight.codes(first, last).astype(np.float32).reshape(shape)
     scale, zero_point, made = storage.quantized(wanted)
     alike = np.allclose(scale, held_scale, rtol=_SCALES_ALIKE, atol=0) and bool((zero_point == held_zero).all())
     apart = int(np.count_nonzero(made != codes))
@@ -241,7 +234,7 @@ def _block(stored: ConstantTensor, given: Floats, dtype: Dtype, first: int, last
         steps -= codes
         most = max(float(steps.max()), -float(steps.min()))
         by_row = np.einsum("ij,ij->i", steps, steps).astype(np.float64)
-    held = _joined(stored.floats(first, last)).reshape(shape) if ask or not most <= _NEAR else None
+    held = stored.weight.floats(first, last).reshape(shape) if ask or not most <= _NEAR else None
     same = held is not None and ask and _is_same(held, given, dtype)
     step = np.abs(held_scale.astype(np.float64) / factor)[:, None]
     if held is not None and not np.isfinite(by_row).all():
@@ -270,35 +263,20 @@ def _outside(steps: Floats, held: Floats, given: Floats, step: Values, dtype: Dt
     return clear + exact.outside
 
 
-def _joined(chunks: Iterator[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Flat chunks, each perhaps a view that the next one overwrites, as one array."""
-    parts = [chunk.copy() for chunk in chunks]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _steps(stored: LazyTensor) -> Callable[[int, int], Values]:
-    """The distance between neighbouring codes, to broadcast over rows ``[first, last)``."""
-    steps = stored.steps
-    if steps is None:
-        return lambda first, last: np.ones((1, 1))
-    return lambda first, last: np.repeat(
-        np.abs(steps.size[first:last].astype(np.float64) / steps.factor), steps.block, axis=1
-    )
-
-
-def _requantized(stored: ConstantTensor, new: LazyTensor) -> tuple[int | None, bool]:
+def _requantized(stored: Constant, new: Weight) -> tuple[int | None, bool]:
     """How many codes quantizing ``new`` gives otherwise, and whether it gives the stored scales."""
     if stored.transposed or stored.folded:
         return None, False
-    storage = stored.source.storage
+    storage, source = stored.source.storage, stored.source
 
     def chunks() -> Iterator[Floats]:
-        for chunk in new.floats():
+        for chunk in new.chunks():
             yield (chunk.astype(np.float64) * stored.factor).astype(np.float32) if stored.factor != 1 else chunk
 
     scale, zero_point = storage.measure(chunks())
-    alike = np.allclose(scale.reshape(-1), stored.scale.reshape(-1), rtol=_SCALES_ALIKE, atol=0)
-    made, held_codes = storage.encode(chunks(), scale, zero_point), stored.source.code_chunks()
-    pairs = zip(rechunked(made, 1), rechunked(held_codes, 1), strict=True)
+    alike = np.allclose(scale, source.scale.reshape(-1), rtol=_SCALES_ALIKE, atol=0)
+    pairs = zip(
+        rechunked(storage.encode(chunks(), scale, zero_point), 1), rechunked(source.code_chunks(), 1), strict=True
+    )
     different = sum(int((codes != held).sum()) for codes, held in pairs)
-    return different, bool(alike and (zero_point.reshape(-1) == stored.zero_point.reshape(-1)).all())
+    return different, bool(alike and (zero_point == source.zero_point.reshape(-1)).all())

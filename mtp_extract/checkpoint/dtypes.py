@@ -48,7 +48,7 @@ class Dtype:
                 remedies=tuple(f"dtype={wider}" for wider in self.wider),
             ) from error
 
-    def widen(self, stored: bytes) -> Floats:
+    def widen(self, stored: bytes | memoryview) -> Floats:
         """Stored little-endian bytes as float32, exactly."""
         return widened(stored, self.type)
 

@@ -14,8 +14,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.packing import Bytes, Codes
+from mtp_extract.checkpoint.weight import RowCodes, row_ranges
 
 BLOCK = 32
 """Neighbouring elements of a row that share a step."""
@@ -66,13 +66,14 @@ BLOCK_TYPES = MappingProxyType(
 
 
 def blocks_of(codes: RowCodes) -> Iterator[Bytes]:
-    """``codes``, of rows and blocks that divide by 32, as blocks of the type for their width, a little at a time."""
-    kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
-    sizes = codes.steps.size
-    steps = sizes.astype("<f2").view(np.uint8).reshape(*sizes.shape, _STEP)
-    for first, rows in codes.row_blocks(0, codes.shape[0]):
-        made = np.empty((len(rows), rows.shape[1] // BLOCK, kind.size), np.uint8)
-        made[..., :_STEP] = np.repeat(steps[first : first + len(rows)], codes.steps.block // BLOCK, axis=1)
+    """``codes`` around zero, of rows and blocks that divide by 32, as blocks of the type for their width, some rows at
+    a time."""
+    kind, steps = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps
+    halves = steps.size.astype("<f2").view(np.uint8).reshape(*steps.size.shape, _STEP)
+    for first, last in row_ranges(codes):
+        rows = codes.codes(first, last).astype(np.int8, copy=False)
+        made = np.empty((last - first, codes.columns // BLOCK, kind.size), np.uint8)
+        made[..., :_STEP] = np.repeat(halves[first:last], steps.block // BLOCK, axis=1)
         made[..., _STEP:] = kind.pack(rows.reshape(*made.shape[:2], BLOCK))
         yield made.reshape(-1)
 

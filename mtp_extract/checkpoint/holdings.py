@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -10,9 +9,8 @@ import numpy as np
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, Checkpoint, Format, Holding
-from mtp_extract.checkpoint.integers import row_codes, same_codes
-from mtp_extract.checkpoint.lazy import FilledTensor, read_indices
-from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
+from mtp_extract.checkpoint.rounding import narrowed
+from mtp_extract.checkpoint.weight import filled, row_codes, same_codes, same_floats, steps_alike
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, few
 
 _MOST_NAMED = 4
@@ -21,7 +19,7 @@ _MOST_NAMED = 4
 def holdings_of(format_: Format, checkpoint: Checkpoint, dtype: str) -> dict[str, Holding]:
     """How ``format_`` will hold every weight of ``checkpoint``, by role."""
     return {
-        role.name: format_.hold(role, checkpoint.tensors.get(role.name, FilledTensor(shape)), dtype)
+        role.name: format_.hold(role, checkpoint.tensors.get(role.name, filled(shape)), dtype)
         for role, shape in shapes_of(checkpoint.config).items()
     }
 
@@ -84,8 +82,7 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
             raise CheckpointError(f"{role}: expected its codes, found that {error}.") from error
         if not same_codes(expected, found):
             raise CheckpointError(f"{role}: what was written holds other codes than the file.")
-        block = math.gcd(expected.steps.block, found.steps.block)
-        old, new = (np.repeat(codes.steps.size, codes.steps.block // block, axis=1) for codes in (expected, found))
+        old, new = steps_alike(expected, found)
         if (np.abs(new - old) > holding.bound * np.abs(old)).any():
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
 
@@ -99,10 +96,10 @@ def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[st
     for role, holding in holdings.items():
         if holding.kept == FLOATS:
             found = written.tensors[role]
-            expected = NarrowedTensor(original.tensors.get(role, FilledTensor(found.shape)), holding.rounded_to)
+            expected = narrowed(original.tensors.get(role, filled(found.shape)), holding.rounded_to)
             if not same_floats(expected, found):
                 raise CheckpointError(f"{role}: what was written holds other numbers than it was made of.")
         elif holding.kept == INDICES and not np.array_equal(
-            read_indices(original.tensors[role]), read_indices(written.tensors[role])
+            original.tensors[role].indices(), written.tensors[role].indices()
         ):
             raise CheckpointError(f"{role}: what was written holds other indices than it was made of.")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, escape
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PlannedTensor:
     Attributes:
         dtype: a name in :data:`BLOCKS`.
         shape: of the array, not of its bytes.
-        produce: yields the data in order, as arrays whose bytes they are.
+        produce: yields the data in order, as arrays of any shape whose bytes they are.
         role, tensor: what it is made of; empty and None for what is no weight.
         part: what of its role it holds beside the main thing: "scale", "bias", …; empty for that.
     """
@@ -53,7 +53,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     produce: Callable[[], Chunks] = field(repr=False)
     role: str = ""
-    tensor: LazyTensor | None = field(default=None, repr=False)
+    tensor: Weight | None = field(default=None, repr=False)
     part: str = ""
 
     @property
@@ -128,12 +128,12 @@ def json_text(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> PlannedTensor:
+def plan_floats(name: str, role: str, tensor: Weight, dtype: str) -> PlannedTensor:
     """The real numbers of ``tensor``, rounded to ``dtype`` ("f32", "bf16" or "f16"); infinities and NaN are refused."""
     stored = DTYPES[dtype]
 
     def rounded() -> Iterator[npt.NDArray[np.generic]]:
-        for chunk in tensor.floats():
+        for chunk in tensor.chunks():
             if not np.isfinite(chunk).all():
                 raise CheckpointError(
                     f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint import record_fields
 from mtp_extract.checkpoint.checkpoint import Holding
-from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
+from mtp_extract.checkpoint.constant import constant_of
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record_fields import (
     Cache,
@@ -29,6 +29,7 @@ from mtp_extract.checkpoint.record_fields import (
     Stored,
     Tensor,
 )
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import FormatError
 from mtp_extract.graph.roles import Activation, FoundRole
 from mtp_extract.io.source import Region
@@ -131,7 +132,7 @@ def tensor_record(
     )
 
 
-def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | None, confirmed: bool) -> dict[str, Any]:
+def evidence(found: FoundRole | None, tensor: Weight | None, sha256: str | None, confirmed: bool) -> dict[str, Any]:
     """What is known of a role: why it is that, and the stored bytes behind it.
 
     Args:
@@ -140,7 +141,7 @@ def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | N
         sha256: of the stored bytes.
         confirmed: whether a published name says the same.
     """
-    source = tensor.source if isinstance(tensor, ConstantTensor) else None
+    source = constant.source if tensor is not None and (constant := constant_of(tensor)) is not None else None
     return {
         "why": found.why if found else "the graph multiplies by no layer scalar: 1 is what it computes",
         "rounded_before": [],

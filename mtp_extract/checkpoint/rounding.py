@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -14,41 +14,27 @@ import numpy as np
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
-from mtp_extract.checkpoint.integers import in_rows, row_codes
-from mtp_extract.checkpoint.lazy import FloatsOnly, LazyTensor, Steps, rows_of
 from mtp_extract.checkpoint.packing import Codes
-from mtp_extract.checkpoint.stored import CodesOfRows
+from mtp_extract.checkpoint.weight import Steps, Weight, of_codes, row_codes, row_ranges, same_floats
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
-from mtp_extract.litertlm.storage import Floats, Integers, Storage
+from mtp_extract.litertlm.storage import Floats, Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
 
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
 
 
-@dataclass(frozen=True)
-class NarrowedTensor(FloatsOnly):
-    """The numbers of ``tensor``, rounded.
-
-    Attributes:
-        rounded_to: as a :class:`~mtp_extract.checkpoint.checkpoint.Holding` says it; empty for not at all.
+def narrowed(weight: Weight, rounded_to: str) -> Weight:
+    """The numbers of ``weight``, without its codes, rounded to what a
+    :class:`~mtp_extract.checkpoint.checkpoint.Holding` says: "BF16", "FP16", or not at all where that is empty.
     """
+    dtype = DTYPES[next(name for name, word in ROUNDED_TO.items() if word == rounded_to)]
 
-    tensor: LazyTensor
-    rounded_to: str
+    def floats(first: int, last: int) -> Floats:
+        values = weight.floats(first, last)
+        return dtype.widen(dtype.narrow(values.reshape(-1), "a tensor").tobytes()).reshape(values.shape)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def origin(self) -> object:
-        return self.tensor.origin
-
-    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        dtype = DTYPES[next(name for name, word in ROUNDED_TO.items() if word == self.rounded_to)]
-        for chunk in self.tensor.floats(first, last):
-            yield dtype.widen(dtype.narrow(chunk, "a tensor").tobytes())
+    return Weight(weight.shape, floats, origin=weight.origin, whole=weight.whole)
 
 
 @dataclass(frozen=True)
@@ -97,9 +83,8 @@ def _per_channel(type_: TensorType) -> Callable[[Floats], tuple[Codes, Floats]]:
     """ai-edge-quantizer's, symmetric."""
 
     def rounded(rows: Floats) -> tuple[Codes, Floats]:
-        storage, chunks = Storage(type_, rows.shape, "per_channel"), [rows.reshape(-1)]
-        scale, zero_point = storage.measure(chunks)
-        return np.concatenate([*storage.encode(chunks, scale, zero_point)]).reshape(rows.shape), scale
+        scale, _, codes = Storage(type_, rows.shape, "per_channel").quantized(rows)
+        return codes.astype(np.int8), scale
 
     return rounded
 
@@ -115,71 +100,66 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 """Every rule by name: ggml's with FP16 steps of blocks, ai-edge-quantizer's with F32 steps of rows."""
 
 
-@dataclass(frozen=True)
-class RoundedTensor(CodesOfRows):
-    """A matrix of floats as the codes that a rule makes of it: made whenever they are asked for, never all in memory.
-
-    Attributes:
-        name: of the rule, in :data:`RULES`.
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """A matrix of floats, ``original``, as the codes that the rule ``name`` of :data:`RULES` makes of it: made whenever
+    they are asked for, never all in memory.
     """
 
-    shape: tuple[int, ...]
-    bits: int
-    signed: bool
-    tensor: LazyTensor
+    original: Weight
     name: str
 
-    @classmethod
-    def of(cls, tensor: LazyTensor, name: str) -> RoundedTensor:
-        """``tensor`` rounded by the rule of that name."""
-        return cls(tensor.shape, RULES[name].bits, True, tensor, name)
+    def weight(self) -> Weight:
+        """It as a weight, whose steps are measured when they are asked for.
 
-    @property
-    def origin(self) -> object:
-        return self.tensor.origin
-
-    @property
-    def steps(self) -> Steps:
-        return self._measured[0]
+        Raises:
+            UnsupportedError: when it is read: numbers that are not finite, or steps beyond the type of the rule's.
+        """
+        of, scheme = self.original, Packing(RULES[self.name].bits, signed=True)
+        return of_codes(of.shape, scheme, self._codes, self._steps, origin=of.origin, source=self, whole=of.whole)
 
     @property
     def error(self) -> dict[str, Any]:
         """For the record: the rule, and the root mean square and the largest error as shares of the range."""
         return dict(self._measured[1])
 
-    def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
-        for begin, _, codes, _ in self._rounded(first, last):
-            yield begin, codes
+    def _rounded(self, first: int, last: int) -> tuple[Floats, Codes, Floats]:
+        """Numbers of rows ``[first, last)``, their codes, and their steps ``[rows, blocks]``."""
+        values, rule = self.original.floats(first, last), RULES[self.name]
+        if not np.isfinite(values).all():
+            raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
+        codes, steps = rule.round(values.reshape(-1, rule.block or values.shape[1]))
+        return values, codes.reshape(values.shape), steps.reshape(len(values), -1)
+
+    def _codes(self, first: int, last: int) -> Codes:
+        return self._rounded(first, last)[1]
+
+    def _steps(self) -> Steps:
+        return self._measured[0]
 
     @cached_property
     def _measured(self) -> tuple[Steps, dict[str, Any]]:
-        rows, columns = rows_of(self.shape)
+        rows, columns = self.original.shape
         block = RULES[self.name].block or columns
-        sizes = np.empty((rows, columns // block), np.float32)
+        steps = Steps.around_zero(block, np.empty((rows, columns // block), np.float32))
         squares, largest, low, high = 0.0, 0.0, math.inf, -math.inf
-        for begin, values, codes, found in self._rounded(0, rows):
-            sizes[begin : begin + len(values)] = found
-            made = codes.reshape(*found.shape, block).astype(np.float32) * found[..., None]
-            errors = (made.reshape(values.shape) - values).astype(np.float64)
+        for first, last in row_ranges(self.original):
+            values, codes, steps.size[first:last] = self._rounded(first, last)
+            errors = (steps.floats(codes, first) - values).astype(np.float64)
             squares += float((errors**2).sum())
             largest = max(largest, float(np.abs(errors).max()))
             low, high = min(low, float(values.min())), max(high, float(values.max()))
         spread = high - low
-        return Steps.around_zero(block, sizes), {
+        return steps, {
             "rule": self.name,
             "rms": _three_digits(math.sqrt(squares / (rows * columns)) / spread) if spread else 0.0,
             "largest": _three_digits(largest / spread) if spread else 0.0,
         }
 
-    def _rounded(self, first: int, last: int) -> Iterator[tuple[int, Floats, Codes, Floats]]:
-        """(first row, numbers, their codes, their steps) of some rows after the other."""
-        columns, rule = self.shape[1], RULES[self.name]
-        for values in in_rows(self.tensor.floats(first, last), columns):
-            if not np.isfinite(values).all():
-                raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
-            codes, steps = rule.round(values.reshape(-1, rule.block or columns))
-            yield first, values, codes.reshape(values.shape), steps.reshape(len(values), -1)
-            first += len(values)
+
+def rounding_of(weight: Weight) -> Rounding | None:
+    """How the codes of ``weight`` were made of floats; None where they were not made here."""
+    return weight.source if isinstance(weight.source, Rounding) else None
 
 
 def _three_digits(share: float) -> float:
@@ -197,14 +177,14 @@ def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()
         UnsupportedError: nothing is left to round.
     """
     block = RULES[rule].block
-    rounded: dict[int, LazyTensor] = {}
+    rounded: dict[int, Weight] = {}
     tensors = dict(checkpoint.tensors)
     matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX and role.name not in leave]
     plain = [name for name in matrices if name in tensors and tensors[name].scheme is None]
     for name in plain:
         tensor = tensors[name]
         if not block or tensor.shape[1] % block == 0:
-            tensors[name] = rounded.setdefault(id(tensor), RoundedTensor.of(tensor, rule))
+            tensors[name] = rounded.setdefault(id(tensor), Rounding(tensor, rule).weight())
     if not rounded:
         why = f"no row is a whole number of blocks of {block}" if plain else "every matrix has its codes"
         raise UnsupportedError(f"There is nothing to round by {rule}: {why}. Leave it out.", remedies=("quantize",))
@@ -216,7 +196,7 @@ _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
 )
 
 
-def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
+def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
     """``tensor`` after ``steps``, as a record's ``rounded_before`` names them.
 
     Raises:
@@ -225,15 +205,15 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
     for step in steps:
         if step in RULES and len(tensor.shape) == 2 and tensor.shape[1] % (RULES[step].block or 1) == 0:
             # Rules are for matrices of floats: codes that there were had been left behind by then.
-            tensor = RoundedTensor.of(NarrowedTensor(tensor, ROUNDED_TO["f32"]), step)
+            tensor = Rounding(narrowed(tensor, ROUNDED_TO["f32"]), step).weight()
         elif step in ROUNDED_TO.values():
-            tensor = NarrowedTensor(tensor, step)
+            tensor = narrowed(tensor, step)
         else:
             tensor = _with_rounded_steps(tensor, step)
     return tensor
 
 
-def _with_rounded_steps(tensor: LazyTensor, step: str) -> LazyTensor:
+def _with_rounded_steps(tensor: Weight, step: str) -> Weight:
     """The codes of ``tensor``, with their steps rounded, to FP16 or, after a folded factor was divided out, to F32."""
     try:
         kind, codes = _STEP_TYPES[step], row_codes(tensor)
@@ -241,14 +221,15 @@ def _with_rounded_steps(tensor: LazyTensor, step: str) -> LazyTensor:
         raise CheckpointError(
             f"The record says that {escape(step)} was done to it, which cannot be done again."
         ) from error
-    sizes = codes.steps.size.astype(kind).astype(np.float32)
-    return replace(codes, grid=Steps.around_zero(codes.steps.block, sizes))
+    assert codes.scheme is not None
+    steps = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
+    return of_codes(codes.shape, codes.scheme, codes.codes, lambda: steps, origin=codes.origin, whole=codes.whole)
 
 
 _ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"F32{SCALES}",))
 
 
-def how_rounded(original: LazyTensor, found: LazyTensor) -> tuple[str, ...] | None:
+def how_rounded(original: Weight, found: Weight) -> tuple[str, ...] | None:
     """The one rounding, or none, that makes the numbers of ``found`` of those of ``original``, to the bit.
 
     Returns:
@@ -257,18 +238,9 @@ def how_rounded(original: LazyTensor, found: LazyTensor) -> tuple[str, ...] | No
     return next((steps for steps in _ONE_STEP if _makes(original, steps, found)), None)
 
 
-def _makes(original: LazyTensor, steps: Sequence[str], found: LazyTensor) -> bool:
+def _makes(original: Weight, steps: Sequence[str], found: Weight) -> bool:
     try:
         return same_floats(rounded_again(original, steps), found)
     except (CheckpointError, UnsupportedError):
         # It admits of no such rounding: it has no codes, or numbers beyond FP16.
         return False
-
-
-def same_floats(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether both hold the same numbers, to the bit."""
-    if one.shape != other.shape:
-        return False
-    columns = rows_of(one.shape)[1]
-    pairs = zip(*(in_rows(tensor.floats(), columns) for tensor in (one, other)), strict=True)
-    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in pairs)

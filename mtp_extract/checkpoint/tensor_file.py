@@ -98,7 +98,7 @@ def write_tensors(
 
 def _bytes(tensor: PlannedTensor) -> Iterator[memoryview]:
     for chunk in tensor.produce():
-        yield chunk.view(np.uint8).data
+        yield np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
 
 
 def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:

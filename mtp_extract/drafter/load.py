@@ -13,7 +13,6 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import read_floats, read_indices
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import MtpDrafter, with_weights
 from mtp_extract.errors import DrafterError
@@ -94,8 +93,8 @@ def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devi
 def _tensor(checkpoint: Checkpoint, role: Role, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     tensor = checkpoint.tensors[role.name]
     if role.kind == INDEX:
-        return torch.from_numpy(read_indices(tensor)).to(device)
-    return torch.from_numpy(read_floats(tensor)).to(device, dtype)
+        return torch.from_numpy(tensor.indices()).to(device)
+    return torch.from_numpy(tensor.array()).to(device, dtype)
 
 
 def build_drafter(

@@ -11,7 +11,7 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import HEAD_ROLES, ORDERING, Config
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.formats import FORMATS, format_named
 
 _HEAD = ("lm_head", *HEAD_ROLES)
@@ -75,8 +75,9 @@ def _of_mtp(layout: str, checkpoint: Checkpoint) -> Iterator[_Weight]:
     for file in format_named(layout).plan(checkpoint, dtype):
         for planned in file.tensors:
             tensor = checkpoint.tensors.get(planned.role)
+            stored = stored_of(tensor) if tensor is not None else None
             # An assistant of others may mix types, which a plan does not.
-            yield _Weight(planned.role, tensor.stored.length if isinstance(tensor, StoredWeight) else planned.length, 0)
+            yield _Weight(planned.role, stored.tensor.length if stored is not None else planned.length, 0)
     for role, tensor in checkpoint.tensors.items():
         yield _Weight(role, 0, 0 if role == ORDERING else math.prod(tensor.shape))
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.roles import Role
-from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.keys import anything, is_number, is_text, off, some
 from mtp_extract.checkpoint.packing import row_bytes
+from mtp_extract.checkpoint.weight import RowCodes
 from mtp_extract.errors import NoCodesError
 from mtp_extract.formats.packed import GROUPS, HEAD, PackedFormat
 from mtp_extract.formats.parts import Packed, Part

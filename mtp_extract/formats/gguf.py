@@ -22,10 +22,9 @@ from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holdin
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
-from mtp_extract.checkpoint.integers import RowCodes, row_codes
-from mtp_extract.checkpoint.lazy import LazyTensor, Steps, read_floats
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
-from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
+from mtp_extract.checkpoint.stored import StoredTensor, read_rows, stored_weight
+from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, of_codes, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
@@ -38,6 +37,7 @@ from mtp_extract.formats.gguf_metadata import (
 )
 from mtp_extract.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
 from mtp_extract.formats.holding import hold_floats, weight_of
+from mtp_extract.litertlm.storage import Packing
 
 _ROPE = "rope_freqs.weight"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
@@ -66,7 +66,7 @@ class GgufFormat:
     def recognizes(self, directory: Path) -> bool:
         return _file_in(directory).is_file()
 
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         if self.name not in role.names:
             return Holding(NOTHING, why=_DROPPED)
         if role.kind != MATRIX:
@@ -78,7 +78,7 @@ class GgufFormat:
         except NoCodesError as error:
             return hold_floats(tensor, "f32", str(error))
         if (codes.steps.size == codes.steps.size.astype(np.float16)).all():
-            return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
+            return Holding(CODES) if has_exact_steps(tensor) else Holding(CODES, "F32", DTYPES["f32"].roundoff)
         return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
@@ -167,7 +167,7 @@ def _name_parts(base: str) -> dict[str, str]:
     return {f"general.{key}": part for key, part in parts.items()}
 
 
-def _codes(tensor: LazyTensor) -> RowCodes:
+def _codes(tensor: Weight) -> RowCodes:
     """``tensor`` as Q4_0 or Q8_0 hold it.
 
     Raises:
@@ -229,7 +229,7 @@ def _config(path: Path) -> tuple[Header, DrafterConfig]:
         )
     factors = None
     if _ROPE in header.tensors:
-        factors = read_floats(StoredWeight(path, header.tensors[_ROPE])).reshape(-1)
+        factors = stored_weight(path, header.tensors[_ROPE]).array().reshape(-1)
     return header, config_of(path, header.metadata, rows, factors)
 
 
@@ -237,17 +237,15 @@ def _head_name() -> str:
     return next(role.names[FORMAT.name] for role in roles_of(1) if role.name == "lm_head")
 
 
-def _stored(path: Path, stored: StoredTensor, name: str) -> LazyTensor:
+def _stored(path: Path, stored: StoredTensor, name: str) -> Weight:
     kind = _QUANTIZED.get(stored.dtype)
     if kind is None:
-        return StoredWeight(path, stored, name)
-
-    return StoredCodes(
-        shape=stored.shape,
-        bits=kind.bits,
-        signed=True,
-        grid=partial(_read_steps, path, stored, kind),
-        rows=lambda first, last: unpacked(kind, read_rows(path, stored, first, last)),
+        return stored_weight(path, stored, name)
+    return of_codes(
+        stored.shape,
+        Packing(kind.bits, signed=True),
+        lambda first, last: unpacked(kind, read_rows(path, stored, first, last)),
+        partial(_read_steps, path, stored, kind),
         origin=(path, stored.offset),
     )
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from mtp_extract.architecture.roles import INDEX, SCALAR, Role
 from mtp_extract.checkpoint.checkpoint import FLOATS, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_indices
 from mtp_extract.checkpoint.planned import PlannedTensor, plan_array, plan_floats
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError
 
 
-def hold_floats(tensor: LazyTensor, dtype: str, why: str = "the format holds floats only") -> Holding:
+def hold_floats(tensor: Weight, dtype: str, why: str = "the format holds floats only") -> Holding:
     """In ``dtype``, "f32", "bf16" or "f16"; ``why`` says why codes, if there are any, are not kept."""
     rounded_to = ROUNDED_TO[dtype]
     return Holding(
@@ -20,7 +20,7 @@ def hold_floats(tensor: LazyTensor, dtype: str, why: str = "the format holds flo
     )
 
 
-def weight_of(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...]) -> LazyTensor:
+def weight_of(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...]) -> Weight:
     """The weight of ``role``; a layer scalar that is not there is 1, as every engine wants it to be there.
 
     Raises:
@@ -29,7 +29,7 @@ def weight_of(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...]) -> Laz
     tensor = checkpoint.tensors.get(role.name)
     if tensor is None and role.kind != SCALAR:
         raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
-    return tensor or FilledTensor(shape)
+    return tensor or filled(shape)
 
 
 def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
@@ -40,5 +40,5 @@ def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name
     """
     tensor = weight_of(checkpoint, role, shape)
     if role.kind == INDEX:
-        return replace(plan_array(name, read_indices(tensor)), role=role.name)
+        return replace(plan_array(name, tensor.indices()), role=role.name)
     return plan_floats(name, role.name, tensor, dtype)

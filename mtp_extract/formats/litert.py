@@ -18,8 +18,8 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import is_whole, require_keys
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
@@ -40,7 +40,7 @@ class LitertFormat:
     def recognizes(self, directory: Path) -> bool:
         return (directory / self.marker).is_file()
 
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         return hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
@@ -80,18 +80,18 @@ class LitertFormat:
         held = {role: shape for role, shape in shapes.items() if role.name in names}
         stored = reading.read_shards(directory, self.weights_file)
         weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored)
-        if (types := {weight.stored.dtype for weight in weights.values()}) != {"F32"}:
+        if (types := {stored[names[role.name]][1].dtype for role in held}) != {"F32"}:
             where = escape(directory / self.weights_file)
             raise CheckpointError(f"{where}: expected tensors in F32, found {', '.join(sorted(types))}")
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
-        tensors = {role.name: weights.get(role.name, FilledTensor(shape)) for role, shape in shapes.items()}
+        tensors = {role.name: weights.get(role.name, filled(shape)) for role, shape in shapes.items()}
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
 
 
 FORMAT = LitertFormat()
 
 
-def _tensor_names(tensors: Mapping[str, LazyTensor], num_layers: int) -> dict[str, str]:
+def _tensor_names(tensors: Mapping[str, Weight], num_layers: int) -> dict[str, str]:
     """Role → tensor name. Roles that share a constant share the name of the first of them."""
     names: dict[str, str] = {}
     first: dict[object, str] = {}

@@ -19,9 +19,9 @@ from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, anything, at, is_whole, off, require_keys, some
-from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
-from mtp_extract.checkpoint.stored import StoredWeight, common_dtype, read_array
+from mtp_extract.checkpoint.stored import common_dtype, read_array, stored_weight
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import format_of, reading
 from mtp_extract.formats.eagle3_lint import LLAMA, Finding, lint
@@ -76,7 +76,7 @@ class HeadFormat:
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == self.name
 
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
@@ -92,7 +92,7 @@ class HeadFormat:
             for role, shape in shapes_of(config).items()
         ]
         if config.reduced:
-            planned.append(_plan_marks(config, read_indices(checkpoint.tensors[_D2T])))
+            planned.append(_plan_marks(config, checkpoint.tensors[_D2T].indices()))
         document = self.document(config, DTYPES[dtype].transformers)
         found = lint(self.name, document, config)
         # What an engine that reads the layout would load wrongly and not say so is not written.
@@ -251,7 +251,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)
 
 def _vocabulary_problems(config: Eagle3Config, stored: reading.Stored) -> Iterator[str]:
     """What is wrong with the two maps between the base's tokens and the head's."""
-    mapping = StoredWeight(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
+    mapping = stored_weight(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
     marks = read_array(*stored[_T2D], np.dtype(np.bool_)) if _T2D in stored else None
     if not config.reduced:
         if mapping.shape != (config.draft_vocab_size,) or mapping.any():

@@ -16,12 +16,11 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, at
-from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
-from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
+from mtp_extract.checkpoint.weight import RowCodes, Weight, has_exact_steps, row_codes
 from mtp_extract.errors import NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats, plan_weight
@@ -87,21 +86,22 @@ class PackedFormat(ABC):
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == self.name
 
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         if role.kind == INDEX:
             return Holding(INDICES)
         try:
-            codes, _ = self._packed(role, tensor)
+            self._packed(role, tensor)
         except NoCodesError as error:
             return hold_floats(tensor, "f32", str(error))
         # What a converter folded into the scales is divided out, and the quotient rounded once.
-        return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
+        return Holding(CODES) if has_exact_steps(tensor) else Holding(CODES, "F32", DTYPES["f32"].roundoff)
 
-    def _packed(self, role: Role, tensor: LazyTensor) -> tuple[RowCodes, Packed]:
+    def _packed(self, role: Role, tensor: Weight) -> tuple[RowCodes, Packed]:
         codes = row_codes(tensor)
-        if not codes.exact and bool((codes.steps.size[codes.steps.size > 0] < _SMALLEST_NORMAL).any()):
+        sizes = codes.steps.size
+        if not has_exact_steps(tensor) and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any()):
             raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
-        if (codes.steps.size < 0).any():
+        if (sizes < 0).any():
             raise NoCodesError("it has negative scales (gguf holds them)")
         return codes, Packed(codes.shape, codes.bits, self.fit(role, codes))
 
@@ -213,13 +213,13 @@ class PackedFormat(ABC):
     def read(self, directory: Path) -> Checkpoint:
         config, stored, packed, tied = self._read(directory)
         path = directory / self.weights_file
-        tensors: dict[str, LazyTensor] = {}
+        tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
         for role in shapes_of(config):
             name = _name(role, tied)
             how = packed.get(_module(name))
             if how is None:
-                tensors[role.name] = StoredWeight(path, stored[name], name)
+                tensors[role.name] = stored_weight(path, stored[name], name)
                 continue
             matrix = Matrix(path, stored, _module(name), how, self.parts(how))
             tensors[role.name] = matrix.tensor()

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.integers import RowCodes
-from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
-from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_array, read_rows
+from mtp_extract.checkpoint.stored import StoredTensor, read_array, read_rows
+from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, of_codes, row_ranges
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.graph.roles import Activation
+from mtp_extract.litertlm.storage import Packing
 
 INPUT, OUTPUT = "input_activation", "output_activation"
 """Kinds of parts: the static scale of what goes in and of what comes out; 0 where there is none."""
@@ -65,15 +65,16 @@ def plan_parts(
         name = f"{module}{part.suffix}"
         if part.kind == "codes":
             producer = partial(_packing, codes, packed, part)
-            yield PlannedTensor(name, part.dtype, part.shape, producer, role, codes.tensor)
+            yield PlannedTensor(name, part.dtype, part.shape, producer, role, codes)
         else:
             made = plan_array(name, _values(part.kind, codes, packed, activations))
             yield replace(made, role=role, part=part.kind)
 
 
 def _packing(codes: RowCodes, packed: Packed, part: Part) -> Iterator[npt.NDArray[np.generic]]:
-    for _, rows in codes.row_blocks(0, codes.shape[0]):
-        yield (rows if part.dtype == "I8" else pack(rows, packed.bits, DTYPE_SIZES[part.dtype])).reshape(-1)
+    for first, last in row_ranges(codes):
+        rows = codes.codes(first, last).astype(np.int8, copy=False)
+        yield rows if part.dtype == "I8" else pack(rows, packed.bits, DTYPE_SIZES[part.dtype])
 
 
 def _values(kind: str, codes: RowCodes, packed: Packed, activations: Activations) -> npt.NDArray[Any]:
@@ -81,7 +82,7 @@ def _values(kind: str, codes: RowCodes, packed: Packed, activations: Activations
         return np.array(packed.shape, np.int64)
     if kind in (INPUT, OUTPUT):
         return np.array(static_scale(activations[kind == OUTPUT]), np.float32)
-    scales = np.repeat(codes.steps.size, codes.steps.block // packed.group, axis=1)
+    scales = codes.steps.in_blocks(packed.group)
     return _biases(packed.bits, scales) if kind == "biases" else scales
 
 
@@ -108,7 +109,7 @@ class Matrix:
     packed: Packed
     parts: Sequence[Part]
 
-    def tensor(self) -> LazyTensor:
+    def tensor(self) -> Weight:
         """As a weight; its scales are read and checked when they are asked for.
 
         Raises:
@@ -123,14 +124,8 @@ class Matrix:
             found = read_rows(self.path, codes, first, last)
             return found.view(np.int8) if codes.dtype == "I8" else unpack(found, self.packed.bits, self.packed.shape[1])
 
-        return StoredCodes(
-            shape=self.packed.shape,
-            bits=self.packed.bits,
-            signed=True,
-            grid=self._steps,
-            rows=rows,
-            origin=(self.path, codes.offset),
-        )
+        packing = Packing(self.packed.bits, signed=True)
+        return of_codes(self.packed.shape, packing, rows, self._steps, origin=(self.path, codes.offset))
 
     def activations(self) -> Activations:
         """Static scales of what goes in and comes out, where there are any.

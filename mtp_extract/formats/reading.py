@@ -12,8 +12,9 @@ import msgspec
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import HEADER, anything, require_keys
-from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
 from mtp_extract.checkpoint.tensor_file import read_header, read_metadata
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape, few
 
 Stored = Mapping[str, tuple[Path, StoredTensor]]
@@ -167,7 +168,7 @@ def _tensors(path: Path, advice: str) -> Stored:
 
 def weights_of(
     shapes: Mapping[Role, tuple[int, ...]], names: Mapping[Role, str], stored: Stored, more: Iterable[str] = ()
-) -> dict[str, StoredWeight]:
+) -> dict[str, Weight]:
     """Role → its weight among those ``stored``, where it is called as ``names`` has it.
 
     Args:
@@ -179,7 +180,7 @@ def weights_of(
     """
     expected = {names[role]: (role.path, shape) for role, shape in shapes.items()}
     check_tensors(expected, {name: tensor.shape for name, (_, tensor) in stored.items()}, more)
-    return {role.name: StoredWeight(*stored[names[role]], names[role]) for role in shapes}
+    return {role.name: stored_weight(*stored[names[role]], names[role]) for role in shapes}
 
 
 def check_tensors(

@@ -30,9 +30,9 @@ from mtp_extract.checkpoint.keys import (
     require_keys,
     some,
 )
-from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, json_text
-from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
+from mtp_extract.checkpoint.stored import common_dtype, stored_weight
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
 from mtp_extract.formats import reading
@@ -61,7 +61,7 @@ class TransformersFormat:
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == ""
 
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
@@ -91,7 +91,7 @@ class TransformersFormat:
         shapes = shapes_of(config)
         tensors = reading.weights_of(shapes, {role: role.names[self.name] for role in shapes}, stored, (_LM_HEAD,))
         if _LM_HEAD in stored:
-            _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
+            _check_tied(stored_weight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
 
@@ -99,9 +99,9 @@ class TransformersFormat:
 FORMAT = TransformersFormat()
 
 
-def _check_tied(copy: LazyTensor, original: LazyTensor) -> None:
+def _check_tied(copy: Weight, original: Weight) -> None:
     same = copy.shape == original.shape and all(
-        bool((a == b).all()) for a, b in zip(copy.floats(), original.floats(), strict=True)
+        bool((a == b).all()) for a, b in zip(copy.chunks(), original.chunks(), strict=True)
     )
     if not same:
         raise reading.mismatch([f"{_LM_HEAD}: expected the same values as model.embed_tokens.weight, found others"])

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
 
+from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.stored import StoredColumns
+from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.io.threads import Turns, cores, in_turn
 from mtp_extract.litertlm.storage import (
@@ -89,7 +90,7 @@ class Decision:
     """What becomes of one role."""
 
     role: str
-    new: LazyTensor = field(repr=False)
+    new: Weight = field(repr=False)
     """The weight of the checkpoint that it is to hold."""
     dtype: str
     """What the checkpoint's floats were rounded to, a name in :data:`~mtp_extract.checkpoint.dtypes.DTYPES`."""
@@ -111,7 +112,7 @@ class Decision:
         content = self.content
         return digest([named, content.scale.tobytes(), content.zero_point.tobytes()], content.produce())
 
-    def check_written(self, path: Path, written: LazyTensor) -> Turns[None]:
+    def check_written(self, path: Path, written: Weight) -> Turns[None]:
         """Check that ``written``, read from the new file at ``path``, is as far from the weight as was planned.
 
         Raises:
@@ -121,26 +122,25 @@ class Decision:
             same = yield from holds(written, self.new, self.dtype)
         else:
             tolerance = _ERRORS_ALIKE + (_SCALES_ALIKE if self.how == KEPT else 0.0)
-            error = yield from _Squares().add_all(written.floats(), self.new.floats())
+            error = yield from _Squares().add_all(written.chunks(), self.new.chunks())
             same = abs(error - self.error) <= tolerance
         if not same:
             raise OutputError(f"{path}: {self.role} reads back differently. Nothing was kept.")
 
 
-def beside(weight: LazyTensor) -> object:
+def beside(weight: Weight) -> object:
     """Equal for columns of one matrix, which are to be read together; None for all of one.
 
     Where there are cores enough, several read the matrix, each for some of its columns.
     """
-    if not isinstance(weight, StoredColumns):
+    stored = stored_of(weight)
+    if stored is None or stored.columns is None:
         return None
-    table = weight.begin // max(weight.end - weight.begin, 1)
-    return weight.whole.origin, table % max(1, cores() // 2)
+    table = stored.columns[0] // max(weight.columns, 1)
+    return stored.path, stored.tensor.offset, table % max(1, cores() // 2)
 
 
-def decide(
-    role: str, stored: ConstantTensor, new: LazyTensor, dtype: str, wanted: TensorType | None = None
-) -> Turns[Decision]:
+def decide(role: str, stored: Constant, new: Weight, dtype: str, wanted: TensorType | None = None) -> Turns[Decision]:
     """What becomes of ``role``, stored as ``stored``, when it is to hold ``new``.
 
     Args:
@@ -155,9 +155,9 @@ def decide(
     here = source.storage
     target = here if wanted in (None, here.type) else here.as_type(wanted)
     decided = partial(Decision, role, new, dtype, here.type)
-    same = yield from holds(stored, new, dtype)
+    same = yield from holds(stored.weight, new, dtype)
     # What was rounded on its way out is taken from where it is exact.
-    exact: LazyTensor = stored if same else new
+    exact = stored.weight if same else new
     if same and target is here:
         return decided(KEPT, here, 0.0, Content.of(source))
     if target.elements != math.prod(new.shape):
@@ -171,24 +171,24 @@ def decide(
     return decided(REQUANTIZED, target, *(yield from _requantized(weight, target)))
 
 
-def require_ones(role: str, shape: tuple[int, ...], new: LazyTensor, dtype: str) -> None:
+def require_ones(role: str, shape: tuple[int, ...], new: Weight, dtype: str) -> None:
     """Check that ``new`` is of ones, as a weight has to be that no constant of the graph holds.
 
     Raises:
         UnsupportedError: it is not.
     """
-    if in_turn([holds(FilledTensor(shape), new, dtype)]) != [True]:
+    if in_turn([holds(filled(shape), new, dtype)]) != [True]:
         raise UnsupportedError(
             f"{role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and was "
             "folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
         )
 
 
-def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> Turns[bool]:
+def holds(stored: Weight, new: Weight, dtype: str) -> Turns[bool]:
     """Whether ``new`` is ``stored``, bit for bit: exactly, after rounding to ``dtype``, or, where both have codes, with
     what was folded into the scales divided out and the scales in F32 or FP16, as formats keep them.
     """
-    if (yield from _same(stored.floats(), new.floats(), dtype)):
+    if (yield from _same(stored.chunks(), new.chunks(), dtype)):
         return True
     if new.scheme is None:
         return False
@@ -198,7 +198,7 @@ def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> Turns[bool]:
         # It has no codes, or scales that run across the rows: no format keeps such codes.
         return False
     for tensor in coded:
-        if (yield from _same(tensor.floats(), new.floats(), "f32")):
+        if (yield from _same(tensor.chunks(), new.chunks(), "f32")):
             return True
     return False
 
@@ -258,13 +258,13 @@ class _Squares:
         return math.sqrt(self.difference / self.size)
 
 
-def _unfolded(role: str, target: Storage, new: LazyTensor) -> tuple[Storage, LazyTensor]:
+def _unfolded(role: str, target: Storage, new: Weight) -> tuple[Storage, Weight]:
     """For a vector of equal numbers that the converter stored as one: still one, or a vector again."""
-    values = read_floats(new).reshape(-1)
+    values = new.array().reshape(-1)
     if target.type not in FLOAT_TYPES:
         raise UnsupportedError(f"{role}: is stored as one {target.type.name} number, which cannot become a vector.")
     if (values == values[0]).all():
-        return target, FilledTensor((1,), float(values[0]))
+        return target, filled((1,), float(values[0]))
     return replace(target, shape=(values.size,)), new
 
 
@@ -273,8 +273,8 @@ class _AsStored:
     """A weight as ``constant`` holds it: ``factor · (weight − offset)``, transposed where that is ``[in, out]``."""
 
     role: str
-    weight: LazyTensor
-    constant: ConstantTensor
+    weight: Weight
+    constant: Constant
 
     def _in_order(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
         if self.constant.transposed:
@@ -285,7 +285,7 @@ class _AsStored:
 
     def weights(self) -> Iterator[Floats]:
         """The numbers of the weight, in stored order."""
-        return self._in_order(self.weight.floats())
+        return self._in_order(self.weight.chunks())
 
     def floats(self) -> Iterator[Floats]:
         """The numbers that are stored for them.
@@ -302,7 +302,7 @@ class _AsStored:
 
     def integers(self) -> Iterator[npt.NDArray[Any]]:
         """The codes of the weight, in stored order."""
-        return self._in_order(self.weight.integers())
+        return self._in_order(self.weight.code_chunks())
 
 
 def _floats(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
@@ -312,7 +312,7 @@ def _floats(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
     stored = (widened(chunk, target.type) for chunk in produce())
-    error = yield from _Squares().add_all(weight.constant.weights(stored), weight.weights())
+    error = yield from _Squares().add_all(map(weight.constant.unfolded, stored), weight.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
@@ -378,7 +378,7 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Turns[Content | No
     if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
     # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
-    decoded = weight.constant.weights(target.decode(weight.integers(), scale, zero_point))
+    decoded = map(weight.constant.unfolded, target.decode(weight.integers(), scale, zero_point))
     if not (yield from _same(decoded, weight.weights(), dtype)):
         return None
     return Content(scale, zero_point, lambda: target.stored_codes(weight.integers()))

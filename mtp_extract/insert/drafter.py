@@ -18,7 +18,7 @@ from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.lazy import ConstantTensor
+from mtp_extract.checkpoint.constant import constant_of
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -222,10 +222,11 @@ def _decide(checkpoint: Checkpoint, drafter: Shard, types: Mapping[str, str]) ->
     wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
     jobs: dict[str, Job[Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
-        constant, new = stored.get(role.name), checkpoint.tensors.get(role.name)
+        held, new = stored.get(role.name), checkpoint.tensors.get(role.name)
+        constant = constant_of(held) if held is not None else None
         if new is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
-        if isinstance(constant, ConstantTensor):
+        if constant is not None:
             deciding = decide(role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
             jobs[role.name] = deciding, math.prod(shape), None
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import Decision, beside
 from mtp_extract.io.laid import Laid, Piece, write_laid
@@ -119,7 +119,7 @@ class InsertionPlan:
         return document
 
 
-def check_written(path: Path, written: Iterable[tuple[LazyTensor, Decision]]) -> None:
+def check_written(path: Path, written: Iterable[tuple[Weight, Decision]]) -> None:
     """Check that every weight read from the new file at ``path`` is as it was decided.
 
     Raises:

@@ -158,7 +158,7 @@ def narrowed(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
     return result
 
 
-def widened(stored: bytes, type_: TensorType) -> Floats:
+def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
     """Little-endian numbers of a type of :data:`FLOAT_TYPES`, or INT16, as float32, exactly; flat."""
     if type_ is TensorType.FLOAT32:
         return np.frombuffer(stored, "<f4")

@@ -20,10 +20,10 @@ from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
-from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.checkpoint.tensor_file import holds_tensors
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import ProofError, escape
 from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.graph.roles import Activation
@@ -145,7 +145,7 @@ class ReadDirectory:
         extra_codes = frozenset(role for role, tensor in tensors.items() if tensor is not floats.tensors[role])
         entries = _entries(old, floats)
         # Roles that were one stored constant are one again: formats may write it once.
-        first: dict[object, LazyTensor] = {}
+        first: dict[object, Weight] = {}
         for role, entry in entries.items():
             stored = entry["source"]
             if stored is not None:
@@ -268,8 +268,9 @@ def _entries(old: Mapping[str, Any] | None, floats: Checkpoint) -> dict[str, Map
     entries = {entry["role"]: entry for entry in named.values()}
     for role, tensor in floats.tensors.items():
         # A tensor that is several roles stands under the first of them.
-        if role not in entries and isinstance(tensor, StoredWeight) and tensor.name in named:
-            entries[role] = named[tensor.name]
+        stored = stored_of(tensor)
+        if role not in entries and stored is not None and stored.name in named:
+            entries[role] = named[stored.name]
     return entries
 
 

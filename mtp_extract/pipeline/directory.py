@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
-from mtp_extract.checkpoint.rounding import RoundedTensor, round_matrices
+from mtp_extract.checkpoint.rounding import round_matrices, rounding_of
 from mtp_extract.errors import OutputError, UnsupportedError, either, escape
 from mtp_extract.formats import EVERY, format_named, variant_for
 from mtp_extract.io.place import Inputs, staged
@@ -121,9 +121,9 @@ class Choice:
         refused = {
             role: holdings[role].why
             for role, tensor in rounded.tensors.items()
-            if isinstance(tensor, RoundedTensor) and holdings[role].kept != CODES
+            if rounding_of(tensor) and holdings[role].kept != CODES
         }
-        made = sum(isinstance(tensor, RoundedTensor) for tensor in rounded.tensors.values())
+        made = sum(rounding_of(tensor) is not None for tensor in rounded.tensors.values())
         if len(refused) == made:
             why = next(iter(refused.values()))
             raise UnsupportedError(
@@ -158,7 +158,9 @@ class Prepared:
     def made(self) -> dict[str, Mapping[str, Any]]:
         """By role, the rule that its codes are made by, and the error of that."""
         return {
-            role: tensor.error for role, tensor in self.checkpoint.tensors.items() if isinstance(tensor, RoundedTensor)
+            role: rounding.error
+            for role, tensor in self.checkpoint.tensors.items()
+            if (rounding := rounding_of(tensor)) is not None
         }
 
     def notes(self) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
+from mtp_extract.checkpoint.constant import Constant, constant_of
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
@@ -44,12 +45,12 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         UnsupportedError: weights this release cannot read.
         FormatError: damaged quantization.
     """
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, Weight] = {}
     for found in drafter.walk.roles:
         if found.tensor is None:
-            tensors[found.role] = FilledTensor(found.shape)
+            tensors[found.role] = filled(found.shape)
         else:
-            tensors[found.role] = ConstantTensor.of(drafter.model, found)
+            tensors[found.role] = Constant.of(drafter.model, found).weight
     activations = {found.role: (found.input, found.output) for found in drafter.walk.roles if len(found.shape) == 2}
     return Checkpoint(
         GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)
@@ -194,7 +195,7 @@ def prove_checkpoint(
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
     """Role → its numbers."""
     tensors = checkpoint.whole().tensors
-    return lambda role: tensors[role].floats()
+    return lambda role: tensors[role].chunks()
 
 
 class Hashes:
@@ -203,7 +204,9 @@ class Hashes:
     def __init__(self, drafter: Shard, checkpoint: Checkpoint) -> None:
         self._drafter, self._checkpoint = drafter, checkpoint
         self._tensors = {
-            role: tensor.source for role, tensor in checkpoint.tensors.items() if isinstance(tensor, ConstantTensor)
+            role: constant.source
+            for role, tensor in checkpoint.tensors.items()
+            if (constant := constant_of(tensor)) is not None
         }
         self.section: str | None = None
         self.roles: dict[str, str] = {}

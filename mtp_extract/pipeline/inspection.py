@@ -11,9 +11,9 @@ from typing import Any
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.llama import findings_of
@@ -240,7 +240,7 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
     return described
 
 
-def _stored_type(tensor: LazyTensor) -> str:
-    if isinstance(tensor, StoredWeight):
-        return tensor.stored.dtype
+def _stored_type(tensor: Weight) -> str:
+    if (stored := stored_of(tensor)) is not None:
+        return stored.tensor.dtype
     return f"INT{tensor.scheme.bits}" if tensor.scheme is not None else "implied"

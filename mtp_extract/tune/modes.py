@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.checkpoint.weight import Weight, of_array, of_codes
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.storage import Integers
 
@@ -76,7 +75,7 @@ class Latents(nn.Module):
                 self._weights[key].roles.append(role)
                 continue
             # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
-            latent = torch.from_numpy(read_floats(tensor)).to(device, copy=True)
+            latent = torch.from_numpy(tensor.array()).to(device, copy=True)
             weight = _Weight([role])
             if role.kind != MATRIX:
                 weight.start, weight.size = latent, float(latent.square().mean().sqrt()) or 1.0
@@ -115,7 +114,7 @@ class Latents(nn.Module):
 
     def tuned(self, results: Mapping[str, Tensor] | None = None) -> Checkpoint:
         """The checkpoint with the ``results`` in it; by default with the present ones."""
-        tensors: dict[str, LazyTensor] = dict(self.checkpoint.tensors)
+        tensors: dict[str, Weight] = dict(self.checkpoint.tensors)
         for key, result in (self.results() if results is None else results).items():
             weight = self._weights[key]
             made = weight.tensor(result, tensors[weight.roles[0].name])
@@ -153,17 +152,17 @@ class _Weight:
             return self.quantizer.codes(latent).to("cpu", self.quantizer.dtype)
         return latent.to("cpu", copy=True)
 
-    def tensor(self, result: Tensor, original: LazyTensor) -> LazyTensor:
+    def tensor(self, result: Tensor, original: Weight) -> Weight:
         """The weight of a :meth:`result`, to be written; ``original`` where floats did not change."""
         if self.quantizer is not None:
             return self.quantizer.tensor(result.numpy(), original)
         weight = self.of(result if self.start is None else result.to(self.start.device)).cpu().numpy()
-        return original if np.array_equal(weight, read_floats(original)) else ArrayTensor(weight)
+        return original if np.array_equal(weight, original.array()) else of_array(weight)
 
 
 @dataclass(frozen=True)
 class _Quantizer:
-    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device."""
+    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.weight.Steps`, in torch, on a device."""
 
     low: int  # least code
     high: int  # greatest code
@@ -173,7 +172,7 @@ class _Quantizer:
     factor: float  # what the numbers are divided by
 
     @classmethod
-    def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Quantizer:
+    def of(cls, name: str, tensor: Weight, device: torch.device | str) -> _Quantizer:
         scheme, steps = tensor.scheme, tensor.steps
         if scheme is None or steps is None:
             raise MtpExtractError(
@@ -187,7 +186,7 @@ class _Quantizer:
         if (
             scheme.signed
             and not steps.zero_point.any()
-            and all(int(chunk.min()) > low for chunk in tensor.integers() if chunk.size)
+            and all(int(chunk.min()) > low for chunk in tensor.code_chunks() if chunk.size)
         ):
             low += 1
         size = torch.from_numpy(np.array(steps.size)).to(device)
@@ -209,22 +208,17 @@ class _Quantizer:
         return codes.clamp_(self.low, self.high).view(values.shape)
 
     def floats(self, codes: Tensor) -> Tensor:
-        """As :meth:`mtp_extract.checkpoint.lazy.Steps.floats`, to the bit."""
+        """As :meth:`mtp_extract.checkpoint.weight.Steps.floats`, to the bit."""
         blocks = codes.view(len(codes), -1, self.block)
         found = (blocks - self.zero_point[..., None]).mul_(self.size[..., None]).view(codes.shape)
         return found if self.factor == 1 else (found.double() / self.factor).float()
 
     @staticmethod
-    def tensor(codes: Integers, original: LazyTensor) -> LazyTensor:
+    def tensor(codes: Integers, original: Weight) -> Weight:
         scheme, steps = original.scheme, original.steps
         assert scheme is not None and steps is not None
-        return StoredCodes(
-            shape=original.shape,
-            bits=scheme.bits,
-            signed=scheme.signed,
-            grid=lambda: steps,
-            rows=lambda first, last: codes[first:last],
-            origin=original.origin,
+        return of_codes(
+            original.shape, scheme, lambda first, last: codes[first:last], lambda: steps, origin=original.origin
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor
+from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
 from mtp_extract.drafter.protocol import Needs
 from mtp_extract.formats import format_named
 from mtp_extract.formats.llama import WEIGHTS_FILE
@@ -139,10 +139,10 @@ def new_head(
         "lm_head": base.model.lm_head.weight[torch.from_numpy(rows)],
         "final_norm": base.model.get_decoder().norm.weight,
     }
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, Weight] = {}
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
-            tensors[role.name] = IndexTensor(rows - np.arange(len(rows)))
+            tensors[role.name] = of_indices(rows - np.arange(len(rows)))
             continue
         if role.name in given:
             weight = given[role.name].detach().float().cpu()
@@ -150,7 +150,7 @@ def new_head(
             weight = torch.ones(shape)
         else:
             weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        tensors[role.name] = ArrayTensor(np.array(weight.numpy(), np.float32))
+        tensors[role.name] = of_array(np.array(weight.numpy(), np.float32))
     return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
 
 

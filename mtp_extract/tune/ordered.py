@@ -19,7 +19,7 @@ from torch import Tensor
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor, read_floats
+from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.batches import groups
@@ -107,9 +107,9 @@ def dense(checkpoint: Checkpoint) -> Checkpoint:
 
 def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
     """``checkpoint`` with an ordered head; all else as it is."""
-    head: Mapping[str, LazyTensor] = {
-        CENTROIDS: ArrayTensor(centroids.numpy()),
-        ORDERING: IndexTensor(ordering.numpy().astype(np.int64)),
+    head: Mapping[str, Weight] = {
+        CENTROIDS: of_array(centroids.numpy()),
+        ORDERING: of_indices(ordering.numpy().astype(np.int64)),
     }
     return replace(
         checkpoint,
@@ -120,7 +120,7 @@ def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: 
 
 def head_of(checkpoint: Checkpoint, *, centroids: bool = False) -> Tensor:
     """F32, a copy of the dense head's rows, or of the ordered one's centroids."""
-    return torch.from_numpy(read_floats(checkpoint.tensors[CENTROIDS if centroids else "lm_head"]))
+    return torch.from_numpy(checkpoint.tensors[CENTROIDS if centroids else "lm_head"].array())
 
 
 def ranks_of(used: Used, ordering: Tensor, centroids: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
-from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
+from mtp_extract.checkpoint.weight import row_ranges
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs
@@ -143,10 +143,9 @@ def _changed(origin: Checkpoint, tuned: Checkpoint, weights: OutputFile) -> dict
         if old is None or new is None or new is old or planned.part:
             continue
         if new.scheme is not None:
-            chunks = zip(old.integers(), new.integers(), strict=True)
-            count = sum(int(np.count_nonzero(before != after)) for before, after in chunks)
+            count = sum(int(np.count_nonzero(old.codes(*rows) != new.codes(*rows))) for rows in row_ranges(old, new))
         else:
-            count = int(np.count_nonzero(read_floats(old) != read_floats(new)))
+            count = sum(int(np.count_nonzero(old.floats(*rows) != new.floats(*rows))) for rows in row_ranges(old, new))
         if count:
             counts[planned.name] = count
     return counts

@@ -6,7 +6,6 @@ Everything is derived from the file again; nothing that the directory says of it
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES, how_rounded
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.weight import Weight, filled, has_exact_steps, row_codes, same_codes, steps_alike
 from mtp_extract.errors import (
     CheckpointError,
     MtpExtractError,
@@ -194,7 +192,7 @@ def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compare
         if role not in expected_shapes or there.shape != expected_shapes[role]:
             wrong[role] = f"is {list(there.shape)}, which the file has not"
             continue
-        expected = original.tensors.get(role) or FilledTensor(expected_shapes[role])
+        expected = original.tensors.get(role) or filled(expected_shapes[role])
         compare = _floats_compared if there.scheme is None else _codes_compared
         try:
             found = compare(there, expected)
@@ -225,7 +223,7 @@ class _OtherTensorError(Exception):
     """A tensor is not the file's; the message is why, as a clause about it."""
 
 
-def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
+def _codes_compared(there: Weight, expected: Weight) -> tuple[str, ...]:
     """How the scales of ``there`` were rounded.
 
     Raises:
@@ -241,10 +239,9 @@ def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
         raise _OtherTensorError(f"holds codes that are not the file's: {error}") from error
     if not same_codes(original, found):
         raise _OtherTensorError("holds other codes than the file's")
-    common = math.gcd(original.steps.block, found.steps.block)
-    stored, here = (np.repeat(codes.steps.size, codes.steps.block // common, axis=1) for codes in (original, found))
+    stored, here = steps_alike(original, found)
     if np.array_equal(stored, here):
-        return () if original.exact else ("F32 scales",)
+        return () if has_exact_steps(expected) else ("F32 scales",)
     with np.errstate(over="ignore"):
         half = stored.astype(np.float16).astype(np.float32)
     if not np.array_equal(half, here):
@@ -252,7 +249,7 @@ def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
     return ("FP16 scales",)
 
 
-def _floats_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
+def _floats_compared(there: Weight, expected: Weight) -> tuple[str, ...]:
     """How the numbers of ``there`` were rounded.
 
     Raises:
@@ -261,15 +258,16 @@ def _floats_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]
     steps = how_rounded(expected, there)
     if steps is not None:
         return steps
-    if not isinstance(there, StoredWeight):
+    if stored_of(there) is None:
         raise _OtherTensorError("is missing, and is not 1 in the file")
-    if not all(bool(np.isfinite(chunk).all()) for chunk in there.floats()):
+    if not all(bool(np.isfinite(chunk).all()) for chunk in there.chunks()):
         raise _OtherTensorError("holds numbers that are not finite")
     raise _OtherTensorError("has other values than the file's")
 
 
-def _type(tensor: LazyTensor) -> str:
-    return tensor.stored.dtype if isinstance(tensor, StoredWeight) else ""
+def _type(tensor: Weight) -> str:
+    stored = stored_of(tensor)
+    return stored.tensor.dtype if stored is not None else ""
 
 
 def _summary(types: Mapping[str, int], steps: Iterable[Sequence[str]]) -> str:
@@ -295,8 +293,8 @@ def _execution(source: Shard, written: Checkpoint, original: Checkpoint, compare
     """Run both. A tensor that is a rounding of the file's, to the bit, counts as the file's; any other as it is."""
 
     def read(role: str) -> Iterator[Any]:
-        there: LazyTensor = written.tensors[role]
-        return (original.tensors.get(role, there) if role in compared.rounded else there).floats()
+        there: Weight = written.tensors[role]
+        return (original.tensors.get(role, there) if role in compared.rounded else there).chunks()
 
     try:
         with np.errstate(all="ignore"):
@@ -330,7 +328,7 @@ def _with_codes(directory: Path, written: Checkpoint, original: Checkpoint, tens
     return _check("tensors", True, tensors.evidence + told)
 
 
-def _check_codes(there: LazyTensor, expected: LazyTensor) -> None:
+def _check_codes(there: Weight, expected: Weight) -> None:
     """Hold the codes of ``there`` against those of ``expected``.
 
     Raises:
@@ -345,8 +343,7 @@ def _check_codes(there: LazyTensor, expected: LazyTensor) -> None:
         row_codes(expected)
     except NoCodesError:
         # Scales that run across the rows.
-        columns = expected.shape[-1]
-        same = all(map(np.array_equal, in_rows(expected.integers(), columns), in_rows(there.integers(), columns)))
+        same = same_codes(expected, there)
         steps = [(one.block, one.size, one.zero_point, one.factor) for one in (expected.steps, there.steps)]
         if not (same and all(map(np.array_equal, *steps))):
             raise _OtherTensorError("holds other codes than the file's") from None

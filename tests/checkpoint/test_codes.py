@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.integers import row_codes
-from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.checkpoint.constant import constant_of
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
+from mtp_extract.checkpoint.weight import has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.extraction import checkpoint_of
@@ -33,15 +33,16 @@ def test_rows_of_codes_are_the_numbers(name: str) -> None:
             try:
                 found = row_codes(tensor)
             except NoCodesError as error:
-                symmetric = not tensor.zero_point.any()
+                constant = constant_of(tensor)
+                symmetric = constant is None or not constant.source.zero_point.any()
                 assert tensor.scheme is None or len(tensor.shape) != 2 or not symmetric, f"{role}: {error}"
                 continue
             seen += 1
-            codes = np.concatenate([*found.integers()])
+            codes = found.codes()
             assert np.abs(codes.astype(int) + 0.5).max() < 1 << found.bits - 1
             made = codes.reshape(*found.steps.size.shape, -1).astype(np.float32) * found.steps.size[..., None]
-            values = read_floats(tensor).reshape(made.shape)
-            if found.exact:
+            values = tensor.array().reshape(made.shape)
+            if has_exact_steps(tensor):
                 np.testing.assert_array_equal(made, values, err_msg=role)
             else:
                 np.testing.assert_allclose(made, values, rtol=2**-22, err_msg=role)
@@ -64,9 +65,9 @@ def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> No
                 continue
             theirs = row_codes(found.tensors[role])
             assert mine.bits == theirs.bits
-            for one, other in zip(mine.integers(), theirs.integers(), strict=True):
+            for one, other in zip(mine.code_chunks(), theirs.code_chunks(), strict=True):
                 np.testing.assert_array_equal(one, other, err_msg=role)
-            np.testing.assert_array_equal(read_floats(tensor), read_floats(found.tensors[role]), err_msg=role)
+            np.testing.assert_array_equal(tensor.array(), found.tensors[role].array(), err_msg=role)
 
 
 @pytest.mark.parametrize(

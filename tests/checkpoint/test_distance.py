@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,11 @@ import pytest
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import distance, stored
+from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, measure_columns, measure_distance
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import ArrayTensor, ConstantTensor, read_floats
-from mtp_extract.checkpoint.stored import StoredColumns, StoredTensor, StoredWeight
+from mtp_extract.checkpoint.stored import Stored, StoredTensor, columns_of, stored_weight
+from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
 from mtp_extract.insert.decision import beside, decide
 from mtp_extract.io.threads import in_turn
@@ -58,7 +58,7 @@ MOVES: dict[str, Moves] = {
 
 
 @pytest.fixture(scope="module")
-def matrices() -> Iterator[dict[str, ConstantTensor]]:
+def matrices() -> Iterator[dict[str, Constant]]:
     """With zero points, in blocks, in 2, 4 and 8 bits, with a factor folded in."""
     found = {}
     with (
@@ -71,17 +71,17 @@ def matrices() -> Iterator[dict[str, ConstantTensor]]:
             drafter = opened.drafter()
             for role in drafter.walk.roles:
                 if role.tensor is not None and len(role.shape) == 2:
-                    constant = ConstantTensor.of(drafter.model, role)
+                    constant = Constant.of(drafter.model, role)
                     if constant.by_rows:
                         found.setdefault(f"{constant.source.storage.type.name} {constant.source.kind}", constant)
-                        factor = ConstantTensor(constant.shape, constant.source, 1.5)
+                        factor = Constant(constant.shape, constant.source, 1.5)
                         found.setdefault(f"{constant.source.storage.type.name} with a factor", factor)
         yield found
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_one_pass_finds_what_number_by_number_finds(
-    matrices: dict[str, ConstantTensor], name: str, monkeypatch: pytest.MonkeyPatch
+    matrices: dict[str, Constant], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distance, "_BLOCK", 1000)
     monkeypatch.setattr(distance, "_PART", 3000)
@@ -91,52 +91,54 @@ def test_one_pass_finds_what_number_by_number_finds(
         rows, columns = constant.shape
         if name == "far" and constant.source.kind == "blockwise":
             continue  # its scales are FP16, in which no such weight can be
-        step = distance._steps(constant)(0, rows).astype(np.float32)
-        weight = read_floats(constant)
-        new = ArrayTensor(MOVES[name](weight, np.broadcast_to(step, (rows, columns))).astype(np.float32))
+        steps = constant.weight.steps
+        assert steps is not None
+        step = (np.abs(steps.in_blocks(1)) / steps.factor).astype(np.float32)
+        weight = constant.weight.array()
+        new = of_array(MOVES[name](weight, np.broadcast_to(step, (rows, columns))).astype(np.float32))
         with ThreadPoolExecutor(3) as pool:
-            found = measure_distance(constant, new, pool)
-        assert found == measure_distance(constant, new), kind
+            found = measure_distance(constant.weight, new, pool)
+        assert found == measure_distance(constant.weight, new), kind
         with monkeypatch.context() as patch:
-            patch.setattr(ConstantTensor, "by_rows", False)
-            slow = measure_distance(constant, new)
+            patch.setattr(Constant, "by_rows", False)
+            slow = measure_distance(constant.weight, new)
         assert (found.verdict, found.codes_apart) == (slow.verdict, slow.codes_apart), kind
         assert found.why.split(" lie ")[0] == slow.why.split(" lie ")[0], kind  # how many lie too far
         for ours, theirs in ((found.error, slow.error), (found.steps, slow.steps)):
             same = ours == theirs or math.isclose(ours or 0, theirs or 0, rel_tol=1e-5, abs_tol=2e-5)
             assert same, (kind, ours, theirs)
         verdicts.add(found.verdict)
-        at_once = distance.differs_at_once(constant, new)
+        at_once = distance.differs_at_once(constant.weight, new)
         assert found.verdict == DIFFERENT if at_once else name != "far" or not constant.by_rows, kind
     assert (verdicts == {EQUAL}) == (name == "not at all")
 
 
 def test_numbers_that_are_not_equal_are_not_rounded_to_the_end(
-    matrices: dict[str, ConstantTensor], monkeypatch: pytest.MonkeyPatch
+    matrices: dict[str, Constant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constant = next(iter(matrices.values()))
     asked: list[int] = []
     is_same = distance._is_same
     monkeypatch.setattr(distance, "_is_same", lambda held, *rest: asked.append(held.size) or is_same(held, *rest))
-    measure_distance(constant, ArrayTensor(read_floats(constant) * np.float32(1.001)))
+    measure_distance(constant.weight, of_array(constant.weight.array() * np.float32(1.001)))
     assert asked == [8 * constant.shape[1]]
 
 
-Tables = list[tuple[ConstantTensor, StoredColumns]]
+Tables = list[tuple[Constant, Weight]]
 
 
 @pytest.fixture
-def tables(matrices: dict[str, ConstantTensor], tmp_path: Path) -> Tables:
+def tables(matrices: dict[str, Constant], tmp_path: Path) -> Tables:
     """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
     shape = next(constant.shape for constant in matrices.values() if constant.shape[1] % 32 == 0)
     chosen = [constant for constant in matrices.values() if constant.shape == shape]
     assert len(chosen) > 1
-    beside = np.concatenate([read_floats(constant) for constant in chosen], axis=1)
+    beside = np.concatenate([constant.weight.array() for constant in chosen], axis=1)
     beside[:, shape[1] :] *= np.float32(1.01)
     path, data = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
     path.write_bytes(data)
-    whole = StoredWeight(path, StoredTensor("BF16", beside.shape, 0, len(data)))
-    return [(constant, StoredColumns(whole, at * shape[1], (at + 1) * shape[1])) for at, constant in enumerate(chosen)]
+    whole = stored_weight(path, StoredTensor("BF16", beside.shape, 0, len(data)))
+    return [(constant, columns_of(whole, at * shape[1], (at + 1) * shape[1])) for at, constant in enumerate(chosen)]
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_columns_of_one_matrix_are_compared_together(
     tables: Tables, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every table of several in one pass over whole rows, with what a pass for each finds."""
-    alone = [measure_distance(constant, columns) for constant, columns in tables]
+    alone = [measure_distance(constant.weight, columns) for constant, columns in tables]
     rows, columns = tables[0][1].shape
     monkeypatch.setattr(distance, "_BLOCK", 16 * columns)
     read.clear()
@@ -169,14 +171,15 @@ def test_columns_of_one_matrix_are_compared_together(
 def test_columns_of_one_matrix_are_put_in_together(tables: Tables, read: list[int]) -> None:
     """Decided, encoded and compared with what was decided: each time in turn, so that each row is read once."""
     alone = [in_turn([decide("table", constant, columns, "bf16")])[0] for constant, columns in tables]
-    whole = tables[0][1].whole
+    whole = tables[0][1].source
+    assert isinstance(whole, Stored)
     assert len({beside(decision.new) for decision in alone}) == 1 and beside(alone[0].new) is not None
-    one = replace(whole)
-    fresh = [(constant, replace(columns, whole=one)) for constant, columns in tables]
+    again = stored_weight(whole.path, whole.tensor)
+    fresh = [(constant, columns_of(again, *columns.source.columns)) for constant, columns in tables]
     read.clear()
     decided = in_turn([decide("table", constant, columns, "bf16") for constant, columns in fresh])
-    assert read == [whole.shape[0]]
+    assert read == [whole.tensor.shape[0]]
     for ours, theirs in zip(decided, alone, strict=True):
         assert (ours.how, ours.error, ours.fingerprint) == (theirs.how, theirs.error, theirs.fingerprint)
     with pytest.raises(OutputError, match="table reads back differently"):
-        in_turn([own.check_written(whole.path, constant) for own, (constant, _) in zip(decided, fresh, strict=True)])
+        in_turn([own.check_written(whole.path, held.weight) for own, (held, _) in zip(decided, fresh, strict=True)])

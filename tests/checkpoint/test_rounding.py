@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers.variant_files import variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.integers import row_codes
-from mtp_extract.checkpoint.lazy import FloatsOnly, read_floats
-from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, how_rounded, round_matrices, rounded_again
+from mtp_extract.checkpoint.rounding import RULES, Rounding, how_rounded, round_matrices, rounded_again
+from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.extraction import checkpoint_of
 
 Floats = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Array(FloatsOnly):
-    """A tensor in memory, handed out in chunks that are no whole rows, in one buffer."""
-
-    values: Floats
-    chunk: int = 1000
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        flat = self.values[first:last].reshape(-1)
-        buffer = np.empty(self.chunk, np.float32)
-        for at in range(0, flat.size, self.chunk):
-            piece = flat[at : at + self.chunk]
-            buffer[: piece.size] = piece
-            yield buffer[: piece.size]
 
 
 def matrix(rows: int = 37, columns: int = 96) -> Floats:
@@ -57,9 +33,9 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 
     values = matrix()
     kind = gguf.GGMLQuantizationType[rule.upper()]
-    rounded = RoundedTensor.of(Array(values), rule)
+    rounded = Rounding(of_array(values), rule).weight()
     theirs = dequantize(quantize(values, kind), kind)
-    np.testing.assert_array_equal(read_floats(rounded).view(np.uint32), theirs.view(np.uint32))
+    np.testing.assert_array_equal(rounded.array().view(np.uint32), theirs.view(np.uint32))
     assert rounded.scheme is not None
     assert (rounded.scheme.bits, rounded.steps.block) == (RULES[rule].bits, 32)
 
@@ -74,28 +50,28 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 )
 def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) -> None:
     values = np.array([[3.5, -3.5, 1.75, 0.125], [0, 0, 0, 0], [7, 2.5, -1.5, 3.4999]], np.float32)
-    rounded = RoundedTensor.of(Array(values, 3), rule)
-    np.testing.assert_allclose(rounded.scale, np.array(scale, np.float32), rtol=1e-6)
-    found = np.concatenate(list(rounded.integers())).reshape(values.shape)
+    rounded = row_codes(Rounding(of_array(values), rule).weight())
+    np.testing.assert_allclose(rounded.steps.size.reshape(-1), np.array(scale, np.float32), rtol=1e-6)
+    found = rounded.codes().reshape(values.shape)
     np.testing.assert_array_equal(found, codes)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_any_rows_are_those_of_the_whole(rule: str) -> None:
-    rounded = RoundedTensor.of(Array(matrix()), rule)
-    whole = read_floats(rounded)
-    np.testing.assert_array_equal(np.concatenate(list(rounded.floats(8, 24))).reshape(16, -1), whole[8:24])
+    rounded = Rounding(of_array(matrix()), rule).weight()
+    whole = rounded.array()
+    np.testing.assert_array_equal(rounded.floats(8, 24), whole[8:24])
     found = row_codes(rounded)
     assert found.bits == RULES[rule].bits
-    made = np.concatenate([*found.integers()]).reshape(*found.steps.size.shape, -1)
+    made = found.codes().reshape(*found.steps.size.shape, -1)
     np.testing.assert_array_equal((made * found.steps.size[..., None]).reshape(whole.shape), whole)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_error_that_is_told(rule: str) -> None:
     values = matrix()
-    rounded = RoundedTensor.of(Array(values), rule)
-    apart = np.abs(read_floats(rounded).astype(np.float64) - values) / (float(values.max()) - float(values.min()))
+    rounded = Rounding(of_array(values), rule)
+    apart = np.abs(rounded.weight().array().astype(np.float64) - values) / (float(values.max()) - float(values.min()))
     assert rounded.error["rule"] == rule
     assert rounded.error["rms"] == pytest.approx(np.sqrt((apart**2).mean()), rel=6e-3)
     assert rounded.error["largest"] == pytest.approx(apart.max(), rel=6e-3)
@@ -106,12 +82,12 @@ def test_numbers_that_are_none(value: float) -> None:
     values = matrix()
     values[7, 7] = value
     with pytest.raises(UnsupportedError, match="not finite"):
-        list(RoundedTensor.of(Array(values), "q8_0").floats())
+        Rounding(of_array(values), "q8_0").weight().floats()
 
 
 def test_steps_beyond_half_precision() -> None:
     with pytest.raises(UnsupportedError, match="FP16"):
-        list(RoundedTensor.of(Array(matrix() * np.float32(1e7)), "q4_0").floats())
+        Rounding(of_array(matrix() * np.float32(1e7)), "q4_0").weight().floats()
 
 
 def test_only_matrices_without_codes_are_rounded() -> None:
@@ -124,16 +100,16 @@ def test_only_matrices_without_codes_are_rounded() -> None:
 
 
 def test_roundings_are_told_and_done_again() -> None:
-    original = Array(matrix())
+    original = of_array(matrix())
     assert how_rounded(original, original) == ()
     for step in ("BF16", "FP16"):
         once = rounded_again(original, [step])
-        assert not np.array_equal(read_floats(once), original.values)
+        assert not np.array_equal(once.array(), original.array())
         assert how_rounded(original, once) == (step,)
-    coded = RoundedTensor.of(original, "int8")
+    coded = Rounding(original, "int8").weight()
     scales = rounded_again(coded, ["FP16 scales"])
     assert how_rounded(coded, scales) == ("FP16 scales",)
-    np.testing.assert_array_equal(read_floats(rounded_again(original, ["int8", "FP16 scales"])), read_floats(scales))
+    np.testing.assert_array_equal(rounded_again(original, ["int8", "FP16 scales"]).array(), scales.array())
     assert how_rounded(original, coded) is None
     for step in ("Q5_K", "FP16 scales"):
         with pytest.raises(CheckpointError, match="cannot be done again"):

@@ -18,10 +18,10 @@ from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import is_text, require_keys
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import stored_weight
 from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
+from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.formats import FORMATS, Listed, format_named, format_of, read_checkpoint, reading
 from mtp_extract.formats.holding import hold_floats
 from mtp_extract.pipeline.check import verify
@@ -38,7 +38,7 @@ class ToyFormat:
     def recognizes(self, directory: Path) -> bool:
         return (directory / self.marker).is_file()
 
-    def hold(self, role: roles.Role, tensor: LazyTensor, dtype: str) -> Holding:
+    def hold(self, role: roles.Role, tensor: Weight, dtype: str) -> Holding:
         return hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
@@ -60,7 +60,7 @@ class ToyFormat:
         config, path = self.read_config(directory), directory / self.weights_file
         stored = reading.read_tensors(path)
         tensors = {
-            role.name: StoredWeight(*stored[role.name]) if role.name in stored else FilledTensor(shape)
+            role.name: stored_weight(*stored[role.name]) if role.name in stored else filled(shape)
             for role, shape in shapes_of(config).items()
         }
         return Checkpoint("gemma4-mtp", config, tensors, read_object(directory / self.marker)["dtype"])
@@ -95,7 +95,7 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
     known = read_checkpoint(tmp_path / "known")
     assert replace(found.config, max_position_embeddings=known.config.max_position_embeddings) == known.config
     for role, tensor in known.tensors.items():
-        np.testing.assert_array_equal(read_floats(found.tensors[role]), read_floats(tensor), err_msg=role)
+        np.testing.assert_array_equal(found.tensors[role].array(), tensor.array(), err_msg=role)
 
 
 @pytest.mark.torch
@@ -136,8 +136,8 @@ def test_tensor_names_come_from_the_role_table(
     write_tensors(tmp_path, OutputFile(ordering.name, (plan_array("order", np.arange(config.vocab_size)),)))
 
     def planned() -> list[str]:
-        tensors: dict[str, LazyTensor] = {role.name: FilledTensor(shape) for role, shape in shapes_of(config).items()}
-        tensors["ordered_head.token_ordering"] = StoredWeight(ordering, read_header(ordering)["order"])
+        tensors: dict[str, Weight] = {role.name: filled(shape) for role, shape in shapes_of(config).items()}
+        tensors["ordered_head.token_ordering"] = stored_weight(ordering, read_header(ordering)["order"])
         weights, *_ = format_named("transformers").plan(replace(known, config=config, tensors=tensors), "f32")
         return [tensor.name for tensor in weights.tensors]
 

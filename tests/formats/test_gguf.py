@@ -27,13 +27,12 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
 from mtp_extract.checkpoint.ggml_blocks import BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
 from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
-from mtp_extract.checkpoint.integers import row_codes, same_codes
-from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
-from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
+from mtp_extract.checkpoint.weight import RowCodes, Steps, filled, of_codes, row_codes, same_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.formats.gguf import _base_of, _name_parts
+from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.verification import verify_against_source
@@ -49,10 +48,10 @@ def file_in(directory: Path) -> Path:
     return found
 
 
-def stored_codes(codes: np.ndarray, steps: np.ndarray, block: int, bits: int = 4) -> StoredCodes:
+def stored_codes(codes: np.ndarray, steps: np.ndarray, block: int, bits: int = 4) -> RowCodes:
     """A matrix of these codes and steps."""
     grid = Steps(block, steps, np.zeros(steps.shape, np.int64))
-    return StoredCodes(codes.shape, bits, True, lambda: grid, lambda first, last: codes[first:last])
+    return of_codes(codes.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: grid)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_codes_come_back(data: st.DataObject, bits: int, blocks: int, rows: int)
     np.testing.assert_array_equal(unpacked(kind, stored), codes)
     np.testing.assert_array_equal(steps_of(kind, stored), np.repeat(steps, block // 32, axis=1))
     theirs = dequantize(stored, GGMLQuantizationType[kind.name])
-    np.testing.assert_array_equal(theirs, read_floats(tensor))
+    np.testing.assert_array_equal(theirs, tensor.array())
 
 
 def test_what_ggml_packs_is_unpacked() -> None:
@@ -146,20 +145,20 @@ def test_codes_are_the_files_for_every_variant(tmp_path: Path, name: str) -> Non
         original = checkpoint_of(drafter)
         assert replace(written.config, max_position_embeddings=None) == drafter.config
         for role, shape in shapes_of(drafter.config).items():
-            tensor = original.tensors.get(role.name, FilledTensor(shape))
+            tensor = original.tensors.get(role.name, filled(shape))
             found = numbers[role.names["gguf"]]
-            np.testing.assert_array_equal(read_floats(written.tensors[role.name]), found, err_msg=role.name)
+            np.testing.assert_array_equal(written.tensors[role.name].array(), found, err_msg=role.name)
             if entries[role.name]["kept"] == CODES:
                 mine, back = row_codes(tensor), row_codes(written.tensors[role.name])
                 assert same_codes(mine, back), role.name
                 scales = mine.steps.size.astype(np.float16).astype(np.float32)
                 np.testing.assert_array_equal(
-                    np.concatenate([*mine.integers()]).reshape(*scales.shape, -1) * scales[..., None],
+                    mine.codes().reshape(*scales.shape, -1) * scales[..., None],
                     found.reshape(*scales.shape, -1),
                     err_msg=role.name,
                 )
             else:
-                np.testing.assert_array_equal(read_floats(tensor), found, err_msg=role.name)
+                np.testing.assert_array_equal(tensor.array(), found, err_msg=role.name)
 
 
 def test_codes_are_the_truth(made: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
@@ -168,7 +167,7 @@ def test_codes_are_the_truth(made: Path, truth: dict[str, dict[str, np.ndarray]]
     for role in roles_of(4):
         if role.kind == "matrix":
             matrices += 1
-            codes = np.concatenate([*row_codes(written.tensors[role.name]).integers()])
+            codes = row_codes(written.tensors[role.name]).codes()
             np.testing.assert_array_equal(codes, truth[role.names["transformers"]]["q"].reshape(codes.shape))
     assert matrices == 23
 
@@ -179,7 +178,7 @@ def test_floats(sample: Path, tmp_path: Path, dtype: str) -> None:
     extract(sample, tmp_path / "transformers", dtype=dtype)
     numbers, other = theirs(tmp_path / "gguf"), read_checkpoint(tmp_path / "transformers")
     for role in roles_of(4):
-        found, same = numbers[role.names["gguf"]], read_floats(other.tensors[role.name])
+        found, same = numbers[role.names["gguf"]], other.tensors[role.name].array()
         if role.kind == "matrix":
             np.testing.assert_array_equal(found, same, err_msg=role.name)
         else:
@@ -277,11 +276,11 @@ def held(tensor: Any) -> Holding:
     return format_named("gguf").hold(roles_of(1)[0], tensor, CODES)
 
 
-def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> StoredCodes:
+def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> RowCodes:
     count = columns // block
     grid = Steps(block, np.full((4, count), scale, np.float32), np.full((4, count), zero, np.int64))
     codes = np.ones((4, columns), np.int8)
-    return StoredCodes((4, columns), 8, True, lambda: grid, lambda first, last: codes[first:last])
+    return of_codes((4, columns), Packing(8, True), lambda first, last: codes[first:last], lambda: grid)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +300,7 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Sto
         (rows(0.5, block=1), "its scales run across the rows"),
     ],
 )
-def test_what_is_held(tensor: StoredCodes, expected: Holding | str) -> None:
+def test_what_is_held(tensor: RowCodes, expected: Holding | str) -> None:
     found = held(tensor)
     if isinstance(expected, Holding):
         assert found == expected
@@ -411,7 +410,7 @@ def rounding(source: Path, folder: Path, spoiled: str = "", share: float = 0.0) 
             size, grid = tensors[spoiled].shape, row_codes(tensors[spoiled])
             # Half of the rows too large, half too small: a norm behind them takes nothing of that away.
             signs = np.where(np.arange(size[0]) % 2, 1 + share, 1 - share).astype(np.float32)
-            codes = np.concatenate([*grid.integers()]).reshape(size)
+            codes = grid.codes().reshape(size)
             tensors[spoiled] = stored_codes(codes, grid.steps.size * signs[:, None], grid.steps.block, 8)
         exact = replace(original, config=written.config)
         return prove_checkpoint(drafter, exact, replace(written, tensors=tensors), bounds)
@@ -464,7 +463,7 @@ CONFIGS = [
 
 
 def checkpoint(shape: DrafterConfig) -> Checkpoint:
-    tensors = {role.name: FilledTensor(size, 0.5) for role, size in shapes_of(shape).items()}
+    tensors = {role.name: filled(size, 0.5) for role, size in shapes_of(shape).items()}
     return Checkpoint("gemma4-mtp", shape, tensors, "f32")
 
 

@@ -23,12 +23,12 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.holdings import holdings_of
-from mtp_extract.checkpoint.integers import row_codes, same_codes
-from mtp_extract.checkpoint.lazy import Steps, read_floats
-from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.checkpoint.stored import stored_weight
+from mtp_extract.checkpoint.weight import RowCodes, Steps, has_exact_steps, of_codes, row_codes, same_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
 from mtp_extract.formats import format_named, format_of, read_checkpoint
 from mtp_extract.graph.roles import Activation
+from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.extraction import checkpoint_of
@@ -62,7 +62,7 @@ def test_codes_and_scales_are_the_files(coded: tuple[Path, Path], tmp_path: Path
             tensor, there = original.tensors[role.name], found.tensors[role.name]
             if kept[role.name] == "floats":
                 assert not holds(format_, role.name, tensor, shape)
-                np.testing.assert_array_equal(read_floats(there), read_floats(tensor), err_msg=role.name)
+                np.testing.assert_array_equal(there.array(), tensor.array(), err_msg=role.name)
                 continue
             mine, theirs = row_codes(tensor), row_codes(there)
             assert same_codes(mine, theirs), role.name
@@ -72,7 +72,7 @@ def test_codes_and_scales_are_the_files(coded: tuple[Path, Path], tmp_path: Path
             )
             # A rounding of what was folded into the scales, and else nothing, parts the numbers.
             np.testing.assert_allclose(
-                read_floats(there), read_floats(tensor), rtol=0 if mine.exact else 2**-22, err_msg=role.name
+                there.array(), tensor.array(), rtol=0 if has_exact_steps(tensor) else 2**-22, err_msg=role.name
             )
         if format_ == "mlx":
             assert verify_against_source(tmp_path / "out", opened).tensors == len(result.record["tensors"])
@@ -180,14 +180,14 @@ def test_a_gate_is_not_fused_with_what_is_packed_otherwise(sample: Path, tmp_pat
     assert found.tensors["layers.0.gate_proj"].scheme.bits == 4  # type: ignore[union-attr]
 
 
-def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> StoredCodes:
+def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> RowCodes:
     generator = np.random.default_rng(shape[0] + bits)
     codes = generator.integers(-(1 << bits - 1), 1 << bits - 1, shape).astype(np.int8)
     sizes = generator.uniform(0.01, 0.1, (shape[0], shape[1] // block)).astype(np.float32)
     if per_tensor:
         sizes[:] = sizes[0, 0]
     steps = Steps(block, sizes, np.zeros(sizes.shape, np.int64))
-    return StoredCodes(shape, bits, True, lambda: steps, lambda first, last: codes[first:last])
+    return of_codes(shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
 
 
 def write(format_: Any, checkpoint: Checkpoint, directory: Path) -> None:
@@ -218,7 +218,7 @@ def test_blocks_of_every_size(sample: Path, tmp_path: Path, format_: str, block:
         # MLX repeats a row's steps for each of its groups; read, they are one again.
         assert group == (min(block, 128) if block < 512 else 512)
     for role in ("pre_projection", "post_projection"):
-        np.testing.assert_array_equal(read_floats(found.tensors[role]), read_floats(tensors[role]))
+        np.testing.assert_array_equal(found.tensors[role].array(), tensors[role].array())
 
 
 def test_codes_beside_are_of_what_is_in_floats(tmp_path: Path) -> None:
@@ -289,17 +289,16 @@ def test_an_ordered_head_of_floats_is_kept(sample: Path, tmp_path: Path, format_
     np.testing.assert_array_equal(order.indices(), load_file(ordering)["order"])  # type: ignore[attr-defined]
     assert found.tensors["ordered_head.centroids"].scheme is not None
     for role in ("lm_head", "ordered_head.centroids"):
-        np.testing.assert_array_equal(read_floats(found.tensors[role]), read_floats(tensors[role]))
+        np.testing.assert_array_equal(found.tensors[role].array(), tensors[role].array())
 
 
 def ordered(checkpoint: Checkpoint, ordering: Path) -> Checkpoint:
-    from mtp_extract.checkpoint.stored import StoredWeight
     from mtp_extract.checkpoint.tensor_file import read_header
 
     tensors = {
         **checkpoint.tensors,
         "ordered_head.centroids": random_codes((8, 64), 4, 64),
-        "ordered_head.token_ordering": StoredWeight(ordering, read_header(ordering)["order"], "order"),
+        "ordered_head.token_ordering": stored_weight(ordering, read_header(ordering)["order"], "order"),
     }
     config = replace(checkpoint.config, ordered_head=OrderedHeadConfig(num_centroids=8, top_k=2))
     return replace(checkpoint, config=config, tensors=MappingProxyType(tensors))
@@ -434,7 +433,7 @@ def test_damage_is_named(written: Callable[[str], Path], tmp_path: Path, format_
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(MtpExtractError, match=expected):
         for tensor in read_checkpoint(directory).tensors.values():
-            read_floats(tensor)
+            tensor.array()
 
 
 @pytest.mark.parametrize("format_", PACKED)

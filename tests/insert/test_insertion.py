@@ -20,7 +20,6 @@ from mtp_extract import convert, extract
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insert.drafter import planned_insertion
@@ -45,7 +44,7 @@ def insert(source: Path, into: Path, out: Path, **options: Any) -> tuple[Inserti
 def floats_of(path: Path) -> dict[str, np.ndarray]:
     """Role → what the drafter at ``path`` holds."""
     with open_bundle(path) as opened:
-        return {role: read_floats(tensor) for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
+        return {role: tensor.array() for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
 
 
 def hows(plan: InsertionPlan) -> set[str]:
@@ -87,13 +86,9 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
     assert plan.decisions["lm_head"][0].how == "codes"
     assert {role for role, (decision,) in plan.decisions.items() if decision.how != "kept"} == {"lm_head"}
     with open_bundle(sample) as old, open_bundle(tmp_path / "new.litertlm") as new:
-        before, after = (
-            np.concatenate([c.copy() for c in checkpoint_of(o.drafter()).tensors["lm_head"].integers()])
-            for o in (old, new)
-        )
-    width = load_file(codes)[f"{HEAD}.codes"].shape[1]
-    assert np.flatnonzero(before != after).tolist() == [3 * width + 5]
-    assert after[3 * width + 5] == changed
+        before, after = (checkpoint_of(o.drafter()).tensors["lm_head"].codes() for o in (old, new))
+    assert np.argwhere(before != after).tolist() == [[3, 5]]
+    assert after[3, 5] == changed
 
 
 @pytest.mark.parametrize("dtype", ["f32+codes", "bf16"])

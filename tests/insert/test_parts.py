@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insert.drafter import planned_insertion
@@ -67,7 +66,7 @@ def made(tmp_path: Path, change: Callable[[Graph], object], style: str = "torch"
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:
     with open_bundle(path) as opened:
-        return {role: read_floats(tensor) for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
+        return {role: tensor.array() for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
 
 
 def there_and_back(path: Path, tmp_path: Path, changes: dict[str, np.ndarray]) -> Path:
@@ -109,9 +108,9 @@ def test_the_codes_of_a_part_are_its_own_in_every_format(layout: str, tmp_path: 
         expected, scale = codes_of(both, per_row=True)
         for at, role in ((0, "layers.0.gate_proj"), (128, "layers.0.up_proj")):
             tensor = tensors[role]
-            codes = np.concatenate([chunk.copy() for chunk in tensor.integers()]).reshape(tensor.shape)
+            codes = tensor.codes()
             assert np.array_equal(codes, expected[at : at + 128])
-            assert np.array_equal(tensor.scale, scale[at : at + 128])
+            assert np.array_equal(tensor.steps.size.reshape(-1), scale[at : at + 128])
         assert tensors["layers.0.gate_proj"].origin != tensors["layers.0.up_proj"].origin
     source = extract(path, tmp_path / "out", format=layout).directory
     with planned_insertion(source, path) as plan:

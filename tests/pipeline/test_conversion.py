@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.checkpoint.weight import filled
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline.check import files_in, verify
@@ -127,7 +127,7 @@ def test_without_a_record(official: Path, tmp_path: Path) -> None:
     assert "bundle" not in card.replace("(the bundle", "")
     one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
     for role, tensor in one.tensors.items():
-        np.testing.assert_array_equal(read_floats(tensor), read_floats(other.tensors[role]), err_msg=role)
+        np.testing.assert_array_equal(tensor.array(), other.tensors[role].array(), err_msg=role)
 
 
 def in_shards(directory: Path) -> dict[str, str]:
@@ -172,7 +172,7 @@ def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path:
     for role, tensor in after.tensors.items():
         assert (tensor.scheme is not None) == (role in made)
         if role not in made:
-            np.testing.assert_array_equal(read_floats(tensor), read_floats(before.tensors[role]), err_msg=role)
+            np.testing.assert_array_equal(tensor.array(), before.tensors[role].array(), err_msg=role)
     # BF16 first, then the rule: the bundle gives the same again.
     with open_bundle(sample) as opened:
         verify_against_source(tmp_path / "out", opened)
@@ -208,10 +208,10 @@ def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
         if role == "ordered_head.token_ordering":
             assert one.tensors[role].indices().tolist() == tensor.indices().tolist()
         elif tensor.scheme is None:
-            np.testing.assert_array_equal(read_floats(tensor), read_floats(one.tensors[role]), err_msg=role)
+            np.testing.assert_array_equal(tensor.array(), one.tensors[role].array(), err_msg=role)
         else:
-            apart = np.abs(read_floats(tensor) - read_floats(one.tensors[role]))
-            assert 0 < apart.max() < 0.01 * np.abs(read_floats(one.tensors[role])).max(), role
+            apart = np.abs(tensor.array() - one.tensors[role].array())
+            assert 0 < apart.max() < 0.01 * np.abs(one.tensors[role].array()).max(), role
 
 
 def test_a_rule_that_the_format_does_not_hold(bf16: Path, tmp_path: Path) -> None:
@@ -304,14 +304,14 @@ def test_a_full_disk(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read back is held against what was read, whatever the file's own sums say."""
-    from mtp_extract.checkpoint.lazy import FilledTensor
+
     from mtp_extract.formats import litert
 
     plan = litert.FORMAT.__class__.plan
 
     def wrong(self: Any, checkpoint: Any, dtype: str) -> Any:
         role = "layers.1.q_norm"
-        tensors = {**checkpoint.tensors, role: FilledTensor(checkpoint.tensors[role].shape)}
+        tensors = {**checkpoint.tensors, role: filled(checkpoint.tensors[role].shape)}
         return plan(self, checkpoint.__class__(**{**vars(checkpoint), "tensors": tensors}), dtype)
 
     monkeypatch.setattr(litert.FORMAT.__class__, "plan", wrong)

@@ -18,12 +18,12 @@ from helpers.random_pairs import random_base, random_drafter
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
-from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.litertlm.storage import Packing
 from mtp_extract.report import figures
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
@@ -38,13 +38,13 @@ from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.states import Room, States
 
 
-def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:
+def coded(weight: np.ndarray, bits: int = 4) -> Weight:
     """``weight`` on a symmetric grid with a step a row, as ai-edge-quantizer makes it."""
     most = (1 << bits - 1) - 1
     size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
     codes = np.rint(weight / size).astype(np.int8)
     steps = Steps(weight.shape[1], size, np.zeros(size.shape, np.int64))
-    return StoredCodes(weight.shape, bits, True, lambda: steps, lambda first, last: codes[first:last])
+    return of_codes(weight.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -114,8 +114,8 @@ def tiny() -> Tiny:
         role: drafter.state_dict()[role.path].numpy().reshape(shape)
         for role, shape in shapes_of(drafter.config).items()
     }
-    tensors: dict[str, LazyTensor] = {
-        role.name: coded(weight) if role.kind == MATRIX else ArrayTensor(weight) for role, weight in weights.items()
+    tensors: dict[str, Weight] = {
+        role.name: coded(weight) if role.kind == MATRIX else of_array(weight) for role, weight in weights.items()
     }
     checkpoint = Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
     generator = torch.Generator().manual_seed(5)

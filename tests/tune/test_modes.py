@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mtp_extract.architecture.roles import MATRIX, shapes_of
-from mtp_extract.checkpoint.lazy import ArrayTensor, Steps, read_floats
-from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.checkpoint.weight import RowCodes, Steps, of_array, of_codes
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.litertlm.storage import Packing
 from mtp_extract.options import about
 from mtp_extract.tune.loss import OBJECTIVES
 from mtp_extract.tune.modes import MODES, Latents
@@ -31,8 +31,8 @@ def moved(latents: Latents, by: float = 0.1) -> None:
 
 
 def codes(tensor: object) -> np.ndarray:
-    assert isinstance(tensor, StoredCodes)
-    return np.concatenate(list(tensor.integers()))
+    assert isinstance(tensor, RowCodes)
+    return tensor.codes()
 
 
 @pytest.mark.parametrize(("field", "known"), [("mode", MODES), ("objective", OBJECTIVES)])
@@ -47,7 +47,7 @@ def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
     latents = Latents(tiny.checkpoint, MODES[mode])
     tuned = latents.tuned()
     for role, tensor in tiny.checkpoint.tensors.items():
-        assert np.array_equal(read_floats(tuned.tensors[role]), read_floats(tensor)), role
+        assert np.array_equal(tuned.tensors[role].array(), tensor.array()), role
     before = tiny.drafter.state_dict()
     for path, weight in latents.weights(torch.float32).items():
         assert torch.equal(weight, before[path].reshape(weight.shape)), path
@@ -75,14 +75,14 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
         if role.kind != MATRIX:
             continue
         old, new = tiny.checkpoint.tensors[role.name], tuned.tensors[role.name]
-        assert isinstance(old, StoredCodes)
-        assert isinstance(new, StoredCodes)
+        assert isinstance(old, RowCodes)
+        assert isinstance(new, RowCodes)
         assert new.steps is old.steps
         assert (new.bits, new.signed) == (old.bits, old.signed)
         # The least code is one that the quantizer leaves out.
         assert set(codes(new)) <= set(range(-7, 8))
         # What was trained with is, to the bit, what the codes stand for.
-        assert np.array_equal(weights[role.path].detach().numpy(), read_floats(new)), role.name
+        assert np.array_equal(weights[role.path].detach().numpy(), new.array()), role.name
         assert torch.equal(drafter[role.path], weights[role.path])
         changed += int((codes(new) != codes(old)).sum())
     assert changed > 1000
@@ -105,7 +105,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
-    tensor = StoredCodes(shape, 4, signed, lambda: steps, lambda first, last: stored[first:last])
+    tensor = of_codes(shape, Packing(4, signed), lambda first, last: stored[first:last], lambda: steps)
     tensors = {**tiny.checkpoint.tensors, "lm_head": tensor}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
     assert np.array_equal(codes(latents.tuned().tensors["lm_head"]), stored.reshape(-1))
@@ -116,18 +116,18 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
         latents.values["lm_head"] -= 200.0
     tuned = latents.tuned().tensors["lm_head"]
     assert set(codes(tuned)) == {low}
-    assert np.array_equal(latents.weights(torch.float32)["lm_head.weight"].detach().numpy(), read_floats(tuned))
+    assert np.array_equal(latents.weights(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
 
 
 def test_no_codes_no_grid(tiny: Tiny) -> None:
-    tensors = {**tiny.checkpoint.tensors, "lm_head": ArrayTensor(read_floats(tiny.checkpoint.tensors["lm_head"]))}
+    tensors = {**tiny.checkpoint.tensors, "lm_head": of_array(tiny.checkpoint.tensors["lm_head"].array())}
     checkpoint = dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors))
     with pytest.raises(MtpExtractError, match="lm_head: expected the stored integers"):
         Latents(checkpoint, MODES["qat"])
 
 
 def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
-    shared = coded(read_floats(tiny.checkpoint.tensors["layers.0.gate_proj"]))
+    shared = coded(tiny.checkpoint.tensors["layers.0.gate_proj"].array())
     shared = dataclasses.replace(shared, origin="the same")
     tensors = {**tiny.checkpoint.tensors, "layers.0.gate_proj": shared, "layers.0.up_proj": shared}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
@@ -138,7 +138,7 @@ def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
 
 
 def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:
-    tensors = {**tiny.checkpoint.tensors, "final_norm": ArrayTensor(np.full(16, 50.0, np.float32))}
+    tensors = {**tiny.checkpoint.tensors, "final_norm": of_array(np.full(16, 50.0, np.float32))}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["norms"])
     with torch.no_grad():
         latents.values["final_norm"] += 0.01

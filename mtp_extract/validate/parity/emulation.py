@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp_extract.bundle import Shard
-from mtp_extract.checkpoint.lazy import ArrayTensor, read_floats
 from mtp_extract.checkpoint.rounding import how_rounded
+from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.mtp import Layer, MtpDrafter, View, turn
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.graph.roles import Activation, FoundRole
@@ -159,11 +159,11 @@ def restore(drafter: MtpDrafter, source: Shard) -> tuple[MtpDrafter, Restored]:
             )
         expected = original[role.role]
         ours = state[path].cpu()
-        if torch.equal(ours, torch.from_numpy(read_floats(expected))):
+        if torch.equal(ours, torch.from_numpy(expected.array())):
             kind = "exact"
-        elif how_rounded(expected, ArrayTensor(ours.numpy())) is not None:
+        elif how_rounded(expected, of_array(ours.numpy())) is not None:
             kind = "rounded"
-            state[path] = torch.from_numpy(read_floats(expected))
+            state[path] = torch.from_numpy(expected.array())
         else:
             kind = "different"
         found[kind].append(role.role)

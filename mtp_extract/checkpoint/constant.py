@@ -1,0 +1,142 @@
+"""A constant of a graph as a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.checkpoint.weight import Steps, Weight, divided, rows_of
+from mtp_extract.graph.roles import FoundRole
+from mtp_extract.litertlm.storage import Floats, Integers, QuantizedTensor
+from mtp_extract.litertlm.tflite import TfliteModel
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of a graph, less what the converter folded into it: stored = factor × (weight − offset).
+
+    A ``transposed`` one is stored ``[in, out]``, and is in memory as a whole while it is turned. ``source`` may be some
+    rows of a constant that holds several weights.
+    """
+
+    shape: tuple[int, ...]
+    source: QuantizedTensor
+    factor: float = 1.0
+    transposed: bool = False
+    offset: float = 0.0
+
+    @classmethod
+    def of(cls, model: TfliteModel, found: FoundRole) -> Constant:
+        """The constant of a role that has one.
+
+        Raises:
+            UnsupportedError: weights this release cannot read.
+            FormatError: damaged quantization.
+        """
+        assert found.tensor is not None
+        source = QuantizedTensor.of(model, found.tensor)
+        if found.first is not None:
+            source = source.rows(found.first, found.shape[0])
+        return cls(found.shape, source, found.factor, found.transposed, found.offset)
+
+    @property
+    def folded(self) -> bool:
+        """Whether one number is stored for a vector of equal ones, as converters do."""
+        return self.source.tensor.elements != math.prod(self.shape)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows, or blocks of them, have scales of their own and lie in the order of the weight."""
+        return not (self.transposed or self.folded or self.offset) and self.source.storage.by_rows
+
+    @cached_property
+    def weight(self) -> Weight:
+        """The weight that it holds; :attr:`~mtp_extract.checkpoint.weight.Weight.source` is this constant."""
+        source, location = self.source, self.source.location
+        turned_blocks = self.transposed and source.kind == "blockwise"
+        scheme = None if turned_blocks or self.offset else source.packing
+        return Weight(
+            self.shape,
+            self._floats,
+            scheme,
+            self._codes if scheme is not None else None,
+            self._steps if scheme is not None else lambda: None,
+            origin=(source.tensor.subgraph, source.tensor.index, location.offset, location.length),
+            source=self,
+            whole=self.transposed or self.folded,
+        )
+
+    def unfolded(self, stored: Floats) -> Floats:
+        """The numbers of the weight that the graph makes of ``stored`` ones."""
+        values = divided(stored, self.factor)
+        # A sum in float32, as the graph has it.
+        return values + np.float32(self.offset) if self.offset else values
+
+    def _floats(self, first: int, last: int) -> Floats:
+        rows, columns = rows_of(self.shape)
+        if self.folded:
+            values = np.full((rows, columns), self.source.dequantize().reshape(-1)[0])
+        elif self.transposed:
+            values = np.ascontiguousarray(self.source.dequantize().reshape(columns, rows).T)
+        else:
+            stored = _joined(self.source.chunks(*self._stored_rows(first, last)), (last - first) * columns)
+            return self.unfolded(stored).reshape(last - first, columns)
+        return self.unfolded(values[first:last])
+
+    def _codes(self, first: int, last: int) -> Integers:
+        rows, columns = rows_of(self.shape)
+        if self.folded:
+            return np.repeat(self.source.codes().reshape(-1)[:1], rows * columns).reshape(rows, columns)[first:last]
+        if self.transposed:
+            return np.ascontiguousarray(self.source.codes().reshape(columns, rows).T[first:last])
+        stored = _joined(self.source.code_chunks(*self._stored_rows(first, last)), (last - first) * columns)
+        return stored.reshape(last - first, columns)
+
+    def _stored_rows(self, first: int, last: int) -> tuple[int, int]:
+        """The source's own rows, which share a scale and may be shorter than these."""
+        columns, shared = rows_of(self.shape)[1], max(self.source.storage.columns, 1)
+        return first * columns // shared, last * columns // shared
+
+    def _steps(self) -> Steps | None:
+        (rows, columns), neighbours = rows_of(self.shape), self.source.storage.columns
+        sizes, zeros = self.source.scale.reshape(-1), self.source.zero_point.reshape(-1)
+        block = columns
+        places: npt.NDArray[np.int64] | None = None
+        if sizes.size == 1:
+            places = np.zeros((rows, 1), np.int64)
+        elif self.transposed or neighbours == 1:
+            # Channels along one of the two axes.
+            if sizes.size == (rows if self.transposed == (neighbours == 1) else -1):
+                places = np.arange(rows)[:, None]
+            elif sizes.size == columns:
+                return Steps.across(sizes, zeros, self.shape, self.factor)
+        elif columns % neighbours == 0:
+            block = neighbours
+            places = np.arange(rows * (columns // block)).reshape(rows, -1) % sizes.size
+        elif neighbours % columns == 0:
+            places = (np.arange(rows) // (neighbours // columns) % sizes.size)[:, None]
+        return None if places is None else Steps(block, sizes[places], zeros[places], self.factor)
+
+
+def constant_of(weight: Weight) -> Constant | None:
+    """The constant that ``weight`` is; None where it is none."""
+    return weight.source if isinstance(weight.source, Constant) else None
+
+
+def _joined(chunks: Iterator[npt.NDArray[Any]], count: int) -> npt.NDArray[Any]:
+    """Flat ``chunks`` of ``count`` elements together, each a view that the next overwrites; the only one as it is."""
+    first = next(chunks, None)
+    if first is None or first.size == count:
+        return first if first is not None else np.empty(0, np.float32)
+    whole = np.empty(count, first.dtype)
+    whole[: first.size], at = first, first.size
+    for chunk in chunks:
+        whole[at : at + chunk.size] = chunk
+        at += chunk.size
+    return whole

@@ -1,0 +1,80 @@
+"""A weight is an array that can be asked for rows: any rows are those of the whole, and never more than asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.variant_files import REFUSED, VARIANTS, variant
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.constant import constant_of
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.stored import StoredTensor, columns_of, common_dtype, stored_weight
+from mtp_extract.checkpoint.weight import ROW_STEP, Weight, filled, of_array, of_indices, row_ranges
+from mtp_extract.errors import CheckpointError
+from mtp_extract.pipeline.extraction import checkpoint_of
+
+
+def parts(weight: Weight) -> list[tuple[int, int]]:
+    """Some ranges of its rows, a first and a last one among them."""
+    half = weight.rows // 2 // ROW_STEP * ROW_STEP
+    return [(0, min(ROW_STEP, weight.rows)), (half, weight.rows), (0, weight.rows)]
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - REFUSED))
+def test_rows_of_a_constant_are_those_of_the_whole(name: str) -> None:
+    with open_bundle(variant(name)) as opened:
+        for role, weight in checkpoint_of(opened.drafter()).tensors.items():
+            whole, constant = weight.array(), constant_of(weight)
+            rows = whole.reshape(weight.rows, weight.columns)
+            for first, last in parts(weight):
+                np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
+            if constant is None or weight.scheme is None:
+                continue
+            codes, steps = weight.codes(), weight.steps
+            assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
+            for first, last in parts(weight):
+                np.testing.assert_array_equal(weight.codes(first, last), codes[first:last], err_msg=role)
+                if steps is not None:
+                    made = steps.floats(codes[first:last], first)
+                    np.testing.assert_array_equal(made, rows[first:last], err_msg=role)
+
+
+def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
+    wide, narrow = filled((37, 3)), filled((37, 3))
+    ranges = list(row_ranges(wide, narrow, elements=50))
+    assert ranges == [(0, 16), (16, 32), (32, 37)]
+    assert list(row_ranges(filled((9, 1000)), elements=10)) == [(0, 8), (8, 9)]
+    assert list(row_ranges(filled((5,)))) == [(0, 1)]
+    together = Weight((37, 3), wide.read_floats, whole=True)
+    assert list(row_ranges(wide, together, elements=50)) == [(0, 37)]
+
+
+def test_what_a_weight_is_not_asked_for() -> None:
+    with pytest.raises(CheckpointError, match="floats was asked for integers"):
+        filled((2, 2)).codes()
+    with pytest.raises(CheckpointError, match="numbers was asked for indices"):
+        filled((2, 2)).indices()
+    indices = of_indices(np.arange(4))
+    assert indices.indices().tolist() == [0, 1, 2, 3]
+    with pytest.raises(CheckpointError, match="indices was asked for floats"):
+        indices.floats()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> None:
+    kind, values = DTYPES[dtype], np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
+    stored = kind.narrow(values.reshape(-1), "values")
+    path = tmp_path / "tensors"
+    path.write_bytes(b"before" + stored.tobytes())
+    whole = stored_weight(path, StoredTensor(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
+    expected = kind.widen(stored.tobytes()).reshape(20, 6)
+    np.testing.assert_array_equal(whole.array(), expected)
+    np.testing.assert_array_equal(whole.floats(8, 16), expected[8:16])
+    np.testing.assert_array_equal(columns_of(whole, 2, 5).floats(8, 20), expected[8:, 2:5])
+    assert common_dtype([whole]) == dtype and common_dtype([whole, of_array(values)]) == "f32"
+    path.write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="shrank"):
+        whole.array()
