@@ -26,9 +26,9 @@ from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline import inspection
 from mtp_extract.pipeline.check import Verification, verify, with_record
+from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.report.tables import REPORT_FILES, REPORT_LISTED
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
@@ -75,8 +75,8 @@ class CheckpointInspection:
 
     Attributes:
         holds: format, geometry, stored types and findings, as ``mtp-inspect --json`` prints them.
-        verification: of its files and tensors against its record, and the bundle if one was named; None where it has
-            neither.
+        verification: of its files against its record, or of everything against the bundle that was named; None where
+            it has neither.
     """
 
     holds: Mapping[str, Any]
@@ -116,7 +116,7 @@ def inspect(
         verification = None
         if against is not None:
             with open_bundle(against, progress=progress) as opened:
-                verification = verify_against_source(place, opened, REPORT_FILES)
+                verification = verify_against(place, opened, REPORT_FILES)
         elif (place / RECORD).exists():
             verification = verify(place, REPORT_FILES)
         return CheckpointInspection(inspect_checkpoint(place, tensors=tensors), verification)

@@ -32,8 +32,6 @@ RECORDS: dict[str, tuple[type[Record], ...]] = {
         record_fields.Extraction,
         record_fields.Geometry,
         record_fields.Head,
-        record_fields.Tensor,
-        record_fields.Part,
     ),
     "report": (fields.Report,),
     "pair": (fields.Pair,),

@@ -15,7 +15,7 @@ from typing import Any
 from job import check_size
 
 import mtp_extract
-from mtp_extract.cli._writing import is_rounded, tensors_of
+from mtp_extract.cli._writing import is_rounded
 from mtp_extract.pipeline.extraction import default_directory
 from mtp_extract.pipeline.inspection import inspect
 from mtp_extract.proof.words import in_words
@@ -53,7 +53,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
         "layout": made.record["layout"],
         "notes": made.notes,
         "proof": in_words(made.record["proof"]),
-        "rounded": any(map(is_rounded, tensors_of(made.record))),
+        "rounded": is_rounded(made.record),
     }
 
 

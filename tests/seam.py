@@ -50,8 +50,8 @@ from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import TfliteModel, read_model
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
-from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.proof.proof import Proof
 from mtp_extract.proof.proof import prove as _prove
 from mtp_extract.proof.words import in_words

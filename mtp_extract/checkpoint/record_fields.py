@@ -13,8 +13,6 @@ FORMAT_VERSION = 5
 """Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it.
 4: of a tuning who wrote the texts, the rounds, what training has not seen, and single texts."""
 
-Shape = list[Count]
-
 
 def _one_of(*kinds: str) -> Meta:
     return Meta(extra_json_schema={"oneOf": [{"$ref": f"#/definitions/{kind}"} for kind in kinds]})
@@ -30,15 +28,20 @@ class Extraction(Record, kw_only=True):
     known_as: str | None
     layout: str  #: name of the format
     dtype: Literal["codes", "f32", "bf16", "f16"]  #: type the weights were written in
+    #: what weights were rounded to here (`BF16`, `FP16`, `FP16 scales`), and how many; those left out whose own codes
+    #: are kept beside them
+    rounded: dict[str, Positive]
+    made_codes: MadeCodes | None  #: how codes were made that the source has none of; null where none were made here
     #: the drafter's shape, as read from the graph; a `Head` where it is an EAGLE-3 head
     geometry: Annotated[dict[str, Any], _one_of("Geometry", "Head")]
     #: by name: every file of the directory but this one; the card as it was written, which may be changed by hand
     files: dict[str, File]
-    #: by name, in the order of the weights file: where each came from
-    tensors: dict[str, Annotated[Any, _one_of("Tensor", "Part")]]
+    counts: Counts  #: of weights
+    #: roles that are one constant of the file; what a format writes once, another writes for each
+    shared: list[list[str]]
+    #: by role of a matrix: static quantization of what goes into it and what comes out; only those that have any
+    activations: dict[str, Activations]
     notes: list[str]  #: where an engine does not do what the file says
-    set_aside: list[Constant]  #: every other constant of the graph
-    kv_inputs: dict[str, Cache]  #: by input name: the base's caches that the drafter reads
     #: graph and checkpoint executed side by side; null for a checkpoint that no record says the origin of, and for one
     #: that was tuned, or has an ordered head that was made here
     proof: Proof | None
@@ -78,8 +81,29 @@ class Step(Record):
 
     layout: str  #: name of its format
     dtype: str  #: type its weights were written in
+    rounded: dict[str, Positive]  #: what its weights were rounded to, and how many; empty where no record says it
+    made_codes: MadeCodes | None  #: how codes were made there; null where none were
     version: str | None  #: of mtp-extract that wrote it; null where another program did
-    files: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors
+    files: dict[str, Sha256]  #: by name: SHA-256 of each file with tensors
+
+
+class Counts(Record):
+    """How many weights there are."""
+
+    held: dict[str, Positive]  #: as `codes`, `indices` of an ordered head, or floats of a type, such as `F32`
+    #: by type of the file: how many it stores so; `implied` where it has none and 1 is what it computes; empty for a
+    #: checkpoint of unknown origin
+    stored: dict[str, Positive]
+    names_confirmed: Count  #: of which a published name in the file says the same role
+    set_aside: Count  #: other constants of the graph
+    static: Count  #: caches and matrices with static quantization of activations
+
+
+class MadeCodes(Record):
+    rule: Literal["q4_0", "q8_0", "int4", "int8"]  #: ggml's, or ai-edge-quantizer's (a row a scale)
+    matrices: Positive  #: how many
+    rms: NotNegative  #: root mean square of the error, as a share of the matrix's range; of the worst of them
+    largest: NotNegative  #: largest error, as a share of it; of the worst of them
 
 
 class Geometry(Record):
@@ -130,67 +154,7 @@ class Head(Record):
 
 class File(Record):
     size: Count  #: bytes
-    xxh3: Xxh3 | UnsetType = UNSET  #: XXH3-128 of its bytes; absent for files of tensors
-    #: files of tensors only: XXH3-128 of what stands before the data, in a GGUF file the configuration too
-    header: Xxh3 | UnsetType = UNSET
-    #: by name: XXH3-128 of each tensor's data; `codes/codes.safetensors` only, since the weights file's stand under the
-    #: tensors themselves
-    tensors: dict[str, Xxh3] | UnsetType = UNSET
-
-
-class Tensor(Record, kw_only=True):
-    role: str  #: what it is for, as in `mappings/roles.json`
-    why: str  #: the evidence in the graph
-    shape: Shape  #: as written
-    #: as written, in safetensors' words
-    dtype: Literal["F32", "BF16", "F16", "Q4_0", "Q8_0", "U32", "I32", "U8", "I8", "I64"]
-    xxh3: Xxh3  #: XXH3-128 of the data as written
-    #: `codes` where integers are in the file, `floats` where numbers are, `indices` of an ordered head
-    kept: Literal["codes", "floats", "indices"]
-    rounded_to: str | None  #: what the numbers, or the scales of the codes, were rounded to; null where nothing was
-    #: what had been done to its numbers before, step by step: `BF16` or `FP16`, a rule of `MadeCodes`, `FP16 scales`;
-    #: empty where nothing was
-    rounded_before: list[str]
-    made_codes: MadeCodes | None  #: how codes were made that the source has none of; null where none were made here
-    offset: float | UnsetType = UNSET  #: what the graph adds to what is stored, for a norm stored less 1; absent for 0
-    factor: float  #: stored = factor × (written − `offset`); 1 unless the converter folded a number into the weight
-    name_confirms: bool  #: whether the published name in the file says the same role
-    source: Stored | None  #: the stored constant; null where the graph has none and 1 is what it computes
-    quantization: Quantization | None  #: how it is stored; null for floats
-    #: static quantization of what its operator reads and writes; null for what is no matrix
-    activations: Activations | None
-
-
-class MadeCodes(Record):
-    rule: Literal["q4_0", "q8_0", "int4", "int8"]  #: ggml's, or ai-edge-quantizer's (a row a scale)
-    rms: NotNegative  #: root mean square of the error, as a share of the matrix's range
-    largest: NotNegative  #: largest error, as a share of it
-
-
-class FileTensor(Record):
-    tensor: Count  #: index in its subgraph
-    subgraph: Count  #: index in the model
-    name: str  #: as in the file
-    dtype: str  #: TFLite's name
-    shape: Shape  #: as stored
-
-
-class Stored(FileTensor):
-    buffer: Count  #: index of the buffer, or of the external buffer
-    #: `inline` (in the flatbuffer), `appended` (after it), `external` (in a weights section)
-    place: Literal["inline", "appended", "external"]
-    offset: Count  #: first byte, from the start of the file
-    length: Count  #: bytes
-    sha256: Sha256  #: of the stored bytes
-
-
-class Quantization(Record):
-    kind: Literal["per_tensor", "per_channel", "blockwise"]  #: what shares a scale
-    bits: Literal[2, 4, 8]  #: of a code
-    axis: Count | None  #: of the channels; null otherwise
-    block_size: Positive | None  #: elements of the last axis that share a scale; null otherwise
-    scales: Positive  #: how many
-    symmetric: bool  #: whether every zero point is 0
+    sha256: Sha256  #: of its bytes
 
 
 class Activations(Record):
@@ -202,29 +166,6 @@ class Activation(Record):
     dtype: str  #: TFLite's name
     scale: float  #: real = scale · (code − zero_point)
     zero_point: int  #: as above
-
-
-class Part(Record):
-    """A tensor that holds scales, or the like, of the role whose main tensor stands under a name of its own."""
-
-    role: str  #: what it is for
-    part: str  #: what it holds of it
-    shape: Shape  #: as written
-    dtype: str  #: as written
-    xxh3: Xxh3  #: XXH3-128 of the data as written
-
-
-class Constant(FileTensor):
-    op: str  #: the operator that reads it
-    reason: str  #: why it is no weight
-
-
-class Cache(Record):
-    dtype: str  #: TFLite's name
-    shape: Shape  #: of the input
-    scale: float | None  #: of its static quantization; null for floats
-    zero_point: int | None  #: as above
-    layers: list[Count]  #: the drafter's layers that read it
 
 
 class Proof(Record):
@@ -292,7 +233,7 @@ class Tuning(Record):
     worst: list[TextChange]  #: the five held-out texts that lost most, that one first
     ruined: Count  #: how many held-out texts fell below 0.7 of their mean accepted length, beyond chance
     too_short: Count  #: of how many that is not decided, as they have fewer than 33 places to draft from
-    tuned_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that was tuned
+    tuned_from: dict[str, Sha256]  #: by name: SHA-256 of each file with tensors of the directory that was tuned
     #: by tensor: how many of its codes, or numbers where it has none, are others than before; those with none left out
     changed: dict[str, Positive]
 
@@ -368,7 +309,7 @@ class OrderedHead(Record):
     worst: list[TextChange]  #: as of a tuning
     ruined: Count  #: as of a tuning
     too_short: Count  #: as of a tuning
-    made_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that it was made for
+    made_from: dict[str, Sha256]  #: by name: SHA-256 of each file with tensors of the directory that it was made for
 
 
 class KeptShare(Record):
@@ -452,5 +393,3 @@ def check_extraction(record: Mapping[str, Any]) -> None:
     """
     whole = read(record, Extraction)
     read(whole.geometry, Head if "draft_vocab_size" in whole.geometry else Geometry, "geometry")
-    for name, entry in whole.tensors.items():
-        read(entry, Part if isinstance(entry, dict) and "part" in entry else Tensor, f"tensors.{name}")

@@ -67,34 +67,26 @@ def _say_proof(record: Mapping[str, Any]) -> None:
     if proof is None:
         say("Not proven: nothing here says which file it came from")
         return
-    rounded = any(map(is_rounded, tensors_of(record)))
-    by, before = " by the extraction" if proof["inherited"] else "", " before rounding" if rounded else ""
+    by, before = " by the extraction" if proof["inherited"] else "", " before rounding" if is_rounded(record) else ""
     say_proof(f"Proven{by}{before}", proof)
     if proof["rounded_by"] is not None and not proof["inherited"]:
         say(f"  rounded scales move no number by more than {proof['rounded_by']:g} of itself")
 
 
-def is_rounded(entry: Mapping[str, Any]) -> bool:
-    """Whether a tensor's entry in a record says that its numbers were rounded."""
-    return bool(entry.get("rounded_to") or entry.get("rounded_before") or entry.get("made_codes"))
+def is_rounded(record: Mapping[str, Any]) -> bool:
+    """Whether a record says that numbers were rounded, here or before."""
+    return any(step["rounded"] or step["made_codes"] for step in (*record["converted_from"], record))
 
 
 def holds(record: Mapping[str, Any]) -> str:
     """In a few words, what the weights that a record describes are held as."""
-    tensors = tensors_of(record)
-    kept = [entry for entry in tensors if entry["kept"] == "codes"]
-    types = sorted({entry["dtype"] for entry in tensors if entry["kept"] == "floats"})
-    if not kept:
+    held, made = record["counts"]["held"], record["made_codes"]
+    types = sorted(held.keys() - {"codes", "indices"})
+    if "codes" not in held:
         # A format whose numbers are codes may have been given none.
         return " and ".join(types) if record["dtype"] == "codes" else str(record["dtype"]).upper()
-    made = sum(entry["made_codes"] is not None for entry in kept)
     return (
-        f"{len(kept)} of {len(tensors)} weights as integers"
-        + (f", {made} of them made here" if made else "")
+        f"{held['codes']} of {sum(held.values())} weights as integers"
+        + (f", {made['matrices']} of them made here" if made else "")
         + (f", the others in {' and '.join(types)}" if types else "")
     )
-
-
-def tensors_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The entries of a record that stand for weights, those of their scales and the like left out."""
-    return [entry for entry in record["tensors"].values() if "part" not in entry]

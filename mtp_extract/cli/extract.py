@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from mtp_extract.cli._drafter import found_in
 from mtp_extract.cli._options import AsJson, SignatureKey, SlidingWindow
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, checked_format, chosen_by, show_written, tensors_of
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, checked_format, chosen_by, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Overwrite
@@ -90,16 +89,13 @@ def command(
 
 
 def _head(record: Mapping[str, Any]) -> list[str]:
-    tensors = tensors_of(record)
-    source, section = record["source"], record["source"]["section"]
-    kinds = Counter(entry["source"]["dtype"] if entry["source"] else "implied" for entry in tensors)
-    stored = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    confirmed = sum(entry["name_confirms"] for entry in tensors)
+    source, section, counts = record["source"], record["source"]["section"], record["counts"]
+    stored = ", ".join(f"{count} {kind}" for kind, count in counts["stored"].items())
     return [
         f"{record['known_as'] or 'MTP'} drafter of {escape(source['name'])} "
         f"({found_in(section['index'], section['found_by'])})",
-        f"  {len(tensors)} tensors from the graph ({stored}), {confirmed} confirmed by published names; "
-        f"{len(record['set_aside'])} other constants set aside, each with its reason",
+        f"  {sum(counts['held'].values())} tensors from the graph ({stored}), {counts['names_confirmed']} confirmed by "
+        f"published names; {counts['set_aside']} other constants are not weights",
     ]
 
 

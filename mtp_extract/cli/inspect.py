@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,6 @@ from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
 from mtp_extract.cli._options import AsJson, SlidingWindow
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli._writing import is_rounded
 from mtp_extract.cli.terminal import progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
@@ -128,17 +128,17 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, print_json: boo
     from mtp_extract.bundle import open_bundle
     from mtp_extract.errors import CheckpointError
     from mtp_extract.pipeline.check import verify, with_record
+    from mtp_extract.pipeline.identity import verify_against
     from mtp_extract.pipeline.inspection import inspect_checkpoint
     from mtp_extract.pipeline.staging import RECORD
     from mtp_extract.pipeline.unexpected import require_manifest
-    from mtp_extract.pipeline.verification import verify_against_source
     from mtp_extract.report.tables import REPORT_FILES
 
     place = with_record(place)
     result: Verification | None = None
     if against is not None:
         with progress(quiet=print_json) as tick, open_bundle(against, progress=tick) as opened:
-            result = verify_against_source(place, opened, REPORT_FILES)
+            result = verify_against(place, opened, REPORT_FILES)
     elif (place / RECORD).exists():
         result = verify(place, REPORT_FILES)
     found = inspect_checkpoint(place, tensors=tensors)
@@ -148,10 +148,11 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, print_json: boo
             {
                 "directory": str(place),
                 "files": result.files if result else None,
-                "tensors": result.tensors if result else found["weights"],
+                "tensors": found["weights"],
                 "against": result.against if result else None,
+                "checks": [asdict(check) for check in result.checks] if result else [],
                 "ok": not wrong,
-                "extraction": result.record if result else None,
+                "extraction": (result.record or None) if result else None,
                 "holds": found,
             }
         )
@@ -167,25 +168,22 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, print_json: boo
 
 
 def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification | None) -> None:
-    if result is not None:
+    if result is not None and result.record:
         record = result.record
-        say(f"{escape(place)}: {result.files} files and {result.tensors} tensors match extraction.json")
+        say(f"{escape(place)}: {result.files} files match extraction.json")
         tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
         for line in _made(record):
             say(f"  {line}")
-        if result.against is None:
-            say("  that this is what came out of it was not checked: no bundle was given")
-        else:
-            how = ", rounded as the record says" if any(map(is_rounded, record["tensors"].values())) else ""
-            say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
-            from mtp_extract.pipeline.verification import UNTOLD
-
-            told = dict.fromkeys(what for place, what in UNTOLD.items() if "." in place or record.get(place))
-            say(f"  extraction.json made anew from it: the same, but for what no bundle decides ({', '.join(told)})")
     else:
-        say(f"{escape(place)}: without extraction.json: nothing says where it came from")
+        say(f"{escape(place)}: without extraction.json")
+    if result is None or result.against is None:
+        say("  Not compared with a bundle (use --against BUNDLE).")
+    else:
+        say(f"  derived from {escape(result.against)} again:")
+        for check in result.checks:
+            say(f"    {check.name}: {escape(check.evidence)}")
     say_geometry(found["geometry"], found["parameters"])
     say(f"  {found['format']} format: {found['weights']} weights ({_counts(found['stored_types'])})")
     for finding in found.get("findings", ()):

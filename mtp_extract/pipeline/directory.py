@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,24 +154,14 @@ class Prepared:
         """Whether there is an ordered head in what is written."""
         return any(holding.kept == INDICES for holding in self.holdings.values())
 
-    @property
-    def made(self) -> dict[str, Mapping[str, Any]]:
-        """By role, the rule that its codes are made by, and the error of that."""
-        return {
-            role: rounding.error
-            for role, tensor in self.checkpoint.tensors.items()
-            if (rounding := rounding_of(tensor)) is not None
-        }
-
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how weights are held."""
-        made = self.made.values()
-        if not made:
+        made = record.made_codes(self.checkpoint)
+        if made is None:
             return notes_of(self.holdings)
-        rms, largest = (max(error[key] for error in made) for key in ("rms", "largest"))
         return (
-            f"Codes were made here, by {self.choice.quantize}, of {len(made)} matrices that had none: at worst "
-            f"{rms:.2g} of a matrix's range off (rms), {largest:.2g} at one place.",
+            f"Codes were made here, by {made['rule']}, of {made['matrices']} matrices that had none: at worst "
+            f"{made['rms']:.2g} of a matrix's range off (rms), {made['largest']:.2g} at one place.",
             *notes_of(self.holdings),
         )
 
@@ -185,20 +175,13 @@ class Staged:
     """Read back from it."""
     weights: OutputFile
     """The planned file with the weights."""
-    sums: Mapping[str, str]
-    """By tensor of that file, XXH3-128 of what was written."""
     files: dict[str, dict[str, Any]]
     """By name, the record's entry of every file."""
 
 
 @contextmanager
 def staging(
-    prepared: Prepared,
-    target: Path,
-    *,
-    inputs: Inputs,
-    jobs: Iterable[Callable[[], object]] = (),
-    progress: Progress = lambda done, total: None,
+    prepared: Prepared, target: Path, *, inputs: Inputs, progress: Progress = lambda done, total: None
 ) -> Iterator[Staged]:
     """What was prepared, written and read back; it takes the name ``target`` when the block ends well.
 
@@ -206,7 +189,6 @@ def staging(
 
     Args:
         inputs: what is read, and so is not replaced.
-        jobs: further jobs for the threads that write the weights.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
@@ -217,9 +199,8 @@ def staging(
     files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
     with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as directory:
         tick = counter(progress, sum(t.length for file in files for t in file.tensors))
-        written = {file.name: write_file(directory, file, tick, jobs if file is weights else ()) for file in files}
-        sums = written[weights.name].pop("tensors")
-        yield Staged(directory, choice.format.read(directory), weights, sums, written)
+        written = {file.name: write_file(directory, file, tick) for file in files}
+        yield Staged(directory, choice.format.read(directory), weights, written)
 
 
 def finish(
@@ -259,44 +240,32 @@ def record_of(
     prepared: Prepared,
     staged: Staged,
     *,
-    source: Mapping[str, Any],
-    known_as: str | None,
-    evidence: Mapping[str, Mapping[str, Any]],
-    set_aside: list[dict[str, Any]],
-    kv_inputs: Mapping[str, Any],
-    converted_from: list[dict[str, Any]],
+    origin: Mapping[str, Any],
     proof: Mapping[str, Any] | None,
+    converted_from: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The record of what was staged.
 
     Args:
-        evidence: by role, what :func:`mtp_extract.checkpoint.record.evidence` says of it.
+        origin: where it came from, as :func:`mtp_extract.checkpoint.record.of_bundle` has it.
     """
-    choice, made = prepared.choice, prepared.made
+    choice, checkpoint = prepared.choice, prepared.checkpoint
+    counts = {key: count for key, count in origin["counts"].items() if key != "held"}
     return {
         "format_version": FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
-        "source": dict(source),
-        "converted_from": converted_from,
-        "known_as": known_as,
+        "source": origin["source"],
+        "converted_from": list(converted_from),
+        "known_as": origin["known_as"],
         "layout": choice.format.name,
         "dtype": choice.dtype,
-        "geometry": prepared.checkpoint.config.as_json(),
+        "rounded": record.rounded(checkpoint, prepared.holdings, staged.files),
+        "made_codes": record.made_codes(checkpoint),
+        "geometry": checkpoint.config.as_json(),
         "files": staged.files,
-        "tensors": {
-            planned.name: record.tensor_record(
-                planned,
-                staged.sums[planned.name],
-                prepared.holdings[planned.role],
-                evidence[planned.role],
-                made.get(planned.role),
-            )
-            if not planned.part
-            else record.part_record(planned, staged.sums[planned.name])
-            for planned in staged.weights.tensors
-        },
+        "counts": {"held": record.held(staged.weights, prepared.holdings), **counts},
+        "shared": origin["shared"],
+        "activations": origin["activations"],
         "notes": list(staged.weights.notes),
-        "set_aside": set_aside,
-        "kv_inputs": dict(kv_inputs),
         "proof": proof,
     }

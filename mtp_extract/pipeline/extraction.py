@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -17,14 +15,15 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
-from mtp_extract.checkpoint.constant import Constant, constant_of
+from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.weight import Weight, filled
-from mtp_extract.formats import EVERY
+from mtp_extract.errors import CheckpointError, SourceError, escape
+from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
-from mtp_extract.litertlm.storage import Floats, QuantizedTensor
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
+from mtp_extract.litertlm.storage import Floats
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, finish, record_of, staging
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
 from mtp_extract.proof.proof import Proof, prove
@@ -102,6 +101,7 @@ def extract(
     """
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
     choice = Choice.of(format, plan, overwrite=overwrite)
+    require_no_checkpoint(source)
     with (
         nullcontext(source)
         if isinstance(source, Opened)
@@ -112,21 +112,34 @@ def extract(
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         opened.prefetch()
         drafter = opened.drafter(sliding_window)
-        checkpoint = checkpoint_of(drafter)
-        hashes = Hashes(drafter, checkpoint)
-        if EVERY[choice.format.name].provenance_inside:
-            hashes.hash_section()
-            checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
-        prepared = choice.prepare(checkpoint)
-        with staging(prepared, target, inputs=inputs, jobs=hashes.jobs(), progress=progress) as staged:
-            proof = prove_written(drafter, checkpoint, prepared, staged.written)
+        original = checkpoint_of(drafter)
+        origin = record.of_bundle(drafter, original, record.sha256_of_section(drafter))
+        original = replace(original, provenance=record.provenance(origin["source"]))
+        prepared = choice.prepare(original)
+        with staging(prepared, target, inputs=inputs, progress=progress) as staged:
+            proof = prove_written(drafter, original, prepared, staged.written)
             opened.source.confirm()
-            made = record_of_drafter(drafter, prepared, staged, hashes, proof)
-            return finish(prepared, staged, made, target, _notes(drafter, checkpoint, choice.format))
+            made = record_of(prepared, staged, origin=origin, proof={**proof.as_json(), "inherited": False})
+            return finish(prepared, staged, made, target, _notes(drafter, original, choice.format))
 
 
-def prove_written(drafter: Shard, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
-    """Execute the graph and what was written side by side.
+def require_no_checkpoint(source: object) -> None:
+    """Refuse what is converted, and not extracted.
+
+    Raises:
+        SourceError: ``source`` is a checkpoint's directory.
+    """
+    if isinstance(source, (str, os.PathLike)) and (place := Path(source)).is_dir():
+        with suppress(CheckpointError):
+            format_of(place)
+            raise SourceError(
+                f"{escape(place)}: expected a bundle, found a checkpoint. To write it in another format, use "
+                "`mtp-convert`."
+            )
+
+
+def prove_written(drafter: Shard, original: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
+    """Hold what was written against what it was made of, and prove that it computes what the graph computes.
 
     What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
     holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
@@ -134,7 +147,7 @@ def prove_written(drafter: Shard, checkpoint: Checkpoint, prepared: Prepared, wr
     such a rounding does and no more.
 
     Args:
-        checkpoint: the drafter's own.
+        original: the drafter's own.
         prepared: the same as it was to be written.
         written: the same, read back.
 
@@ -142,33 +155,16 @@ def prove_written(drafter: Shard, checkpoint: Checkpoint, prepared: Prepared, wr
         ProofError, CheckpointError: they part, or what was written is something else.
     """
     holdings = prepared.holdings
+    check_codes(written, prepared.checkpoint, holdings)
     if prepared.choice.quantize:
-        check_codes(written, prepared.checkpoint, holdings)
         check_floats(written, prepared.checkpoint, holdings)
-        return prove_checkpoint(drafter, replace(checkpoint, config=written.config))
-    check_codes(written, checkpoint, holdings)
+        return prove_checkpoint(drafter, replace(original, config=written.config))
     rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
-    before = {role: tensor for role, tensor in checkpoint.tensors.items() if role in rounded}
+    before = {role: tensor for role, tensor in original.tensors.items() if role in rounded}
     exact = replace(written, tensors=MappingProxyType({**written.tensors, **before}))
     if all(holding.kept != CODES for holding in rounded.values()):
         return prove_checkpoint(drafter, exact)
     return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
-
-
-def prove_converted(drafter: Shard, prepared: Prepared, written: Checkpoint, *, rounded: bool) -> Proof:
-    """The same of a directory that was converted, and not extracted.
-
-    Args:
-        rounded: whether its numbers were rounded on the way, which deriving them again shows; what they were before is
-            executed then.
-
-    Raises:
-        ProofError, CheckpointError: as :func:`prove_written`.
-    """
-    original = checkpoint_of(drafter)
-    if rounded:
-        return prove_checkpoint(drafter, replace(original, config=written.config))
-    return prove_written(drafter, original, prepared, written)
 
 
 def prove_checkpoint(
@@ -196,71 +192,6 @@ def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
     """Role → its numbers."""
     tensors = checkpoint.whole().tensors
     return lambda role: tensors[role].chunks()
-
-
-class Hashes:
-    """SHA-256 of the section and of every role's stored bytes, computed while weights are written."""
-
-    def __init__(self, drafter: Shard, checkpoint: Checkpoint) -> None:
-        self._drafter, self._checkpoint = drafter, checkpoint
-        self._tensors = {
-            role: constant.source
-            for role, tensor in checkpoint.tensors.items()
-            if (constant := constant_of(tensor)) is not None
-        }
-        self.section: str | None = None
-        self.roles: dict[str, str] = {}
-
-    def jobs(self) -> list[Callable[[], object]]:
-        """The hashes that are still to be computed."""
-        jobs: list[Callable[[], object]] = [
-            partial(self._hash_role, role, source) for role, source in self._tensors.items()
-        ]
-        return jobs if self.section else [self.hash_section, *jobs]
-
-    def hash_section(self) -> None:
-        """Compute that of the section now."""
-        # A model found by scanning has no end of its own to hash up to.
-        if self._drafter.found_by != "scan":
-            region = self._drafter.model.region
-            self.section = record.sha256_of(region, 0, region.size)
-
-    def _hash_role(self, role: str, source: QuantizedTensor) -> None:
-        location = source.location
-        self.roles[role] = record.sha256_of(location.region, location.offset, location.length)
-
-    def source(self) -> dict[str, Any]:
-        """What a record says of the file."""
-        drafter = self._drafter
-        return record.source_record(drafter, Path(drafter.opened.source.name).name, self.section)
-
-    def evidence(self, role: str) -> dict[str, Any]:
-        """What a record says of ``role``, before anything is done to it."""
-        found = next((one for one in self._drafter.walk.roles if one.role == role), None)
-        confirmed = role in self._drafter.names.confirmed
-        return record.evidence(found, self._checkpoint.tensors.get(role), self.roles.get(role), confirmed)
-
-
-def record_of_drafter(
-    drafter: Shard, prepared: Prepared, staged: Staged, hashes: Hashes, proof: Proof
-) -> dict[str, Any]:
-    """The record of what was extracted.
-
-    Args:
-        hashes: whose jobs are done.
-        proof: of what was written.
-    """
-    return record_of(
-        prepared,
-        staged,
-        source=hashes.source(),
-        known_as=drafter.known["name"] if drafter.known else None,
-        evidence={role: hashes.evidence(role) for role in prepared.holdings},
-        set_aside=record.set_aside(drafter),
-        kv_inputs=record.caches(drafter),
-        converted_from=[],
-        proof={**proof.as_json(), "inherited": False},
-    )
 
 
 def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:

@@ -11,12 +11,13 @@ from typing import Any
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint.record import caches, set_aside
+from mtp_extract.checkpoint.record import activation_json
 from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.checkpoint.weight import Weight
-from mtp_extract.errors import MtpExtractError, NoDrafterError
+from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.llama import findings_of
+from mtp_extract.graph.roles import FoundRole
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
@@ -121,6 +122,7 @@ def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
             {
                 "role": role.role,
                 "shape": list(role.shape),
+                "subgraph": role.tensor.subgraph if role.tensor else None,
                 "tensor": role.tensor.index if role.tensor else None,
                 "name": role.tensor.name if role.tensor else None,
                 "type": role.tensor.type_name if role.tensor else None,
@@ -128,14 +130,65 @@ def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
                 "offset": role.offset,
                 "first_row": role.first,
                 "why": role.why,
+                **_stored(drafter, role),
                 "name_confirms": role.role in confirmed,
             }
             for role in drafter.walk.roles
         ]
-        found["set_aside"] = set_aside(drafter)
-        found["kv_inputs"] = caches(drafter)
+        found["set_aside"] = _set_aside(drafter)
+        found["kv_inputs"] = _caches(drafter)
         found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter)).as_json()
     return found
+
+
+def _stored(drafter: Shard, found: FoundRole) -> dict[str, Any]:
+    """Where the constant of a role lies, how it is quantized, and the static quantization around a matrix."""
+    tensor = found.tensor
+    described = _tensor(drafter.model, drafter.model.subgraphs[tensor.subgraph], tensor) if tensor is not None else {}
+    return {
+        **{key: described.get(key) for key in ("quantization", "data")},
+        "activations": {"input": activation_json(found.input), "output": activation_json(found.output)},
+    }
+
+
+def _set_aside(drafter: Shard) -> list[dict[str, Any]]:
+    """Every constant of the graph that is not a weight, with its reader and the reason."""
+    return [
+        {
+            "tensor": entry.tensor.index,
+            "subgraph": entry.tensor.subgraph,
+            "name": entry.tensor.name,
+            "dtype": entry.tensor.type_name,
+            "shape": list(entry.tensor.shape),
+            "op": entry.op,
+            "reason": entry.reason,
+        }
+        for entry in drafter.walk.aside
+    ]
+
+
+def _caches(drafter: Shard) -> dict[str, Any]:
+    """The base model's caches that the drafter reads: type, shape, static quantization and the layers that read it."""
+    users: dict[str, list[int]] = {}
+    for index, layer in enumerate(drafter.walk.layers):
+        users.setdefault(layer.key, []).append(index)
+        users.setdefault(layer.value, []).append(index)
+    result = {}
+    for name, tensor in drafter.walk.caches.items():
+        quantization = tensor.quantization
+        static = quantization is not None and quantization.scale_count == 1
+        scale = float(quantization.scale[0]) if quantization is not None and static else None
+        if scale is not None and not 0 <= scale < math.inf:
+            raise FormatError(f"{tensor.label} has a scale of {scale}: the file is damaged.")
+        zero_points = quantization.zero_point if quantization is not None and quantization.zero_point_count == 1 else ()
+        result[name] = {
+            "dtype": tensor.type_name,
+            "shape": list(tensor.shape),
+            "scale": scale,
+            "zero_point": next(map(int, zero_points), None),
+            "layers": users.get(name, []),
+        }
+    return result
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:

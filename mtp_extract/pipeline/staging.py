@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
+from mtp_extract.checkpoint.record import sha256_of_file
+from mtp_extract.checkpoint.tensor_file import write_tensors
 from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.formats import EVERY, format_named, is_called
 from mtp_extract.formats.transformers import GENERATION_FILE
@@ -48,25 +47,19 @@ def recorded(place: Path) -> frozenset[str]:
     return frozenset({RECORD, *(name for name in files if any(is_called(name, known) for known in written))})
 
 
-def write_file(
-    stage: Path,
-    file: OutputFile,
-    advance: Advance = lambda done: None,
-    jobs: Iterable[Callable[[], object]] = (),
-) -> dict[str, Any]:
-    """Write ``file`` into the directory ``stage`` and read it back; what a record says of it.
+def write_file(stage: Path, file: OutputFile, advance: Advance = lambda done: None) -> dict[str, Any]:
+    """Write ``file`` into the directory ``stage`` and read it back; its size and SHA-256, as a record has them.
 
     Args:
         advance: called with the number of bytes of tensors written since the last call.
-        jobs: further ones for the threads that write its tensors.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
     """
     path = stage / file.name
     if file.tensors:
-        sums = write_tensors(stage, file, advance, jobs)
-        return {"size": path.stat().st_size, "header": header_sum(path, read_header(path)), "tensors": sums}
+        write_tensors(stage, file, advance)
+        return {"size": path.stat().st_size, "sha256": sha256_of_file(path)}
     # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
     data = file.text.encode("utf-8", "backslashreplace")
     try:
@@ -75,4 +68,4 @@ def write_file(
             raise OSError("it reads back differently")
     except OSError as error:
         raise output_error(path, error) from error
-    return {"size": len(data), "xxh3": xxh3_128_hexdigest(data)}
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -270,16 +270,16 @@ def _origin(record: Mapping[str, Any]) -> str:
 
 def _rounded(record: Mapping[str, Any]) -> str:
     """What was done to numbers here and before."""
-    entries = [entry for entry in record["tensors"].values() if "part" not in entry]
-    said = ""
-    if before := sorted({step for entry in entries for step in entry["rounded_before"]}):
-        said += f"On the way here numbers were rounded: {', '.join(map(plain, before))}.\n\n"
-    if made := [entry["made_codes"] for entry in entries if entry["made_codes"]]:
-        rules = " and ".join(sorted({code(one["rule"]) for one in made}))
+    said, steps = "", record["converted_from"]
+    before = {word for step in steps for word in step["rounded"]}
+    before |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
+    if before:
+        said += f"On the way here numbers were rounded: {', '.join(map(plain, sorted(before)))}.\n\n"
+    if made := record["made_codes"]:
         said += (
-            f"Of the matrices {len(made)} were rounded to integers here, by {rules}; the source has none of them. At "
-            f"worst they are {max(one['rms'] for one in made):.2g} of a matrix's range off (root mean square), "
-            f"{max(one['largest'] for one in made):.2g} at one place.\n\n"
+            f"Of the matrices {made['matrices']} were rounded to integers here, by {code(made['rule'])}; the source "
+            f"has none of them. At worst they are {made['rms']:.2g} of a matrix's range off (root mean square), "
+            f"{made['largest']:.2g} at one place.\n\n"
         )
     return said
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
@@ -22,8 +21,6 @@ from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, finish, staging
-
-_MADE = "made here, from what the drafter's states look for"
 
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
@@ -95,12 +92,9 @@ def tuned_record(origin: ReadDirectory, tuned: Checkpoint, tuning: Mapping[str, 
 
 
 def ordered_record(origin: ReadDirectory, head: Mapping[str, Any]) -> Describe:
-    """With ``head``, and where its tensors come from."""
+    """With ``head``, and what it was made for."""
 
     def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
-        for planned in weights.tensors:
-            if planned.role in HEAD_ROLES:
-                record["tensors"][planned.name]["why"] = _MADE
         return {**record, "ordered_head": {**head, "made_from": origin.sums}}
 
     return describe

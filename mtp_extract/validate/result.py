@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_extract.pipeline.check import Check
+from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.trivial import TrivialResult
-from mtp_extract.validate.identity import NEEDED, Check
 from mtp_extract.validate.parity.compare import Parity
 
 

@@ -203,7 +203,8 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
     from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.formats import format_of
-    from mtp_extract.validate.identity import check_identity, drafter_for
+    from mtp_extract.pipeline.identity import check_identity, drafter_for
+    from mtp_extract.report.tables import REPORT_FILES
     from mtp_extract.validate.parity.compare import check_interpreter
     from mtp_extract.validate.parity.transformers import check_transformers
     from mtp_extract.validate.result import Validation
@@ -220,7 +221,8 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
         opened = stack.enter_context(open_bundle(plan.source))
         opened.prefetch()
         source = drafter_for(opened, require_mtp(config))
-        checks, comparable = check_identity(directory, source)
+        identity = check_identity(directory, source, REPORT_FILES)
+        checks, comparable = identity.checks, identity.comparable
         opened.source.confirm()
         result = replace(result, checks=checks, notes=opened.source.notes)
     if not comparable or any(check.passed is False for check in result.checks):

@@ -80,7 +80,7 @@ def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) ->
     assert without["holds"]["geometry"] == with_record["extraction"]["geometry"]
     assert len(without["holds"]["tensors"]) == without["holds"]["weights"] == 48
     shown = RUNNER.invoke(inspect.app, [str(out), "--tensors"])
-    assert "nothing says where it came from" in shown.stdout
+    assert "Not compared with a bundle" in shown.stdout
     assert "layers.3.layer_scalar" in shown.stdout
 
 

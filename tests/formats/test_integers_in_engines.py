@@ -16,6 +16,7 @@ from transformers import Gemma4AssistantForCausalLM
 from transformers.integrations import gemma_quant
 
 from mtp_extract import extract
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.formats import read_checkpoint
 
@@ -106,11 +107,9 @@ def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, r
     """Held against the F32 extraction with each matrix's input and output rounded by the scales of the record."""
     record = extract(variant(name), tmp_path / "out", format="gemma").record
     found, model = load(tmp_path / "out"), reference(name)
-    static = {entry["role"]: entry["activations"] for entry in record["tensors"].values() if "activations" in entry}
+    static = record["activations"]
     modules = {
-        role: tensor.removesuffix(".weight")
-        for tensor, entry in record["tensors"].items()
-        if static.get(role := entry["role"]) and "part" not in entry
+        role.name: role.names["transformers"].removesuffix(".weight") for role in roles_of(4) if role.name in static
     }
 
     def rounded(values: Tensor, how: dict[str, Any] | None) -> Tensor:

@@ -11,6 +11,8 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file
 
 from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
+from mtp_extract.pipeline.inspection import inspect
 
 MADE = sorted(set(VARIANTS) - REFUSED)
 
@@ -75,21 +77,18 @@ def test_published_shape_is_42_constants(tmp_path: Path) -> None:
     assert len(weights) == 42
     assert sum(w.ndim == 2 for w in weights.values()) == 23
     assert sum(w.ndim == 1 for w in weights.values()) == 19
-    assert len(result.record["tensors"]) == 42
+    assert sum(result.record["counts"]["held"].values()) == 42
 
 
 def test_static_quantization_is_recorded(tmp_path: Path) -> None:
     result = extract(variant("jax_published"), tmp_path / "out")
-    for name, tensor in result.record["tensors"].items():
-        if len(tensor["shape"]) != 2:
-            assert tensor["activations"] is None, name
-        elif tensor["role"] == "lm_head":
-            assert tensor["activations"] == {"input": None, "output": None}
-        else:
-            for side in ("input", "output"):
-                assert tensor["activations"][side]["dtype"] == "int8", name
-                assert tensor["activations"][side]["scale"] > 0, name
-    caches = result.record["kv_inputs"]
+    static = result.record["activations"]
+    assert static and "lm_head" not in static
+    for role, sides in static.items():
+        for side in ("input", "output"):
+            assert sides[side]["dtype"] == "int8" and sides[side]["scale"] > 0, role
+    with open_bundle(variant("jax_published")) as opened:
+        caches = inspect(opened, graph=True).as_json["drafter"]["kv_inputs"]
     assert {c["dtype"] for c in caches.values()} == {"INT8"}
     assert all(c["scale"] > 0 and c["zero_point"] == 0 for c in caches.values())
     assert [caches[n]["layers"] for n in ("kv_cache_k_2", "kv_cache_k_3")] == [[0, 1, 2], [3]]

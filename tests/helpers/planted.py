@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import read_header, sums_of
+from mtp_extract.checkpoint.tensor_file import read_header
 
 __all__ = ["CONFIG_FAULTS", "FILE_FAULTS", "TENSOR_FAULTS", "ConfigFault", "edit_config", "fill", "forge", "tensor"]
 
@@ -205,13 +206,9 @@ FILE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def forge(directory: Path) -> None:
     """Make the record agree with what lies here now."""
-    import xxhash
-
     path = directory / "extraction.json"
     record = json.loads(path.read_text())
-    for name, digest in sums_of(directory / WEIGHTS, read_header(directory / WEIGHTS)).items():
-        record["tensors"][name]["xxh3"] = digest
-    for name in ("config.json", "generation_config.json"):
+    for name in record["files"]:
         data = (directory / name).read_bytes()
-        record["files"][name] = {"size": len(data), "xxh3": xxhash.xxh3_128_hexdigest(data)}
+        record["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     path.write_text(json.dumps(record))

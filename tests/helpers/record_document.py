@@ -4,30 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["RECORD", "ordered_head", "tensor", "tuning"]
-
-
-def tensor(role: str, **changes: Any) -> dict[str, Any]:
-    """The entry of a tensor of floats, but for ``changes``; of its ``source`` those alone need be given."""
-    stored = {"tensor": 1, "subgraph": 0, "name": "t", "dtype": "FLOAT32", "shape": [2], "buffer": 1, "place": "inline"}
-    source = changes.pop("source", None)
-    return {
-        "role": role,
-        "why": "",
-        "shape": [2],
-        "dtype": "F32",
-        "xxh3": "0" * 32,
-        "kept": "floats",
-        "rounded_to": None,
-        "rounded_before": [],
-        "made_codes": None,
-        "factor": 1.0,
-        "name_confirms": True,
-        "source": source and {**stored, "offset": 0, "length": 8, "sha256": "0" * 64, **source},
-        "quantization": None,
-        "activations": None,
-        **changes,
-    }
+__all__ = ["RECORD", "TUNING", "ordered_head", "tuning"]
 
 
 _LENGTH = {"mean_accepted_length": 1.5, "interval": [1.4, 1.6], "tokens_a_round": 1.4}
@@ -97,6 +74,8 @@ RECORD: dict[str, Any] = {
     "known_as": "Gemma 4 E4B",
     "layout": "transformers",
     "dtype": "bf16",
+    "rounded": {"BF16": 3},
+    "made_codes": None,
     "geometry": {
         "backbone_hidden_size": 2560,
         "hidden_size": 256,
@@ -114,27 +93,16 @@ RECORD: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "files": {},
-    "tensors": {
-        "model.norm.weight": tensor("final_norm", source={"shape": [256]}),
-        "lm_head": tensor(
-            "lm_head",
-            source={"dtype": "INT4", "shape": [262144, 256]},
-            quantization={
-                "kind": "per_channel",
-                "bits": 4,
-                "axis": 0,
-                "block_size": None,
-                "scales": 262144,
-                "symmetric": True,
-            },
-        ),
-        "model.layers.0.layer_scalar": tensor("layers.0.layer_scalar"),
+    "counts": {
+        "held": {"BF16": 3},
+        "stored": {"FLOAT32": 1, "INT4": 1, "implied": 1},
+        "names_confirmed": 2,
+        "set_aside": 1,
+        "static": 0,
     },
+    "shared": [],
+    "activations": {},
     "notes": [],
-    "set_aside": [
-        {"tensor": 1, "subgraph": 0, "name": "c", "dtype": "FLOAT32", "shape": [], "op": "MUL", "reason": "a factor"}
-    ],
-    "kv_inputs": {},
     "proof": None,
 }
 

@@ -27,7 +27,7 @@ from seam import (
     read_prompts,
     read_regular,
     verify,
-    verify_against_source,
+    verify_against,
 )
 
 from mtp_extract import convert
@@ -70,7 +70,7 @@ def test_what_is_no_file_is_not_waited_for(
 
     def against() -> None:
         with open_bundle(sample) as opened:
-            verify_against_source(place, opened)
+            verify_against(place, opened)
 
     uses = [lambda: verify(place), against, lambda: convert(place, tmp_path / "out", format="litert")]
     uses.append(lambda: plan_upload(place))

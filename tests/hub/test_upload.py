@@ -242,7 +242,7 @@ def _flip(path: Path) -> None:
 
 def _claim(directory: Path, name: str) -> None:
     record = json.loads((directory / "extraction.json").read_text())
-    record["files"][name] = {"size": 1, "xxh3": "0" * 32}
+    record["files"][name] = {"size": 1, "sha256": "0" * 64}
     (directory / "extraction.json").write_text(json.dumps(record))
 
 

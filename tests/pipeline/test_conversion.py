@@ -26,7 +26,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, Un
 from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline.check import files_in, verify
 from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.pipeline.identity import verify_against
 
 TYPES = [(name, dtype) for name, listed in FORMATS.items() for dtype in listed.dtypes]
 RULES = [(name, rule) for name, listed in FORMATS.items() for rule in listed.rules]
@@ -75,7 +75,7 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
     result = convert(directory, tmp_path / "converted", format=name, dtype=dtype)
     validator("extraction")(result.record)
     assert contents(tmp_path / "converted") == contents(tmp_path / "direct")
-    for key in ("source", "known_as", "geometry", "set_aside", "kv_inputs", "tensors"):
+    for key in ("source", "known_as", "geometry", "counts", "shared", "activations", "rounded"):
         assert result.record[key] == direct.record[key], key
     (step,) = result.record["converted_from"]
     assert (step["layout"], step["dtype"], set(step["files"])) == (
@@ -86,7 +86,7 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
     assert not direct.record["proof"]["inherited"]
     if dtype == FORMATS[name].dtypes[0]:
         with open_bundle(source) as opened:
-            assert verify_against_source(tmp_path / "converted", opened).against == str(source)
+            assert verify_against(tmp_path / "converted", opened).against == str(source)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -101,8 +101,7 @@ def test_there_and_back(kept: tuple[Path, Path], tmp_path: Path, name: str) -> N
         back = convert(tmp_path / "there", tmp_path / "back", format="transformers", dtype="f32", source=opened)
     assert not back.record["proof"]["inherited"]
     assert len(back.record["converted_from"]) == 2
-    entries = [entry for entry in back.record["tensors"].values() if "part" not in entry]
-    rounded = {step for entry in entries for step in entry["rounded_before"]}
+    rounded = any(step["rounded"] for step in back.record["converted_from"])
     assert (contents(tmp_path / "back") == {k: v for k, v in contents(directory).items() if k != CODES_FILE}) == (
         not rounded
     )
@@ -120,7 +119,7 @@ def test_without_a_record(official: Path, tmp_path: Path) -> None:
         "provenance": {},
         "section": None,
     }
-    assert verify(tmp_path / "out").tensors == 48
+    assert verify(tmp_path / "out").record["counts"]["held"] == {"F32": 48}
     card = (tmp_path / "out" / "README.md").read_text()
     assert "converted from the checkpoint `assistant`" in card
     assert "--against" not in card
@@ -162,20 +161,19 @@ def test_weights_in_several_files(sample: Path, tmp_path: Path) -> None:
 def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path: Path, name: str, rule: str) -> None:
     result = convert(bf16, tmp_path / "out", format=name, quantize=rule)
     validator("extraction")(result.record)
-    made = {e["role"]: e["made_codes"] for e in result.record["tensors"].values() if e.get("made_codes")}
+    made = result.record["made_codes"]
     # Of the 23 matrices SGLang wants the head in floats.
-    assert len(made) == 23 - name.endswith("sglang")
-    assert all(error["rule"] == rule and 0 < error["rms"] < error["largest"] < 0.1 for error in made.values())
-    assert any(f"by {rule}, of {len(made)} matrices" in note for note in result.notes)
+    assert (made["rule"], made["matrices"]) == (rule, 23 - name.endswith("sglang"))
+    assert 0 < made["rms"] < made["largest"] < 0.1
+    assert any(f"by {rule}, of {made['matrices']} matrices" in note for note in result.notes)
     assert f"by `{rule}`" in (tmp_path / "out" / "README.md").read_text()
     before, after = read_checkpoint(bf16), read_checkpoint(tmp_path / "out")
     for role, tensor in after.tensors.items():
-        assert (tensor.scheme is not None) == (role in made)
-        if role not in made:
+        if tensor.scheme is None:
             np.testing.assert_array_equal(tensor.array(), before.tensors[role].array(), err_msg=role)
     # BF16 first, then the rule: the bundle gives the same again.
     with open_bundle(sample) as opened:
-        verify_against_source(tmp_path / "out", opened)
+        verify_against(tmp_path / "out", opened)
     with pytest.raises(UnsupportedError, match=r"every matrix has its codes|cannot hold what"):
         convert(tmp_path / "out", tmp_path / "again", format=name, quantize=rule)
     with pytest.raises(UnsupportedError, match="not exact"):
@@ -203,7 +201,7 @@ def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
         return
     validator("extraction")(result.record)
     one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
-    assert {e["role"] for e in result.record["tensors"].values() if "part" not in e} == {*other.tensors}
+    assert sum(result.record["counts"]["held"].values()) == len(other.tensors)
     for role, tensor in other.tensors.items():
         if role == "ordered_head.token_ordering":
             assert one.tensors[role].indices().tolist() == tensor.indices().tolist()
@@ -366,7 +364,11 @@ def test_what_went_through_other_formats_is_derived_again(
     with open_bundle(source) as opened:
         for index, step in enumerate(more):
             convert(tmp_path / f"{index}", tmp_path / f"{index + 1}", **step)
-            assert verify_against_source(tmp_path / f"{index + 1}", opened).against == str(source)
+            place = tmp_path / f"{index + 1}"
+            assert verify_against(place, opened).against == str(source)
+            bare = Path(shutil.copytree(place, tmp_path / f"bare {index + 1}"))
+            (bare / "extraction.json").unlink()
+            assert verify_against(bare, opened).record == {}
 
 
 def _told(chain: list[dict[str, Any]]) -> str:

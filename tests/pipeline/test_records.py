@@ -59,9 +59,9 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
         (("source", "section", "sha256"), "abc"),
         (("source", "size"), True),
         (("files", "config.json"), []),
-        (("tensors", "pre_projection.weight"), None),
-        (("tensors", "pre_projection.weight", "source", "place"), "elsewhere"),
-        (("tensors", "pre_projection.weight", "part"), 1),
+        (("counts", "set_aside"), None),
+        (("source", "section", "begin"), -1),
+        (("made_codes",), {"rule": "q3_k"}),
         (("geometry", "num_layers"), 4.5),
         (("geometry",), {}),
         (("known_as",), ["\x1b[2J"]),
@@ -84,9 +84,9 @@ def test_what_is_wrong_is_seen(extracted: Path, tmp_path: Path, path: tuple[str,
 
 def test_a_number_beyond_the_largest_float_is_refused(extracted: Path, tmp_path: Path) -> None:
     """JSON knows such integers."""
-    record = changed(extracted, ("tensors", "pre_projection.weight", "factor"), 10**400)
+    record = changed(extracted, ("geometry", "rms_norm_eps"), 10**400)
     (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"tensors\.pre_projection\.weight\.factor"):
+    with pytest.raises(CheckpointError, match=r"geometry\.rms_norm_eps"):
         read_record(tmp_path)
 
 
@@ -100,7 +100,7 @@ def test_what_is_missing_is_named(extracted: Path, tmp_path: Path) -> None:
 
 def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> None:
     """The schema, which is of what is written, refuses it."""
-    record = changed(extracted, ("tensors", "pre_projection.weight", "more"), 1)
+    record = changed(extracted, ("counts", "more"), 1)
     (tmp_path / RECORD).write_text(json.dumps({**record, "more": {}}), encoding="utf-8")
     assert read_record(tmp_path) == {**record, "more": {}}
     with pytest.raises(fastjsonschema.JsonSchemaValueException):
@@ -109,8 +109,8 @@ def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> No
 
 def test_a_record_that_its_reader_refuses_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that no other command takes is no result."""
-    made = extraction.record_of_drafter
-    monkeypatch.setattr(extraction, "record_of_drafter", lambda *given: {**made(*given), "notes": [1]})
+    made = extraction.record_of
+    monkeypatch.setattr(extraction, "record_of", lambda *given, **more: {**made(*given, **more), "notes": [1]})
     with pytest.raises(OutputError, match=r"extraction\.json: expected a record that can be read again, .*notes"):
         extract(sample_bundle(), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from helpers.record_document import RECORD, tensor, tuning
+from helpers.record_document import RECORD, tuning
 from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
@@ -98,7 +98,7 @@ def test_each_format_is_for_its_own_engines(layout: str) -> None:
 
 
 def test_the_card_has_no_mark_of_its_template() -> None:
-    for text in (card(), card(layout="litert"), card(known_as=None, set_aside=[]), card(layout="eagle3")):
+    for text in (card(), card(layout="litert"), card(known_as=None, notes=[]), card(layout="eagle3")):
         assert not re.search(r"\{[{%#]|[%#]\}", text)
         assert "\n\n\n" not in text
     assert "\n\n\n" not in model_card(RECORD, REPORT)
@@ -136,8 +136,7 @@ def test_the_litert_layout_is_not_advertised_to_engines() -> None:
 )
 def test_hostile_names_stay_names(name: str) -> None:
     source = {**RECORD["source"], "name": name, "provenance": {"repository": name, "path": name}}
-    tensors = {name: tensor(name, source={"dtype": name, "shape": []})}
-    text = model_card({**RECORD, "known_as": None, "source": source, "tensors": tensors})
+    text = model_card({**RECORD, "known_as": None, "source": source})
     plain = card(known_as=None)
     assert ModelCard(text).data.license == "other"
     assert sum(line == "---" for line in text.splitlines()) == 2
@@ -242,9 +241,9 @@ def test_what_a_tuning_measured_is_stated() -> None:
 
 
 def test_codes_that_were_made_are_not_the_files() -> None:
-    made = {"rule": "int4", "rms": 0.01, "largest": 0.02}
-    tensors = {"head": tensor("lm_head", kept="codes", made_codes=made, rounded_before=["BF16"])}
-    text = card(dtype="codes", tensors=tensors)
+    made = {"rule": "int4", "matrices": 1, "rms": 0.01, "largest": 0.02}
+    step = {"layout": "transformers", "dtype": "bf16", "rounded": {"BF16": 3}, "made_codes": None}
+    text = card(dtype="codes", made_codes=made, converted_from=[step])
     assert "Of the matrices 1 were rounded to integers here, by `int4`; the source has none of them." in text
     assert "On the way here numbers were rounded: BF16." in text
     assert "rounded" not in card()

@@ -18,7 +18,7 @@ from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.report.card import UNSAID, CardWords
 
 WORDS = CardWords("apache-2.0", base_model="org/base", title="A | drafter")
@@ -43,7 +43,7 @@ def sent(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ..
 def test_it_decides_nothing(edited: Path, sample: Path, tmp_path: Path) -> None:
     verify(edited)
     with open_bundle(sample) as opened:
-        verify_against_source(edited, opened)
+        verify_against(edited, opened)
     with planned_insertion(edited, sample):
         pass
     result = convert(edited, tmp_path / "out", format="litert")

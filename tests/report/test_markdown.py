@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from helpers.record_document import RECORD, ordered_head, tensor, tuning
+from helpers.record_document import RECORD, ordered_head, tuning
 from helpers.report_document import REPORT
 from helpers.web import Page
 from hypothesis import given, settings
@@ -126,15 +126,16 @@ def test_a_card_of_such_names(name: str) -> None:
             "provenance": {"url": name, name: name, "repository": name},
             "section": {**RECORD["source"]["section"], "index": name, "model_type": name, "found_by": name},
         }
-        held = tensor(name, source={"dtype": name, "shape": []}, rounded_before=[name], kept="codes", rounded_to=name)
-        made = {**held, "made_codes": {"rule": name, "rms": 0.1, "largest": 0.2}}
+        made = {"rule": name, "matrices": 2, "rms": 0.1, "largest": 0.2}
+        counts = {**RECORD["counts"], "held": {name: 1, "codes": 1}, "stored": {name: 2}}
+        step = {"layout": name, "dtype": name, "rounded": {name: 1}, "made_codes": made}
         changes = {"known_as": name, "layout": "litert", "dtype": name, "geometry": {name: name}, "notes": [name]}
         record = {
             **RECORD,
             **changes,
             "tool": {"version": name},
             "source": source,
-            "tensors": {name: held, "made": made},
+            **{"counts": counts, "made_codes": made, "rounded": {f"{name} scales": 1}, "converted_from": [step]},
             "tuning": tuning(name),
             "ordered_head": ordered_head(name),
         }

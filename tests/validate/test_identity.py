@@ -17,8 +17,10 @@ from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_of
+from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.conversion import convert
-from mtp_extract.validate.identity import NEEDED, Check, check_identity, drafter_for
+from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for
+from mtp_extract.report.tables import REPORT_FILES
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
 KINDS = ("one bit", "scaled by 0.4 %", "infinite", "not a number", "zeroed", "reversed", "turned over")
@@ -43,13 +45,13 @@ def copy(stored: Path, tmp_path: Path) -> Path:
 
 
 def checked(directory: Path, source: Shard) -> dict[str, Check]:
-    return {check.name: check for check in check_identity(directory, source)[0]}
+    return {check.name: check for check in check_identity(directory, source, REPORT_FILES).checks}
 
 
 def refuted(directory: Path, source: Shard) -> str:
     """What is said of it: the evidence of the first check that fails, or the message that refuses it."""
     try:
-        return next(c.evidence for c in check_identity(directory, source)[0] if c.passed is False)
+        return next(c.evidence for c in check_identity(directory, source, REPORT_FILES).checks if c.passed is False)
     except MtpExtractError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -143,7 +145,6 @@ def test_a_file(copy: Path, source: Shard, fault: tuple[object, str]) -> None:
 @pytest.mark.parametrize("stored", ["bf16"], indirect=True)
 def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
     """A table that is nearest but for one step, as a converter leaves that cuts the bits off, is refuted."""
-    import json
 
     mtp_extract.extract(sample, tmp_path / "exact", dtype="f32")
     from helpers.planted import tensor
@@ -161,7 +162,8 @@ def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) 
 
 def test_another_file(stored: Path) -> None:
     with open_bundle(variant("torch_odd_sizes")) as opened:
-        checks, comparable = check_identity(stored, opened.drafter())
+        found = check_identity(stored, opened.drafter())
+        checks, comparable = found.checks, found.comparable
     assert not comparable
     assert {check.name: check.passed for check in checks if check.name in NEEDED} == {
         "config": False,
@@ -170,7 +172,8 @@ def test_another_file(stored: Path) -> None:
         "execution": None,
     }
     with open_bundle(variant("torch_int2")) as opened:
-        checks, comparable = check_identity(stored, opened.drafter())
+        found = check_identity(stored, opened.drafter())
+        checks, comparable = found.checks, found.comparable
     assert comparable
     assert [check.passed for check in checks[:4]] == [True, True, False, False]
 
@@ -184,7 +187,7 @@ def test_every_format(name: str, sample: Path, source: Shard, tmp_path: Path) ->
     if "codes" in FORMATS[name].dtypes:
         kept = 23 - name.endswith("sglang")
         assert found["tensors"].evidence.startswith(f"{kept} of 48 tensors are the file's codes, the others in F32")
-    assert ("the scales of 23 rounded to FP16" in found["tensors"].evidence) == (name == "gguf")
+    assert ("23 rounded to FP16 in their scales" in found["tensors"].evidence) == (name == "gguf")
 
 
 @pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
@@ -192,11 +195,11 @@ def test_every_format(name: str, sample: Path, source: Shard, tmp_path: Path) ->
 def test_a_fault_in_codes(name: str, part: str, sample: Path, source: Shard, tmp_path: Path) -> None:
     """One bit of a code, or of a scale, with the record forged to match."""
     mtp_extract.extract(sample, tmp_path / "d", format=name)
-    record = json.loads((tmp_path / "d" / "extraction.json").read_text())
     weights = next((tmp_path / "d").glob(format_of(tmp_path / "d").weights_file))
-    role = "layers.1.gate_proj"
-    entries = [n for n, entry in record["tensors"].items() if entry["role"] == role]
-    stored = read_header(weights)[entries[0] if part == "codes" or len(entries) == 1 else entries[1]]
+    header = read_header(weights)
+    entries = [stored for n, stored in header.items() if "layers.1.mlp.gate_proj" in n or "blk.1.ffn_gate" in n]
+    scales = [stored for n, stored in header.items() if "layers.1.mlp.gate_proj" in n and "scale" in n]
+    stored = scales[0] if part == "scales" and scales else entries[0]
     # Of a block of GGUF the first two bytes are the scale.
     at = stored.offset + (5 if part == "codes" else 1 if name == "gguf" else 2)
     data = bytearray(weights.read_bytes())
@@ -244,8 +247,8 @@ def test_numbers_rounded_on_the_way(sample: Path, source: Shard, tmp_path: Path)
     assert found["tensors"].evidence == "48 tensors in F32, 47 rounded to BF16, every bit"
     convert(tmp_path / "bf16", tmp_path / "int8", format="compressed-tensors", quantize="int8")
     found = checked(tmp_path / "int8", source)
-    assert found["tensors"].passed is False
-    assert "other codes than the file's" in found["tensors"].evidence
+    assert [check.passed for check in found.values()] == [True] * 5, found
+    assert "23 rounded to BF16, then to integers by int8" in found["tensors"].evidence
 
 
 def test_exact_gelu(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import intruders
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
+from helpers.record_document import TUNING
 
 from mtp_extract import extract
 from mtp_extract.bundle import Shard, open_bundle
@@ -21,12 +22,12 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import FORMATS, format_named, format_of
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.identity import NEEDED, check_identity
 from mtp_extract.pipeline.unexpected import unexpected_in
-from mtp_extract.pipeline.verification import UNTOLD, verify_against_drafter
 from mtp_extract.report.tables import REPORT_FILES
-from mtp_extract.validate.identity import NEEDED, check_identity
 
 pytestmark = pytest.mark.xdist_group("intruders")
 
@@ -62,7 +63,7 @@ def proven(directory: Path, source: Shard) -> bool:
     try:
         if unexpected_in(directory, REPORT_FILES):
             return False
-        checks = check_identity(directory, source)[0]
+        checks = check_identity(directory, source, REPORT_FILES).checks
     except MtpExtractError as error:
         assert str(error)
         return False
@@ -258,60 +259,71 @@ def test_no_command_takes_an_intruder(written: dict[str, Path], sample: Path, tm
 
 def _tell(path: Path, record: dict[str, object], key: str, value: object) -> None:
     told = json.loads(json.dumps(record))
-    matrix = next(name for name in told["tensors"] if "gate_proj" in name or "ffn_gate" in name)
-    place = told["tensors"][matrix] if key.startswith("tensors.*.") else told
-    intruders.put(place, key.removeprefix("tensors.*."), value)
+    intruders.put(told, key, value)
     assert told != record, key
     path.write_text(json.dumps(told))
 
 
+def _refuted(directory: Path, source: Shard) -> str:
+    """Why the directory with a record that lies is not what the bundle gives."""
+    found = check_identity(directory, source)
+    with pytest.raises(MtpExtractError) as raised:
+        found.require(directory, "the bundle")
+    assert "\n" not in str(raised.value)
+    return next(check.evidence for check in found.checks if check.passed is False)
+
+
 def test_a_record_that_lies(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
-    """Each statement of it, where the bundle is at hand; what no bundle decides is listed and passes."""
+    """Each statement of it, where the bundle is at hand; what no bundle decides passes."""
     directory = copied(written["transformers"], tmp_path / "d")
-    record = json.loads((directory / "extraction.json").read_text())
-    verify_against_drafter(directory, source)
+    (directory / "codes/codes.safetensors").unlink()
+    (directory / "codes").rmdir()
+    extract_again = json.loads((directory / "extraction.json").read_text())
+    del extract_again["files"]["codes/codes.safetensors"]
+    record = {**extract_again, "rounded": {"BF16": 48}}
+    (directory / "extraction.json").write_text(json.dumps(record))
+    check_identity(directory, source).require(directory, "the bundle")
     for key, value in intruders.LIES.items():
         _tell(directory / "extraction.json", record, key, value)
-        with pytest.raises(MtpExtractError) as raised:
-            verify_against_drafter(directory, source)
-            pytest.fail(key)
-        assert "\n" not in str(raised.value), key
+        assert _refuted(directory, source), key
     untold = {
         "tool.version": "0",
         "source.name": "x",
         "source.provenance": {"url": "https://x.test/y"},
-        "converted_from": [{"layout": "litert", "dtype": "f32", "version": None, "files": {}}],
+        "converted_from": [
+            {"layout": "litert", "dtype": "f32", "rounded": {}, "made_codes": None, "version": None, "files": {}}
+        ],
     }
     for key, value in untold.items():
-        assert any(pattern.startswith(key) for pattern in UNTOLD)
         _tell(directory / "extraction.json", record, key, value)
-        verify_against_drafter(directory, source)
+        check_identity(directory, source).require(directory, "the bundle")
+
+
+def test_weights_that_are_the_files_are_not_tuned(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
+    """A card that says so would be made of nothing but the record: the bundle decides."""
+    directory = copied(written["transformers"], tmp_path / "d")
+    record = json.loads((directory / "extraction.json").read_text())
+    _tell(directory / "extraction.json", record, "tuning", TUNING)
+    assert verify(directory).record["tuning"] == TUNING
+    assert "tuning says that the weights were changed, and they are the file's" in _refuted(directory, source)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "transformers"])
 def test_a_record_that_lies_in_every_format(written: dict[str, Path], source: Shard, tmp_path: Path, name: str) -> None:
     directory = copied(written[name], tmp_path / "d")
     record = json.loads((directory / "extraction.json").read_text())
-    for key in ("source.section.sha256", "tensors.*.source.sha256", "proof.tolerance", "set_aside"):
+    for key in ("source.section.sha256", "counts.stored", "proof.positions", "tuning"):
         _tell(directory / "extraction.json", record, key, intruders.LIES[key])
-        with pytest.raises(MtpExtractError, match=key.rpartition(".")[2]):
-            verify_against_drafter(directory, source)
-    checks = {check.name: check for check in check_identity(directory, source)[0]}
-    assert checks["record"].passed is False
-    assert "set_aside" in checks["record"].evidence
+        assert key in _refuted(directory, source)
     (directory / "extraction.json").write_text(json.dumps(record))
-    verify_against_drafter(directory, source)
+    check_identity(directory, source).require(directory, "the bundle")
 
 
 def test_a_record_of_a_conversion_that_lies(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
-    """The steps in between are taken from the record; what the bundle says of each weight is not."""
+    """The steps in between are taken from the record; what the bundle says of the weights is not."""
     convert(written["litert"], tmp_path / "d", format="gguf")
     record = json.loads((tmp_path / "d/extraction.json").read_text())
-    verify_against_drafter(tmp_path / "d", source)
-    for key in (
-        *("source.section.sha256", "tensors.*.source.sha256", "tensors.*.factor", "tensors.*.why", "proof.seed"),
-        *("proof.tolerance", "kv_inputs", "known_as", "geometry.more", "tensors.*.rounded_before"),
-    ):
+    check_identity(tmp_path / "d", source).require(tmp_path / "d", "the bundle")
+    for key in ("source.section.sha256", "counts.stored", "known_as", "rounded", "shared", "proof.positions"):
         _tell(tmp_path / "d/extraction.json", record, key, intruders.LIES[key])
-        with pytest.raises(MtpExtractError):
-            verify_against_drafter(tmp_path / "d", source)
+        assert _refuted(tmp_path / "d", source), key

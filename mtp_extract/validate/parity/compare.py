@@ -24,7 +24,7 @@ from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.litertlm.storage import Floats
-from mtp_extract.validate.identity import Check
+from mtp_extract.pipeline.check import Check
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs
 from mtp_extract.validate.parity.control import known_good
 from mtp_extract.validate.parity.emulation import (

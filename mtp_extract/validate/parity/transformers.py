@@ -20,7 +20,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.formats import format_of
-from mtp_extract.validate.identity import Check
+from mtp_extract.pipeline.check import Check
 from mtp_extract.validate.parity.control import known_good
 
 TOLERANCE = 1e-4

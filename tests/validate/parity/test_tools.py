@@ -19,8 +19,8 @@ from helpers.first_pair import first_bundle
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
+from mtp_extract.pipeline.check import Check
 from mtp_extract.report.tables import measurements
-from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.compare import check_interpreter
 from mtp_extract.validate.parity.oracle import Oracle
 from mtp_extract.validate.parity.transformers import check_transformers

@@ -1,0 +1,117 @@
+"""How a directory's weight came of the bundle's: the shortest chain of rounding, rule, rounding that gives its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mtp_extract.checkpoint.dtypes import ROUNDED_TO
+from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
+from mtp_extract.checkpoint.weight import (
+    ROW_STEP,
+    Steps,
+    Weight,
+    has_exact_steps,
+    row_codes,
+    same_codes,
+    same_floats,
+    steps_alike,
+)
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
+
+Chain = tuple[str, ...]
+"""What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
+
+_EXACT_SCALES = f"F32{SCALES}"
+
+
+def _roundings() -> Iterator[Chain]:
+    """Of scales, then of numbers: each at most once, or numbers to both short types."""
+    floats = [word for word in ROUNDED_TO.values() if word]
+    for scales in ((), (f"FP16{SCALES}",), (_EXACT_SCALES,)):
+        yield scales
+        yield from ((*scales, word) for word in floats)
+    yield from ((one, other) for one in floats for other in floats if one != other)
+
+
+CHAINS: Sequence[Chain] = sorted(
+    [*_roundings(), *((*before, rule, *after) for before in _roundings() for rule in RULES for after in _roundings())],
+    key=len,
+)
+"""Every chain that is tried, the shortest first."""
+
+
+def how_derived(original: Weight, found: Weight) -> Chain | None:
+    """The shortest chain that makes ``found`` of ``original``, to the bit; None where none does.
+
+    Of a weight with codes, the codes and their scales are compared; of any other the numbers.
+    """
+    if original.shape != found.shape:
+        return None
+    first, there = _first_rows(original), _first_rows(found)
+    for chain in CHAINS:
+        if not _gives(first, chain, there):
+            continue
+        if (first is original and there is found) or _gives(original, chain, found):
+            return chain or _folded(original, found)
+    return None
+
+
+def _gives(original: Weight, chain: Chain, found: Weight) -> bool:
+    try:
+        with np.errstate(all="ignore"):
+            made = rounded_again(original, chain)
+            return same_floats(made, found) if found.scheme is None else _same_codes(made, found)
+    except (CheckpointError, UnsupportedError):
+        # It admits of no such step: it has no codes, or numbers beyond FP16.
+        return False
+
+
+def _same_codes(one: Weight, other: Weight) -> bool:
+    """Whether both hold the same codes with the same scales, which a format may have repeated along a row."""
+    try:
+        codes, found = row_codes(one), row_codes(other)
+    except NoCodesError:
+        return _same_stored(one, other)
+    if not same_codes(codes, found):
+        return False
+    return np.array_equal(*steps_alike(codes, found))
+
+
+def _same_stored(one: Weight, other: Weight) -> bool:
+    """The same of codes whose scales run across the rows, or whose zero points leave 8 bits."""
+    if one.steps is None or other.steps is None:
+        return False
+    steps = [(s.block, s.size, s.zero_point, s.factor) for s in (one.steps, other.steps)]
+    return all(map(np.array_equal, *steps)) and same_codes(one, other)
+
+
+def _folded(original: Weight, found: Weight) -> Chain:
+    """Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them."""
+    rounded = found.scheme is not None and not has_exact_steps(original) and has_exact_steps(found)
+    return (_EXACT_SCALES,) if rounded else ()
+
+
+def _first_rows(weight: Weight) -> Weight:
+    """The first rows of a matrix, as a weight."""
+    if len(weight.shape) != 2 or weight.rows <= ROW_STEP:
+        return weight
+
+    def steps() -> Steps | None:
+        own = weight.steps
+        return own and replace(own, size=own.size[:ROW_STEP], zero_point=own.zero_point[:ROW_STEP])
+
+    return replace(weight, shape=(ROW_STEP, weight.columns), read_steps=steps, origin=None, source=None)
+
+
+def in_words(chain: Chain) -> str:
+    """What was done to a weight, in words."""
+    words = []
+    for step in chain:
+        if step in RULES:
+            words.append(f"to integers by {step}")
+        else:
+            words.append(f"to {step.removesuffix(SCALES)} in their scales" if step.endswith(SCALES) else f"to {step}")
+    return ", then ".join(words)

@@ -1,0 +1,376 @@
+"""Is a directory the drafter of a bundle? Asked of its config, its files, its tensors, what both compute, its record.
+
+Everything is derived from the bundle again; nothing that the directory says of itself is believed. Commands that hold a
+directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``, ``mtp-convert --source``) ask here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.bundle import Opened, Shard
+from mtp_extract.checkpoint import record as records
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
+from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.rounding import RULES
+from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError, escape, few
+from mtp_extract.formats import format_of
+from mtp_extract.formats.parts import static_scale
+from mtp_extract.litertlm.storage import Floats
+from mtp_extract.pipeline import chains
+from mtp_extract.pipeline.chains import Chain, how_derived
+from mtp_extract.pipeline.check import Check, Verification, verify, with_record
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.staging import RECORD
+from mtp_extract.pipeline.unexpected import unexpected_in
+from mtp_extract.proof.proof import Proof, prove
+from mtp_extract.proof.words import in_words
+
+NEEDED = ("config", "files", "tensors", "execution")
+"""The checks without which nothing is proven. The others refute as well, and may be left out."""
+
+_WHAT = {
+    "config": "every number of the config that the graph fixes is the graph's",
+    "files": "nothing lies here, and no file says anything, by which an engine would load something else",
+    "tensors": "every tensor is derived from the file's again, bit for bit, by the steps that are named",
+    "execution": "graph and checkpoint compute the same, operator by operator, nothing following the other",
+    "record": "extraction.json describes what lies here, and what it was taken from",
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What holding a directory against a bundle's drafter showed.
+
+    Attributes:
+        comparable: whether the two are at least of one shape, so that they can be run side by side.
+        proof: what the execution showed; None where it failed or was not run.
+        record: the directory's, where it was read and nothing was found wrong with it.
+    """
+
+    checks: tuple[Check, ...]
+    comparable: bool
+    proof: Proof | None
+    record: Verification | None
+
+    def require(self, directory: Path, name: str) -> None:
+        """Refuse a directory that is not proven to be what the bundle called ``name`` gives.
+
+        Raises:
+            CheckpointError: a check failed, or one that is needed was not run; the message says which and why.
+        """
+        failed = [check for check in self.checks if check.passed is False]
+        failed = failed or [check for check in self.checks if check.name in NEEDED and not check.passed]
+        if failed:
+            wrong = "; ".join(f"{check.name}: {check.evidence}" for check in failed)
+            raise CheckpointError(
+                f"{escape(directory)}: differs from what {escape(name)} holds: {wrong}. It may be of another bundle, "
+                "or have been changed since. Extract it again, or fetch it again."
+            )
+
+
+def verify_against(directory: Path | str, opened: Opened, allowed: Container[str] = ()) -> Verification:
+    """Derive everything in ``directory`` from ``opened`` again and compare it: with its record, if it has one.
+
+    Args:
+        allowed: names of files that may be there though the record does not list them: those of a report.
+
+    Raises:
+        CheckpointError: something differs; the message says what.
+        MtpExtractError: ``opened`` cannot be read.
+    """
+    folder = with_record(Path(directory))
+    opened.prefetch()
+    config = require_mtp(format_of(folder).read_config(folder))
+    found = check_identity(folder, drafter_for(opened, config), allowed)
+    opened.source.confirm()
+    found.require(folder, opened.source.name)
+    own = found.record or Verification(folder, {}, 0)
+    return dataclasses.replace(own, against=opened.source.name, checks=found.checks)
+
+
+def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
+    """The drafter of ``opened``; where its graph leaves the window to the runtime, with that of ``config``.
+
+    Raises:
+        MtpExtractError: as :meth:`~mtp_extract.bundle.Opened.drafter`.
+    """
+    try:
+        return opened.drafter()
+    except UnsupportedError as error:
+        if config.sliding_window is None or not any(r.startswith("sliding_window") for r in error.remedies):
+            raise
+        return opened.drafter(config.sliding_window)
+
+
+def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> Identity:
+    """Hold the checkpoint in ``directory`` against the bundle's drafter.
+
+    Raises:
+        CheckpointError: the directory holds no configuration that can be read.
+        MtpExtractError: the bundle cannot be read.
+    """
+    original = checkpoint_of(source)
+    format_ = format_of(directory)
+    found = require_mtp(format_.read_config(directory))
+    written: Checkpoint | None = None
+    compared: _Compared | None = None
+    try:
+        written = format_.read(directory)
+        # Scales are read when they are asked for, and may turn out to be damaged.
+        compared = _tensors(directory, written, original, format_.name)
+        tensors = compared.check
+    except CheckpointError as error:
+        tensors = _check("tensors", False, " ".join(str(error).split()))
+    comparable = written is not None and _shape(found) == _shape(source.config)
+    execution, proof = _check("execution", None, "not of the shape of the file's drafter"), None
+    if written is not None and compared is not None and comparable:
+        execution, proof = _execution(source, written, original, compared)
+    checks = (_config(original, found), _files(directory, allowed), tensors, execution)
+    own, record = _record(directory, allowed)
+    if record and written and compared and proof and all(check.passed for check in checks):
+        wrong = [*_contradicted(record.record, source, proof), *_untold(record.record, written, compared.derived)]
+        if wrong:
+            own, record = _check("record", False, f"{RECORD}: {few(wrong, separator='; ')}"), None
+    return Identity((*checks, own), comparable, proof, record)
+
+
+def _check(name: str, passed: bool | None, evidence: str) -> Check:
+    return Check(name, _WHAT[name], passed, evidence)
+
+
+def _shape(config: DrafterConfig) -> object:
+    """What decides the shapes of weights and caches."""
+    layers = [(layer.layer_type, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
+    sizes = (config.backbone_hidden_size, config.hidden_size, config.intermediate_size, config.vocab_size)
+    return layers, sizes, config.num_heads, config.ordered_head
+
+
+def _files(directory: Path, allowed: Container[str]) -> Check:
+    try:
+        found = unexpected_in(directory, allowed)
+    except MtpExtractError as error:
+        return _check("files", False, " ".join(str(error).split()))
+    return _check(
+        "files",
+        not found,
+        few(found, separator="; ") or "every file and key is one of the drafter's, or read by nobody",
+    )
+
+
+def _config(original: Checkpoint, found: DrafterConfig) -> Check:
+    """By what is read from it, whatever form that has: what it says besides is a matter of the files."""
+    expected, here = _meaning(original.mtp), _meaning(found)
+    wrong = [
+        f"{key} is {escape(expected[key])} in the graph, {escape(here.get(key))} here"
+        for key in expected
+        if expected[key] != here.get(key)
+    ]
+    wrong += [f"{key}: the graph has none" for key in here if key not in expected]
+    return _check("config", not wrong, few(wrong, separator="; ") or f"{len(expected)} values agree")
+
+
+def _meaning(config: DrafterConfig) -> dict[str, Any]:
+    """Every number of ``config`` that a graph fixes, by name."""
+
+    def named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Mapping) and name != "ordered_head":
+            for key, inner in value.items():
+                yield from named(inner, f"{name}.{key}" if name else str(key))
+        else:
+            yield name, value
+
+    fields = dataclasses.asdict(dataclasses.replace(config, max_position_embeddings=None))
+    return dict(named({**fields, "layers": dict(enumerate(fields["layers"]))}, ""))
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Every role of a directory, compared with the file's."""
+
+    check: Check  # whether all are the file's
+    different: tuple[str, ...]  # roles that are not, in the order of execution
+    derived: Mapping[str, Chain]  # of those that are, what was done to them
+
+
+def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout: str) -> _Compared:
+    """Derive every role from the file's again: what the format holds, and the codes that are kept beside it."""
+    wrong: dict[str, str] = {}
+    derived: dict[str, Chain] = {}
+    shapes = {role.name: shape for role, shape in shapes_of(original.config).items()}
+    names = {role.name: f"{role.name} ({role.names.get(layout, role.name)})" for role in shapes_of(written.config)}
+    # Where there are none at all, none are claimed to be held.
+    static = any(any(pair) for pair in written.activations.values())
+    # The table of roles is in the order of execution.
+    for role in names:
+        there = written.tensors[role]
+        if there.shape != shapes.get(role):
+            wrong[role] = f"is {list(there.shape)}, which the file has not"
+            continue
+        chain = how_derived(original.tensors.get(role) or filled(there.shape), there)
+        if chain is None:
+            wrong[role] = _other(there)
+            continue
+        derived[role] = chain
+        scales = _static_scales(original, role) if there.scheme and static else [0, 0]
+        if _static_scales(written, role) != scales:
+            wrong[role] = "has other static scales of activations than the file's"
+    evidence = "; ".join(f"{names[role]} {what}" for role, what in wrong.items())
+    if missing := [name for name in shapes if name not in names]:
+        evidence = f"the file has more: {', '.join(missing)}"
+    if not evidence:
+        evidence, kept = _codes_kept(directory, written, original)
+        if not evidence:
+            return _Compared(_check("tensors", True, _summary(written, derived) + kept), (), derived)
+    return _Compared(_check("tensors", False, evidence), tuple(wrong), derived)
+
+
+def _other(there: Weight) -> str:
+    """What ``there`` is that no chain makes of the file's, as a clause about it."""
+    if there.scheme is not None:
+        return "holds other codes or scales than the file's"
+    if stored_of(there) is None:
+        return "is missing, and is not 1 in the file"
+    if not all(bool(np.isfinite(chunk).all()) for chunk in there.chunks()):
+        return "holds numbers that are not finite"
+    return "has other values than the file's"
+
+
+def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
+    """Of what goes into the matrix of ``role`` and comes out, 0 where there is none, as files hold them."""
+    return [np.float32(static_scale(activation)) for activation in checkpoint.activations.get(role, (None, None))]
+
+
+def _codes_kept(directory: Path, written: Checkpoint, original: Checkpoint) -> tuple[str, str]:
+    """What is wrong with the codes that are kept beside the floats, and what to say of them.
+
+    Raises:
+        CheckpointError: they are not those of the floats.
+    """
+    coded = with_codes(directory, written).tensors
+    more = {role: there for role, there in coded.items() if there is not written.tensors[role]}
+    for role, there in more.items():
+        own = original.tensors[role]
+        chain = how_derived(own, there)
+        bits = (own.scheme and own.scheme.bits, there.scheme and there.scheme.bits)
+        if chain is None or (not chain and bits[0] != bits[1]):
+            return f"{CODES_FILE}: {role} {_other(there)}", ""
+    return "", f"; beside them {len(more)} have the file's codes" if more else ""
+
+
+def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> str:
+    """What all tensors are: how many codes, in what the others are, and what was done to them."""
+    codes, made, done, types = 0, Counter[str](), Counter[Chain](), set[str]()
+    for role, chain in derived.items():
+        tensor = written.tensors[role]
+        stored = stored_of(tensor)
+        rule = next((step for step in chain if step in RULES), None)
+        if tensor.scheme is not None:
+            codes += rule is None
+            made.update([rule] if rule else [])
+        elif stored is not None:
+            types.add(stored.tensor.dtype)
+        # What is stored in a type has been rounded to it.
+        told = bool(chain) and stored is not None and chain[-1].replace("FP16", "F16") in types
+        done[chain[:-1] if told else chain] += 1
+    floats, count = " and ".join(sorted(types)), len(derived)
+    parts = [f"{codes} of {count} tensors are the file's codes"] if codes else []
+    parts += [
+        f"{n} of {count} tensors are integers that {rule} makes of the file's numbers" for rule, n in made.items()
+    ]
+    parts = [*parts, f"the others in {floats}"] if parts else [f"{count} tensors in {floats}"]
+    parts += [f"{n} rounded {chains.in_words(chain)}" for chain, n in sorted(done.items()) if chain]
+    return ", ".join([*parts, "every bit"])
+
+
+def _execution(
+    source: Shard, written: Checkpoint, original: Checkpoint, compared: _Compared
+) -> tuple[Check, Proof | None]:
+    """Run both. A tensor that was derived from the file's, to the bit, counts as the file's; any other as it is."""
+
+    def read(role: str) -> Iterator[Floats]:
+        there: Weight = written.tensors[role]
+        return (original.tensors.get(role, there) if compared.derived.get(role) else there).chunks()
+
+    try:
+        with np.errstate(all="ignore"):
+            proof = prove(source.graph, source.walk, written.mtp, read)
+    except (ProofError, CheckpointError) as error:
+        return _check("execution", False, str(error).split(". ")[0]), None
+    except UnsupportedError as error:
+        # The graph is none that a proof can be made of: nothing is shown of the directory.
+        return _check("execution", None, str(error).split(". ")[0]), None
+    except (ValueError, ArithmeticError):
+        if not compared.different:
+            raise
+        return _check("execution", None, "its numbers cannot be computed with"), None
+    return _check("execution", True, "; ".join(in_words(proof.as_json()))), proof
+
+
+def _record(directory: Path, allowed: Container[str]) -> tuple[Check, Verification | None]:
+    """Hold the record against the files."""
+    if not (directory / RECORD).exists():
+        return _check("record", None, f"there is no {RECORD}"), None
+    try:
+        found = verify(directory, allowed)
+    except MtpExtractError as error:
+        return _check("record", False, str(error)), None
+    return _check("record", True, f"{found.files} files as recorded"), found
+
+
+def _contradicted(record: Mapping[str, Any], source: Shard, proof: Proof) -> Iterator[str]:
+    """What ``record`` says of a sound directory's bundle, and the bundle does not.
+
+    What the file was called and where it lay, which directories there were in between, which release wrote them, and
+    the card are no matter of the bundle.
+    """
+    for key in ("tuning", "ordered_head"):
+        if key in record:
+            yield f"{key} says that the weights were changed, and they are the file's"
+    if record["source"]["kind"] == records.CHECKPOINT:
+        return
+    made = records.of_bundle(source, checkpoint_of(source), records.sha256_of_section(source))
+    made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
+    made["counts"]["held"] = record["counts"]["held"]
+    if record["proof"] is not None:
+        made["proof"] = {**proof.as_json(), **{key: record["proof"][key] for key in ("rounded_by", "inherited")}}
+    yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
+
+
+def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
+    """Where ``said`` of a record is not what is ``made`` of the bundle."""
+    if isinstance(made, dict) and isinstance(said, dict):
+        for key in {**made, **said}:
+            yield from _apart(made.get(key), said.get(key), f"{place}.{key}" if place else key)
+    elif made != said:
+        yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
+
+
+def _untold(record: Mapping[str, Any], written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]:
+    """What was done to the weights of a sound directory, or how they are held, and ``record`` does not say."""
+    told = {word for step in (*record["converted_from"], record) for word in step["rounded"]}
+    told |= {step["made_codes"]["rule"] for step in (*record["converted_from"], record) if step["made_codes"]}
+    done = {step for chain in derived.values() for step in chain}
+    # A directory of unknown origin came with what had been done to it.
+    if record["source"]["kind"] != records.CHECKPOINT and (untold := sorted(done - told)):
+        yield f"does not say that weights were rounded ({', '.join(untold)})"
+    tensors = written.tensors.values()
+    held = {CODES for tensor in tensors if tensor.scheme is not None}
+    held |= {stored.tensor.dtype for stored in map(stored_of, tensors) if stored is not None}
+    if held != record["counts"]["held"].keys():
+        yield f"counts.held is of {', '.join(sorted(held))}, not {escape(', '.join(record['counts']['held']))}"
+    if record["dtype"] != CODES and DTYPES[record["dtype"]].safetensors not in held:
+        yield f"dtype is {escape(record['dtype'])}, and no weight is held so"
