@@ -69,9 +69,10 @@ def command(
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
-    from mtp_extract.pipeline.extraction import extract
+    from mtp_extract.pipeline.extraction import extract, require_no_checkpoint
 
     path = str(sample_bundle()) if source is None else source
+    require_no_checkpoint(path)
     with (
         progress(quiet=print_json) as tick,
         open_bundle(path, progress=tick, section=section, signature=signature) as opened,
@@ -95,7 +96,7 @@ def _head(record: Mapping[str, Any]) -> list[str]:
         f"{record['known_as'] or 'MTP'} drafter of {escape(source['name'])} "
         f"({found_in(section['index'], section['found_by'])})",
         f"  {sum(counts['held'].values())} tensors from the graph ({stored}), {counts['names_confirmed']} confirmed by "
-        f"published names; {counts['set_aside']} other constants are not weights",
+        f"published names; {counts['set_aside']} other constants set aside, each with its reason",
     ]
 
 
