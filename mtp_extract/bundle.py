@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -143,13 +143,19 @@ class Opened(AbstractContextManager["Opened"]):
         """The drafter's section, how it was found (by the header, a signature, or all of the file), and its model."""
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
-        if self.bundle is not None and (typed := self.chosen()):
-            self._require_one(typed)
+        typed = self.chosen() if self.bundle is not None else []
+        found = [] if typed else list(self._with_drafter((s, partial(self.model, s)) for s in self._models))
+        sections = typed or [section for section, _ in found if section]
+        if len(sections) > 1:
+            labels = ", ".join(s.label for s in sections)
+            raise NoDrafterError(
+                f"{self.source.name}: expected one drafter, found more than one drafter ({labels}). Say which.",
+                remedies=("section=N",),
+            )
+        if typed:
             return typed[0], "model_type", self.model(typed[0])
-        found = list(self._with_drafter((s, partial(self.model, s)) for s in self._models))
         if found:
-            self._require_one([section for section, _ in found if section])
-            return found[0][0], "signature", found[0][1]
+            return sections[0], "signature", found[0][1]
         if isinstance(self.source, LocalSource):
             regions = scan_tflite(self.source)
             for _, model in self._with_drafter((None, partial(read_model, region, None)) for region in regions):
@@ -169,14 +175,6 @@ class Opened(AbstractContextManager["Opened"]):
                 continue
             if self._candidates(model):
                 yield section, model
-
-    def _require_one(self, sections: Sequence[Section]) -> None:
-        if len(sections) > 1:
-            labels = ", ".join(s.label for s in sections)
-            raise NoDrafterError(
-                f"{self.source.name}: expected one drafter, found more than one drafter ({labels}). Say which.",
-                remedies=("section=N",),
-            )
 
     def _candidates(self, model: TfliteModel) -> list[Signature]:
         """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
@@ -213,11 +211,11 @@ class Opened(AbstractContextManager["Opened"]):
         if self.bundle is None:
             kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind.name}. {kind.advice}"
-        kinds = sorted({s.model_type for s in self.sections if s.model_type})
+        kinds = ", ".join(map(escape, sorted({s.model_type for s in self.sections if s.model_type})))
         return (
-            f"{name}: no section holds an MTP drafter. Models in it: {', '.join(map(escape, kinds)) or 'none'}. Files "
-            "for GPU and web (one artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file without "
-            "a suffix, such as gemma-4-E4B-it.litertlm."
+            f"{name}: no section holds an MTP drafter. Models in it: {kinds or 'none'}. Files for GPU and web (one "
+            "artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file without a suffix, such as "
+            "gemma-4-E4B-it.litertlm."
         )
 
     def close(self) -> None:
@@ -229,10 +227,7 @@ class Opened(AbstractContextManager["Opened"]):
 
 
 def open_source(
-    source: str | os.PathLike[str] | Source,
-    *,
-    token: str | bool | None = None,
-    progress: Progress | None = None,
+    source: str | os.PathLike[str] | Source, *, token: str | bool | None = None, progress: Progress | None = None
 ) -> Source:
     """Open what the user named, as bytes.
 
