@@ -27,6 +27,9 @@ from mtp_extract.formats.reading import Activation, Number, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, parse_rope, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
+_SIZES = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size")
+_NUMBERS = ("attention_scale", "rms_norm_eps", "hidden_activation", "final_logit_softcap")
+"""Keys that are fields of a DrafterConfig under their own names."""
 
 
 class LitertFormat:
@@ -107,10 +110,7 @@ def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]
     """``mtp_drafter_config.json``; ``tensors`` maps every role to the tensor that holds it."""
     return {
         "format_version": 1,
-        "backbone_hidden_size": config.backbone_hidden_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
+        **{name: getattr(config, name) for name in _SIZES},
         "num_layers": config.num_layers,
         "num_heads": config.num_heads,
         # A value a layer.
@@ -119,10 +119,7 @@ def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]
         "layer_types": list(config.layer_types),
         "kv_bank_ids": [_KV_BANKS[layer_type] for layer_type in config.layer_types],
         "sliding_windows": [layer.sliding_window for layer in config.layers],
-        "attention_scale": config.attention_scale,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_activation": config.hidden_activation,
-        "final_logit_softcap": config.final_logit_softcap,
+        **{name: getattr(config, name) for name in _NUMBERS},
         "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
         "rope": {layer_type: rope for layer_type, rope in rope_parameters(config).items() if layer_type in config.rope},
         "tensors": dict(names),
@@ -163,25 +160,9 @@ def _config(found: _Config) -> DrafterConfig:
         )
     if any(kind == SLIDING and window is None for kind, *_, window in zip(*columns, strict=True)):
         raise CheckpointError("expected a window for each sliding layer, found none; extract the drafter anew")
-    return DrafterConfig(
-        backbone_hidden_size=found.backbone_hidden_size,
-        hidden_size=found.hidden_size,
-        intermediate_size=found.intermediate_size,
-        vocab_size=found.vocab_size,
-        num_heads=found.num_heads,
-        layers=tuple(
-            LayerConfig(
-                layer_type,
-                head_dim,
-                heads,
-                window if layer_type == SLIDING else None,
-                parse_rope(found.rope, layer_type),
-            )
-            for layer_type, head_dim, heads, window in zip(*columns, strict=True)
-        ),
-        attention_scale=found.attention_scale,
-        rms_norm_eps=found.rms_norm_eps,
-        final_logit_softcap=found.final_logit_softcap,
-        hidden_activation=found.hidden_activation,
-        max_position_embeddings=found.max_position_embeddings,
+    layers = tuple(
+        LayerConfig(kind, head_dim, heads, window if kind == SLIDING else None, parse_rope(found.rope, kind))
+        for kind, head_dim, heads, window in zip(*columns, strict=True)
     )
+    own = (*_SIZES, "num_heads", *_NUMBERS, "max_position_embeddings")
+    return DrafterConfig(layers=layers, **{name: getattr(found, name) for name in own})

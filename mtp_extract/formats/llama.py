@@ -32,6 +32,10 @@ from mtp_extract.formats.transformers import MAX_POSITIONS, UNCOMPUTED
 MARKER, WEIGHTS_FILE = "config.json", "model.safetensors"
 _T2D, _D2T, _EMBED = "t2d", "d2t", "embed_tokens.weight"
 
+_NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+_OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+"""Keys that are fields of an Eagle3Config under their own names."""
+
 TOLERATED: AllowedKeys = MappingProxyType(
     at(
         ("", f"{LLAMA}."),
@@ -46,7 +50,7 @@ TOLERATED: AllowedKeys = MappingProxyType(
             # Implied where they are missing.
             **dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta"), some(None)),
             **dict.fromkeys(("draft_vocab_size", "target_hidden_size"), some(None)),
-            **dict.fromkeys(("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"), some(None)),
+            **dict.fromkeys(_NORMS, some(None)),
             "rope_parameters": anything,  # which is read in full
             "max_window_layers": is_whole,
         },
@@ -167,10 +171,7 @@ def shape_flags(config: Eagle3Config) -> dict[str, Any]:
     """The keys beside those of Llama that both layouts have, written whether they are the default or not."""
     return {
         "draft_vocab_size": config.draft_vocab_size,
-        "fc_norm": config.fc_norm,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in _NORMS},
         "target_hidden_size": config.backbone_hidden_size,
     }
 
@@ -223,20 +224,13 @@ def parse_llama(llama: Mapping[str, Any], flags: Mapping[str, Any], **more: Any)
         )
     fields = {
         "backbone_hidden_size": beside.target_hidden_size or layer.hidden_size,
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "vocab_size": layer.vocab_size,
+        **{name: getattr(layer, name) for name in _OWN_NAMES},
         "draft_vocab_size": beside.draft_vocab_size or layer.vocab_size,
         "num_heads": layer.num_attention_heads,
         "num_kv_heads": layer.num_key_value_heads or layer.num_attention_heads,
         "head_dim": layer.head_dim or max(layer.hidden_size // layer.num_attention_heads, 1),
         "rope_theta": theta,
-        "rms_norm_eps": layer.rms_norm_eps,
-        "fc_norm": bool(beside.fc_norm),
-        "norm_before_fc": bool(beside.norm_before_fc),
-        "norm_before_residual": bool(beside.norm_before_residual),
-        "norm_output": bool(beside.norm_output),
-        "max_position_embeddings": layer.max_position_embeddings,
+        **{name: bool(getattr(beside, name)) for name in _NORMS},
     }
     return Eagle3Config(**{**fields, **more})
 

@@ -48,6 +48,11 @@ UNUSED_WINDOW = 512
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _LM_HEAD = "lm_head.weight"
+_OWN_NAMES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_activation"),
+    "max_position_embeddings",
+)
+"""Keys of ``text_config`` that are fields of a DrafterConfig under their own names."""
 
 
 class TransformersFormat:
@@ -353,16 +358,11 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
         head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)
     return DrafterConfig(
         backbone_hidden_size=top.backbone_hidden_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        vocab_size=text.vocab_size,
         num_heads=text.num_attention_heads,
         layers=tuple(_layer(text, index, layer_type) for index, layer_type in enumerate(text.layer_types)),
-        rms_norm_eps=text.rms_norm_eps,
         final_logit_softcap=text.final_logit_softcapping,
-        hidden_activation=text.hidden_activation,
         ordered_head=head,
-        max_position_embeddings=text.max_position_embeddings,
+        **{name: getattr(text, name) for name in _OWN_NAMES},
     )
 
 
