@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.random_assistants import GEOMETRIES, Geometry
+from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from safetensors.torch import load_file, save_file
 
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError
 from mtp_extract.formats import read_checkpoint
+from mtp_extract.formats.transformers import parse_config
+from mtp_extract.pipeline.unexpected import unexpected_in
 
 Save = Callable[..., Path]
 
@@ -195,3 +198,33 @@ def test_files_that_are_not_there_or_not_right(saved: Save, tmp_path: Path) -> N
     (directory / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         load_drafter(directory)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_what_transformers_saves_is_read(name: str, tmp_path: Path) -> None:
+    """With keys that nothing computes from, and the widths of full layers said by layer."""
+    model = random_assistant(GEOMETRIES[name])
+    model.save_pretrained(tmp_path)
+    found = read_checkpoint(tmp_path).config
+    assert found == replace(parse_config(GEOMETRIES[name].config()), max_position_embeddings=4096)
+    assert not unexpected_in(tmp_path)
+    edit_json(tmp_path / "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(CheckpointError, match="says rope_scaling"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("custom_generate", "org/repo"), ("is_assistant", False)])
+def test_a_generation_config_that_says_more(saved: Save, key: str, value: object) -> None:
+    directory = saved(GEOMETRIES["dense"])
+    (directory / "generation_config.json").write_text(json.dumps({"is_assistant": True, key: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*says {key}"):
+        load_drafter(directory)
+
+
+@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_hidden_layers"])
+def test_a_key_that_is_missing(saved: Save, key: str) -> None:
+    """For each of them transformers takes a number that is not the drafter's."""
+    text = GEOMETRIES["dense"].config()["text_config"]
+    del text[key]
+    with pytest.raises(CheckpointError, match=f"says nothing of text_config.{key}"):
+        load_drafter(saved(GEOMETRIES["dense"], text_config=text))

@@ -119,7 +119,7 @@ CONFIG_FAULTS = {
     "theta of sliding": ConfigFault(_rope("sliding_attention", rope_theta=10001.0), "layers.0.rope.theta is 10000.0"),
     "share": ConfigFault(_rope("full_attention", partial_rotary_factor=0.5), "partial_rotary_factor"),
     "default rope": ConfigFault(
-        _rope("full_attention", rope_type="default"), "layers.3.rope.partial_rotary_factor is 0.25"
+        _rope("full_attention", rope_type="default"), "full_attention.partial_rotary_factor 0.25"
     ),
     "factor": ConfigFault(_rope("full_attention", factor=8.0), "rope.factor"),
     "heads": ConfigFault(
