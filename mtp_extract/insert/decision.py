@@ -24,6 +24,7 @@ from mtp_extract.litertlm.storage import (
     FLOAT_TYPES,
     LARGEST_SCALE,
     Floats,
+    Integers,
     QuantizedTensor,
     Storage,
     float_bytes,
@@ -276,16 +277,17 @@ class _AsStored:
     weight: Weight
     constant: Constant
 
-    def _in_order(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
-        if self.constant.transposed:
-            whole = np.concatenate([chunk.copy() for chunk in chunks])
-            yield np.ascontiguousarray(whole.reshape(self.weight.shape).T).reshape(-1)
-        else:
-            yield from chunks
-
     def weights(self) -> Iterator[Floats]:
-        """The numbers of the weight, in stored order."""
-        return self._in_order(self.weight.chunks())
+        """The numbers of the weight, flat, in stored order."""
+        if self.constant.transposed:
+            return iter([np.ascontiguousarray(self.weight.floats().T).reshape(-1)])
+        return self.weight.chunks()
+
+    def codes(self) -> Iterator[Integers]:
+        """The codes of the weight, flat, in stored order."""
+        if self.constant.transposed:
+            return iter([np.ascontiguousarray(self.weight.codes().T).reshape(-1)])
+        return self.weight.code_chunks()
 
     def floats(self) -> Iterator[Floats]:
         """The numbers that are stored for them.
@@ -299,10 +301,6 @@ class _AsStored:
                 raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
             plain = factor == 1.0 and not offset
             yield chunk if plain else ((chunk.astype(np.float64) - offset) * factor).astype(np.float32)
-
-    def integers(self) -> Iterator[npt.NDArray[Any]]:
-        """The codes of the weight, in stored order."""
-        return self._in_order(self.weight.code_chunks())
 
 
 def _floats(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
@@ -370,7 +368,7 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Turns[Content | No
         return None
     if zero_point.min() < packing.lowest or zero_point.max() > packing.highest:
         return None
-    if any(chunk.min() < packing.lowest or chunk.max() > packing.highest for chunk in weight.integers() if chunk.size):
+    if any(chunk.min() < packing.lowest or chunk.max() > packing.highest for chunk in weight.codes() if chunk.size):
         return None
     # The same factor is folded in already, where the codes are this file's; another is not.
     factor = 1.0 if steps.factor == constant.factor else constant.factor / steps.factor
@@ -378,10 +376,10 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Turns[Content | No
     if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
     # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
-    decoded = map(weight.constant.unfolded, target.decode(weight.integers(), scale, zero_point))
+    decoded = map(weight.constant.unfolded, target.decode(weight.codes(), scale, zero_point))
     if not (yield from _same(decoded, weight.weights(), dtype)):
         return None
-    return Content(scale, zero_point, lambda: target.stored_codes(weight.integers()))
+    return Content(scale, zero_point, lambda: target.stored_codes(weight.codes()))
 
 
 def _by_group(by_place: npt.NDArray[Any], block: int, target: Storage, transposed: bool) -> npt.NDArray[Any] | None:
