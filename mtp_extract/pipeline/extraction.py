@@ -129,7 +129,8 @@ def require_no_checkpoint(source: object) -> None:
     Raises:
         SourceError: ``source`` is a checkpoint's directory.
     """
-    if isinstance(source, (str, os.PathLike)) and (place := Path(source)).is_dir():
+    # os.path: a name that no system takes is no directory, and is refused where it is opened.
+    if isinstance(source, (str, os.PathLike)) and os.path.isdir(place := Path(source)):
         with suppress(CheckpointError):
             format_of(place)
             raise SourceError(
