@@ -69,6 +69,15 @@ def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
     return x.reshape(sizes)
 
 
+def _split_v(call: Call, x: Array, sizes: Array, axis: Array) -> tuple[Array, ...]:
+    lengths, along = ints(sizes), one(axis)
+    if -1 in lengths:
+        lengths[lengths.index(-1)] = x.shape[along] - sum(lengths) - 1
+    if min(lengths, default=-1) < 0 or sum(lengths) != x.shape[along]:
+        raise call.refuse("splits its operand in parts that do not make it up")
+    return tuple(np.split(x, np.cumsum(lengths)[:-1], along))
+
+
 _ALL = tuple(range(256))
 _KERNELS: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "BROADCAST_TO": ((0,), _broadcast),
@@ -79,6 +88,7 @@ _KERNELS: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
     "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), one(axis)))),
+    "SPLIT_V": ((0,), _split_v),
     "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.numbers(0) or None)),
     "STRIDED_SLICE": ((0,), _strided_slice),
     "TILE": ((0,), _tile),

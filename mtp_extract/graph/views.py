@@ -171,7 +171,7 @@ def moved(call: Call, kernel: Kernel, views: Sequence[View], constants: Sequence
         return [_copied(first, ints(constants[0]), to=kind == "BROADCAST_TO")]
     if kind == "GATHER":
         return [_gathered(first, constants[0], call.option(0, "i") % rank, call.option(1, "i"))]
-    if kind in ("SLICE", "STRIDED_SLICE", "SPLIT"):
+    if kind in ("SLICE", "STRIDED_SLICE", "SPLIT", "SPLIT_V"):
         return _cut(call, kernel, first, constants)
     raise _tangled()
 

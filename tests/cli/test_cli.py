@@ -157,7 +157,8 @@ def test_inspect_lists_constants_it_cannot_read(sample: Path, tmp_path: Path) ->
 
 def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
     result = RUNNER.invoke(inspect.app, [str(extracted), "--against", str(sample)])
-    assert "tensors: 48 tensors in F32, every bit; beside them 23 have the file's codes" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert "tensors: 48 tensors in F32, every bit; beside them 23 have the file's codes" in said
     assert RUNNER.invoke(inspect.app, [str(sample), "--against", str(sample)]).exit_code == 2
     document = json.loads(RUNNER.invoke(inspect.app, [str(extracted), "--json"]).stdout)
     assert document["ok"] is True
