@@ -140,8 +140,7 @@ def test_filters_of_codes_are_read() -> None:
     g.set_input(op, 1, stored)
     source = Memory(g.data())
     tensor = checkpoint_of(read(source)).tensors["layers.0.up_proj"]
-    codes = np.concatenate([chunk.copy() for chunk in tensor.integers()]).reshape(tensor.shape)
-    assert np.array_equal(codes, np.rint(weight / scale[:, None, None, None]).reshape(128, 64))
+    assert np.array_equal(tensor.codes(), np.rint(weight / scale[:, None, None, None]).reshape(128, 64))
     assert prove(source).positions
 
 
