@@ -228,7 +228,7 @@ def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout:
         scales = _static_scales(original, role) if there.scheme and static else [0, 0]
         if _static_scales(written, role) != scales:
             wrong[role] = "has other static scales of activations than the file's"
-    evidence = "; ".join(f"{names[role]} {what}" for role, what in wrong.items())
+    evidence = few((f"{names[role]} {what}" for role, what in wrong.items()), most=2, separator="; ")
     if missing := [name for name in shapes if name not in names]:
         evidence = f"the file has more: {', '.join(missing)}"
     if not evidence:

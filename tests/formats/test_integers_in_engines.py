@@ -17,6 +17,7 @@ from transformers.integrations import gemma_quant
 
 from mtp_extract import extract
 from mtp_extract.architecture.roles import roles_of
+from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.formats import read_checkpoint
 
@@ -141,7 +142,7 @@ def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     arrays = mlx.load(str(tmp_path / "out" / "model.safetensors"))
     original = read_checkpoint(tmp_path / "out")
-    names = {tensor.name for tensor in original.tensors.values() if tensor.scheme is None}  # type: ignore[attr-defined]
+    names = {place.name for tensor in original.tensors.values() if (place := stored_of(tensor)) is not None}
     modules = {module: how for module, how in config.items() if isinstance(how, dict)}
     assert set(arrays) == names | {f"{m}.{part}" for m in modules for part in ("weight", "scales", "biases")}
     extract(variant(name), tmp_path / "f32", dtype="f32")
