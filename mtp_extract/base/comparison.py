@@ -152,7 +152,6 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
         RoleVerdict(name, name, (), NOT_FOUND, why="the bundle has no place for this tensor")
         for name in checkpoint.unknown
     ]
-    opened.source.confirm()
     own = [verdict for verdict in verdicts if verdict.tensor is not None and verdict.role in checkpoint.names]
     return BaseComparison(
         opened.source.name,

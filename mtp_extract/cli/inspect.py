@@ -15,7 +15,7 @@ from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
 from mtp_extract.cli._options import AsJson, SlidingWindow
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli.terminal import progress, say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import progress, say, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 
@@ -222,7 +222,6 @@ def _show(report: Mapping[str, Any]) -> None:
         _show_drafter(report["drafter"])
     elif "no_drafter" in report:
         say(f"No drafter: {report['no_drafter']}")
-    say_notes(report["notes"])
 
 
 def _items(items: Mapping[str, Any]) -> str:

@@ -38,7 +38,6 @@ def holds(source: str) -> Holding:
         except NoDrafterError as error:
             return Holding(name, size, None, None, str(error))
         published = known_bundle(opened.source)
-        opened.source.confirm()
     config = drafter.config
     found = drafter.known["name"] if drafter.known else f"of no known size (backbone {config.backbone_hidden_size})"
     shape = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"

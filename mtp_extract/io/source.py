@@ -53,14 +53,12 @@ class Source(ABC):
         name: how the user named it; safe to print.
         size: length in bytes.
         provenance: what identifies the bytes beyond their name (repository, commit, ETag), for the record.
-        notes: what to know of these bytes that is no error.
         path: of the file, where it is one here.
     """
 
     name: str
     size: int
     provenance: dict[str, str]
-    notes: tuple[str, ...] = ()
     path: Path | None = None
 
     @abstractmethod
@@ -74,13 +72,6 @@ class Source(ABC):
 
     def prefetch(self, offset: int, length: int) -> None:  # noqa: B027 - a hint, which most sources need not take
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
-
-    def confirm(self) -> None:  # noqa: B027 - an open file stays the same file
-        """Look again, where nothing else says that all that was read is of one file. To be called after the last read.
-
-        Raises:
-            SourceError: it is not.
-        """
 
     def close(self) -> None:  # noqa: B027 - nothing to release unless a subclass holds something
         """Release what the source holds. Reading afterwards is an error."""

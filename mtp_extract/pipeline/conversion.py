@@ -219,7 +219,6 @@ class ReadDirectory:
         source.prefetch()
         config = self.checkpoint.mtp
         found = check_identity(staged.directory, drafter_for(source, config))
-        source.source.confirm()
         found.require(self.directory, source.source.name)
         assert found.proof is not None
         return {**found.proof.as_json(), "inherited": False}

@@ -118,7 +118,6 @@ def extract(
         prepared = choice.prepare(original)
         with staging(prepared, target, inputs=inputs, progress=progress) as staged:
             proof = prove_written(drafter, original, prepared, staged.written)
-            opened.source.confirm()
             made = record_of(prepared, staged, origin=origin, proof={**proof.as_json(), "inherited": False})
             return finish(prepared, staged, made, target, _notes(drafter, original, choice.format))
 
@@ -196,7 +195,7 @@ def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
 
 
 def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
-    notes = list(drafter.opened.source.notes)
+    notes: list[str] = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]
     if absent:

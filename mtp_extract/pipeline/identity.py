@@ -96,7 +96,6 @@ def verify_against(directory: Path | str, opened: Opened, allowed: Container[str
     opened.prefetch()
     config = require_mtp(format_of(folder).read_config(folder))
     found = check_identity(folder, drafter_for(opened, config), allowed)
-    opened.source.confirm()
     found.require(folder, opened.source.name)
     own = found.record or Verification(folder, {}, 0)
     return dataclasses.replace(own, against=opened.source.name, checks=found.checks)

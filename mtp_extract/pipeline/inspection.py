@@ -63,7 +63,6 @@ def inspect(
         "version": ".".join(map(str, bundle.version)) if bundle else None,
         "known_bundle": known.name if known else None,
         "provenance": dict(sorted(opened.source.provenance.items())),
-        "notes": list(opened.source.notes),
         "items": dict(bundle.items) if bundle else {},
         "sections": [
             {
@@ -82,7 +81,6 @@ def inspect(
     if section is not None:
         (chosen,) = replace(opened, section=section).chosen()
         report["model"] = _model(opened.model(chosen), tensors)
-        opened.source.confirm()
         return Inspection(report, None)
     problem: MtpExtractError | None = None
     try:
@@ -94,7 +92,6 @@ def inspect(
         report["drafter"], report["no_drafter"] = None, str(error)
     except MtpExtractError as error:
         report["drafter"], report["problem"], problem = None, str(error), error
-    opened.source.confirm()
     return Inspection(report, problem)
 
 

@@ -223,8 +223,7 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
         source = drafter_for(opened, require_mtp(config))
         identity = check_identity(directory, source, REPORT_FILES)
         checks, comparable = identity.checks, identity.comparable
-        opened.source.confirm()
-        result = replace(result, checks=checks, notes=opened.source.notes)
+        result = replace(result, checks=checks)
     if not comparable or any(check.passed is False for check in result.checks):
         # What is refuted needs no second opinion, and may hold numbers that nothing can run.
         return replace(result, notes=(*result.notes, "It is refuted already, so nothing was measured."))
