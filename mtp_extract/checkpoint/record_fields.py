@@ -42,8 +42,8 @@ class Extraction(Record, kw_only=True):
     #: by role of a matrix: static quantization of what goes into it and what comes out; only those that have any
     activations: dict[str, Activations]
     notes: list[str]  #: where an engine does not do what the file says
-    #: graph and checkpoint executed side by side; null for a checkpoint that no record says the origin of, and for one
-    #: that was tuned, or has an ordered head that was made here
+    #: what reading the graph beside the checkpoint showed; null for a checkpoint that no record says the origin of, and
+    #: for one that was tuned, or has an ordered head that was made here
     proof: Proof | None
     #: where the weights were tuned: how, and what it did to the drafts; the figures are those of the directory that was
     #: written then

@@ -141,10 +141,10 @@ def require_no_checkpoint(source: object) -> None:
 def prove_written(drafter: Shard, original: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
     """Hold what was written against what it was made of, and prove that it computes what the graph computes.
 
-    What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
+    What is not rounded is compared as it was read back. Of what is, the values before rounding are: that the file
     holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
-    the original's; and where their scales are rounded, all that was written is executed as well, and may part by what
-    such a rounding does and no more.
+    the original's; and where their scales are rounded, all that was written is compared as well, and may differ by
+    what such a rounding does and no more.
 
     Args:
         original: the drafter's own.
@@ -173,14 +173,14 @@ def prove_checkpoint(
     rounded: Checkpoint | None = None,
     bounds: Mapping[str, float] | None = None,
 ) -> Proof:
-    """Execute the graph of ``drafter`` and what ``checkpoint`` holds side by side.
+    """Prove that ``checkpoint`` computes what the graph of ``drafter`` computes.
 
     Args:
         rounded: the same with numbers that differ by the share that ``bounds`` (role → share) says at most.
 
     Raises:
         ProofError: they do not compute the same.
-        UnsupportedError: the graph holds an operator that cannot be executed here.
+        UnsupportedError: the graph holds an operator that is none of a drafter's.
     """
     read, stored = _reading(checkpoint), None if rounded is None else _reading(rounded)
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.

@@ -39,14 +39,14 @@ from mtp_extract.pipeline.unexpected import unexpected_in
 from mtp_extract.proof.proof import Proof, prove
 from mtp_extract.proof.words import in_words
 
-NEEDED = ("config", "files", "tensors", "execution")
+NEEDED = ("config", "files", "tensors", "function")
 """The checks without which nothing is proven. The others refute as well, and may be left out."""
 
 _WHAT = {
     "config": "every number of the config that the graph fixes is the graph's",
     "files": "nothing lies here, and no file says anything, by which an engine would load something else",
     "tensors": "every tensor is derived from the file's again, bit for bit, by the steps that are named",
-    "execution": "graph and checkpoint compute the same, operator by operator, nothing following the other",
+    "function": "every operator of the graph was read as a drafter's, whose numbers are all the checkpoint's",
     "record": "extraction.json describes what lies here, and what it was taken from",
 }
 
@@ -57,7 +57,7 @@ class Identity:
 
     Attributes:
         comparable: whether the two are at least of one shape, so that they can be run side by side.
-        proof: what the execution showed; None where it failed or was not run.
+        proof: what reading the graph beside the checkpoint showed; None where it failed or was not done.
         record: the directory's, where it was read and nothing was found wrong with it.
     """
 
@@ -135,10 +135,10 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
     except CheckpointError as error:
         tensors = _check("tensors", False, " ".join(str(error).split()))
     comparable = written is not None and _shape(found) == _shape(source.config)
-    execution, proof = _check("execution", None, "not of the shape of the file's drafter"), None
+    function, proof = _check("function", None, "not of the shape of the file's drafter"), None
     if written is not None and compared is not None and comparable:
-        execution, proof = _execution(source, written, original, compared)
-    checks = (_config(original, found), _files(directory, allowed), tensors, execution)
+        function, proof = _function(source, written, original, compared)
+    checks = (_config(original, found), _files(directory, allowed), tensors, function)
     own, record = _record(directory, allowed)
     if record and written and compared and proof and all(check.passed for check in checks):
         wrong = [*_contradicted(record.record, source, proof), *_untold(record.record, written, compared.derived)]
@@ -201,7 +201,7 @@ class _Compared:
     """Every role of a directory, compared with the file's."""
 
     check: Check  # whether all are the file's
-    different: tuple[str, ...]  # roles that are not, in the order of execution
+    different: tuple[str, ...]  # roles that are not, in the order of the table of roles
     derived: Mapping[str, Chain]  # of those that are, what was done to them
 
 
@@ -213,7 +213,7 @@ def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout:
     names = {role.name: f"{role.name} ({role.names.get(layout, role.name)})" for role in shapes_of(written.config)}
     # Where there are none at all, none are claimed to be held.
     static = any(any(pair) for pair in written.activations.values())
-    # The table of roles is in the order of execution.
+    # The table of roles is in the order in which a drafter computes.
     for role in names:
         there = written.tensors[role]
         if there.shape != shapes.get(role):
@@ -295,10 +295,13 @@ def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> str:
     return ", ".join([*parts, "every bit"])
 
 
-def _execution(
+def _function(
     source: Shard, written: Checkpoint, original: Checkpoint, compared: _Compared
 ) -> tuple[Check, Proof | None]:
-    """Run both. A tensor that was derived from the file's, to the bit, counts as the file's; any other as it is."""
+    """Read the graph beside the checkpoint.
+
+    A tensor that was derived from the file's, to the bit, counts as the file's; any other as it is.
+    """
 
     def read(role: str) -> Iterator[Floats]:
         there: Weight = written.tensors[role]
@@ -308,15 +311,15 @@ def _execution(
         with np.errstate(all="ignore"):
             proof = prove(source.graph, source.walk, written.mtp, read)
     except (ProofError, CheckpointError) as error:
-        return _check("execution", False, str(error).split(". ")[0]), None
+        return _check("function", False, str(error).split(". ")[0]), None
     except UnsupportedError as error:
         # The graph is none that a proof can be made of: nothing is shown of the directory.
-        return _check("execution", None, str(error).split(". ")[0]), None
+        return _check("function", None, str(error).split(". ")[0]), None
     except (ValueError, ArithmeticError):
         if not compared.different:
             raise
-        return _check("execution", None, "its numbers cannot be computed with"), None
-    return _check("execution", True, "; ".join(in_words(proof.as_json()))), proof
+        return _check("function", None, "its numbers cannot be computed with"), None
+    return _check("function", True, "; ".join(in_words(proof.as_json()))), proof
 
 
 def _record(directory: Path, allowed: Container[str]) -> tuple[Check, Verification | None]:

@@ -47,8 +47,8 @@ def inspect(
 
     Args:
         tensors: list every tensor of the drafter's model, or of ``section``.
-        graph: list every role with its evidence, every constant set aside, and the cache inputs; and execute the
-            graph beside the checkpoint it would give, which reads the weights.
+        graph: list every role with its evidence, every constant set aside, and the cache inputs; and prove
+            the checkpoint that it would give, which reads the weights.
         section: index of the TFLite section to describe instead of the drafter's.
 
     Raises:

@@ -217,7 +217,7 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
     )
     source, comparable, cases = None, True, None
     if plan.source is not None:
-        say("deriving every tensor from the file again, and executing both")
+        say("deriving every tensor from the file again, and reading its graph")
         opened = stack.enter_context(open_bundle(plan.source))
         opened.prefetch()
         source = drafter_for(opened, require_mtp(config))

@@ -123,6 +123,8 @@ def moved() -> Iterator[OneOp]:
         yield OneOp("PACK", (x, x + 1), options("Pack", valuesCount=2, axis=axis))
     yield OneOp("UNPACK", (floats(2, 3),), options("Unpack", num=3, axis=1), ("float32",) * 3)
     yield OneOp("SPLIT", (number(-1), floats(2, 6)), options("Split", numSplits=3), ("float32",) * 3)
+    split = options("SplitV", numSplits=3)
+    yield OneOp("SPLIT_V", (floats(2, 6), const(np.array([1, 3, 2], np.int32)), number(-1)), split, ("float32",) * 3)
     for axis in (0, 1, -1):
         yield OneOp("GATHER", (x, ints(2, 2, low=0, high=1)), options("Gather", axis=axis))
         yield OneOp("GATHER", (const(x), ints(5, low=0, high=1)), options("Gather", axis=axis))

@@ -135,11 +135,11 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """A file system of 192 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = shutil.which("mount")
-    options = ["-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    options = ["-t", "tmpfs", "-o", "size=192k", "tmpfs", str(place)]
     if mount is None or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
         pytest.skip("mounting a file system is not permitted here")
     yield place
@@ -263,7 +263,7 @@ def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
 
 RECORDS: dict[str, object] = {
     "files of numbers": {"files": {"model.safetensors": 5}},
-    "tensors of lists": {"tensors": {"a": []}},
+    "counts of lists": {"counts": {"stored": []}},
     "a file of lists": {"files": {"model.safetensors": {"size": 458032, "tensors": []}}},
     "files that climb out": {"files": {"model.safetensors": {}, "../../etc/passwd": {"size": 1}}},
     "no layout": {"layout": ["transformers"]},

@@ -110,9 +110,9 @@ def test_a_tensor(copy: Path, source: Shard, role: str, fault: str) -> None:
 
 @pytest.mark.parametrize("role", ["layers.1.q_norm", "layers.0.gate_proj", "layers.2.layer_scalar", "lm_head"])
 @pytest.mark.parametrize("stored", ["f32", "bf16"], indirect=True)
-def test_execution_names_the_first_role(copy: Path, source: Shard, role: str) -> None:
+def test_the_first_role_that_differs_is_named(copy: Path, source: Shard, role: str) -> None:
     TENSOR_FAULTS["scaled by 0.4 %"](copy, ROLES[role])
-    found = checked(copy, source)["execution"]
+    found = checked(copy, source)["function"]
     assert found.passed is False
     assert found.evidence.startswith(role)
 
@@ -169,7 +169,7 @@ def test_another_file(stored: Path) -> None:
         "config": False,
         "files": True,
         "tensors": False,
-        "execution": None,
+        "function": None,
     }
     with open_bundle(variant("torch_int2")) as opened:
         found = check_identity(stored, opened.drafter())

@@ -18,7 +18,7 @@ class Report(Record):
     version: Literal[2]  #: version of this file: 2
     tool: Tool  #: what wrote it
     verdict: str  #: the result in one sentence
-    proven: bool  #: whether config, files, tensors and execution were checked and nothing was refuted
+    proven: bool  #: whether config, files, tensors and function were checked and nothing was refuted
     refuted: bool  #: whether something was shown to be wrong
     findings: list[str]  #: sentences, one by one
     drafter: str  #: the directory
@@ -60,7 +60,7 @@ class Settings(Record, kw_only=True, forbid_unknown_fields=True):
 
 
 class Check(Record):
-    name: str  #: `config`, `files`, `tensors`, `execution`, `record`, `transformers`, `interpreter`
+    name: str  #: `config`, `files`, `tensors`, `function`, `record`, `transformers`, `interpreter`
     what: str  #: the question
     #: the answer; null where it was not checked, as its tool is missing, broken or of a release that was never tried
     passed: bool | None

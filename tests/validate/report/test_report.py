@@ -28,7 +28,7 @@ from mtp_extract.validate.run import ValidationPlan, run_validation
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
 
-CHECKS = ["config", "files", "tensors", "execution", "record", "transformers", "interpreter"]
+CHECKS = ["config", "files", "tensors", "function", "record", "transformers", "interpreter"]
 TIMES = {
     "base_tokens_per_s",
     "speculative_tokens_per_s",
