@@ -115,7 +115,7 @@ WITHOUT_PROOF = (
     "import types, mtp_extract.pipeline.extraction as e; "
     "said = {'positions': 1, 'position_values': 0, 'mask_rows': {'computed': 1, 'of': 1, 'alike': True}, "
     "'largest_scores': [], 'cache_axes': {}, 'activations_held_in': {}, 'fewest_codes': None, "
-    "'largest_share_cut_off': 0, 'coarse_tables': [], 'rounded_by': None}; "
+    "'largest_share_cut_off': 0, 'coarse_tables': []}; "
     "e.prove_written = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """Code before a command that leaves the proof out, to see what the rest of extraction takes."""
@@ -195,7 +195,7 @@ UNPROVEN_INSERTION = (
     "import types, mtp_extract.insert.drafter as i; "
     "said = {'positions': 1, 'position_values': 0, 'mask_rows': {'computed': 1, 'of': 1, 'alike': True}, "
     "'largest_scores': [], 'cache_axes': {}, 'activations_held_in': {}, 'fewest_codes': None, "
-    "'largest_share_cut_off': 0, 'coarse_tables': [], 'rounded_by': None}; "
+    "'largest_share_cut_off': 0, 'coarse_tables': []}; "
     "i.prove_checkpoint = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """The same for insertion."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, Checkpoint, Format, Holding
-from mtp_extract.checkpoint.rounding import narrowed
+from mtp_extract.checkpoint.rounding import SCALES, narrowed, rounded_again
 from mtp_extract.checkpoint.weight import filled, row_codes, same_codes, same_floats, steps_alike
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, few
 
@@ -68,7 +68,9 @@ def _grouped(rounded: Mapping[str, Holding]) -> dict[str, list[str]]:
 
 
 def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
-    """Compare the codes that ``written`` reads back with those of ``original``, and the steps within ``bound``.
+    """Compare the codes that ``written`` reads back with those of ``original``, bit for bit, and so their steps.
+
+    Steps are rounded first as they are held; that may have moved none by more than ``bound``.
 
     Raises:
         CheckpointError: names the first role whose codes or steps are others.
@@ -76,14 +78,17 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
     for role, holding in holdings.items():
         if holding.kept != CODES:
             continue
+        steps = [f"{holding.rounded_to}{SCALES}"] if holding.rounded_to else []
         try:
-            expected, found = row_codes(original.tensors[role]), row_codes(written.tensors[role])
+            exact, found = row_codes(original.tensors[role]), row_codes(written.tensors[role])
+            expected = row_codes(rounded_again(exact, steps))
         except NoCodesError as error:
             raise CheckpointError(f"{role}: expected its codes, found that {error}.") from error
         if not same_codes(expected, found):
             raise CheckpointError(f"{role}: what was written holds other codes than the file.")
-        old, new = steps_alike(expected, found)
-        if (np.abs(new - old) > holding.bound * np.abs(old)).any():
+        old, new = steps_alike(exact, found)
+        moved = (np.abs(new - old) > holding.bound * np.abs(old)).any()
+        if moved or not np.array_equal(*steps_alike(expected, found)):
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
 
 

@@ -182,9 +182,6 @@ class Proof(Record):
     fewest_codes: NotNegative | None
     largest_share_cut_off: Share  #: of ordinary numbers, the largest share beyond the grid of one of these
     coarse_tables: list[CoarseTable]  #: RoPE tables of the file that are coarser than the config's
-    #: the largest share by which a number that was rounded differs from the file's; null where codes were not kept with
-    #: rounded scales
-    rounded_by: NotNegative | None
     #: whether it is the one of the extraction, over the same codes, or the same numbers before rounding; false where it
     #: was made for what lies here
     inherited: bool

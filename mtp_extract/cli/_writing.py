@@ -69,8 +69,6 @@ def _say_proof(record: Mapping[str, Any]) -> None:
         return
     by, before = " by the extraction" if proof["inherited"] else "", " before rounding" if is_rounded(record) else ""
     say_proof(f"Proven{by}{before}", proof)
-    if proof["rounded_by"] is not None and not proof["inherited"]:
-        say(f"  rounded scales move no number by more than {proof['rounded_by']:g} of itself")
 
 
 def is_rounded(record: Mapping[str, Any]) -> bool:

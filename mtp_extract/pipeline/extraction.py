@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.weight import Weight, filled
@@ -139,12 +139,10 @@ def require_no_checkpoint(source: object) -> None:
 
 
 def prove_written(drafter: Shard, original: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
-    """Hold what was written against what it was made of, and prove that it computes what the graph computes.
+    """Hold what was written against what it was made of, and prove that this computes what the graph computes.
 
-    What is not rounded is compared as it was read back. Of what is, the values before rounding are: that the file
-    holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
-    the original's; and where their scales are rounded, all that was written is compared as well, and may differ by
-    what such a rounding does and no more.
+    Codes that are kept and numbers that are rounded are compared bit for bit with what they were made of, and so the
+    weights before rounding are held against the graph; what is not rounded is held as it was read back.
 
     Args:
         original: the drafter's own.
@@ -152,40 +150,27 @@ def prove_written(drafter: Shard, original: Checkpoint, prepared: Prepared, writ
         written: the same, read back.
 
     Raises:
-        ProofError, CheckpointError: they part, or what was written is something else.
+        ProofError, CheckpointError: they differ, or what was written is something else.
     """
     holdings = prepared.holdings
     check_codes(written, prepared.checkpoint, holdings)
     if prepared.choice.quantize:
         check_floats(written, prepared.checkpoint, holdings)
         return prove_checkpoint(drafter, replace(original, config=written.config))
-    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
-    before = {role: tensor for role, tensor in original.tensors.items() if role in rounded}
-    exact = replace(written, tensors=MappingProxyType({**written.tensors, **before}))
-    if all(holding.kept != CODES for holding in rounded.values()):
-        return prove_checkpoint(drafter, exact)
-    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
+    before = {role: tensor for role, tensor in original.tensors.items() if holdings[role].rounded_to}
+    return prove_checkpoint(drafter, replace(written, tensors=MappingProxyType({**written.tensors, **before})))
 
 
-def prove_checkpoint(
-    drafter: Shard,
-    checkpoint: Checkpoint,
-    rounded: Checkpoint | None = None,
-    bounds: Mapping[str, float] | None = None,
-) -> Proof:
+def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
     """Prove that ``checkpoint`` computes what the graph of ``drafter`` computes.
-
-    Args:
-        rounded: the same with numbers that differ by the share that ``bounds`` (role → share) says at most.
 
     Raises:
         ProofError: they do not compute the same.
         UnsupportedError: the graph holds an operator that is none of a drafter's.
     """
-    read, stored = _reading(checkpoint), None if rounded is None else _reading(rounded)
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.
     with np.errstate(over="ignore", invalid="ignore"):
-        return prove(drafter.graph, drafter.walk, checkpoint.mtp, read, stored, bounds)
+        return prove(drafter.graph, drafter.walk, checkpoint.mtp, _reading(checkpoint))
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:

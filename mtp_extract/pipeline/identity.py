@@ -348,7 +348,7 @@ def _contradicted(record: Mapping[str, Any], source: Shard, proof: Proof) -> Ite
     made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
     made["counts"]["held"] = record["counts"]["held"]
     if record["proof"] is not None:
-        made["proof"] = {**proof.as_json(), **{key: record["proof"][key] for key in ("rounded_by", "inherited")}}
+        made["proof"] = {**proof.as_json(), "inherited": record["proof"]["inherited"]}
     yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
 
 

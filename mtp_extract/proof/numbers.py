@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -49,47 +49,35 @@ def hold_config(walk: Walk, config: DrafterConfig) -> None:
             raise ProofError(f"{name}: the graph has {one}, the config {other}. Nothing is written.")
 
 
-def hold_tensors(
-    model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read, bounds: Mapping[str, float] | None = None
-) -> float:
+def hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
     """Hold every tensor that is read against the constant that plays its role.
-
-    Args:
-        bounds: role → the share of itself by which a number may differ, where it was rounded.
-
-    Returns:
-        the largest share by which one does.
 
     Raises:
         ProofError: a number is another one, or none that a drafter has.
         CheckpointError: a tensor has another size.
     """
-    roles, moved = {role.role: role for role in walk.roles}, 0.0
+    roles = {role.role: role for role in walk.roles}
     for wanted, shape in shapes_of(config).items():
         role, size = roles.get(wanted.name), math.prod(shape)
         stored = _numbers_of(model, role) if role is not None else iter((np.ones(size, np.float32),))
-        allowed = np.float32(max(_ROUNDING, (bounds or {}).get(wanted.name, 0.0)))
         offset = np.float32(abs(role.offset) if role is not None else 0.0)
         # Of integers the scales were held when they were read.
         integers = role is not None and role.tensor is not None and role.tensor.type not in FLOAT_TYPES
         at = 0
         for one, other in _side_by_side(wanted.name, stored, read(wanted.name)):
             at += one.size
-            if not bounds and (integers or float(np.abs(one).max()) < LARGEST) and np.array_equal(one, other):
+            if (integers or float(np.abs(one).max()) < LARGEST) and np.array_equal(one, other):
                 continue
             apart, sizes = np.abs(one - other), np.abs(one) + offset
-            wrong = ~((apart <= allowed * sizes) & (sizes < LARGEST))
+            wrong = ~((apart <= np.float32(_ROUNDING) * sizes) & (sizes < LARGEST))
             if wrong.any():
                 first = int(wrong.argmax())
                 raise ProofError(
                     f"{wanted.name}: the graph and the checkpoint part here: number {at - one.size + first} is "
                     f"{one[first]:.6g} in the graph and {other[first]:.6g} in the checkpoint. Nothing is written."
                 )
-            if bounds:
-                moved = max(moved, float(np.divide(apart, sizes, where=sizes > 0, out=np.zeros_like(apart)).max()))
         if at != size:
             raise CheckpointError(f"{wanted.name}: expected {size} numbers, found {at}.")
-    return moved
 
 
 def _numbers_of(model: TfliteModel, role: FoundRole) -> Iterator[Floats]:

@@ -59,7 +59,6 @@ class Proof:
     layouts: Mapping[str, tuple[int, int, int]]
     activations: CoarseActivations
     coarse: tuple[CoarseTable, ...] = ()
-    rounded: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json``."""
@@ -77,7 +76,6 @@ class Proof:
                 {"layer": table.layer, "held_in": table.kind, "differs_by": float(f"{table.moved:.2g}")}
                 for table in self.coarse
             ],
-            "rounded_by": None if self.rounded is None else float(f"{self.rounded:.2g}"),
         }
 
 
@@ -87,8 +85,6 @@ def prove(
     walk: Walk,
     config: DrafterConfig,
     read: Read,
-    rounded: Read | None = None,
-    bounds: Mapping[str, float] | None = None,
 ) -> Proof:
     """Hold the checkpoint of ``config`` and ``read`` against ``graph``.
 
@@ -97,7 +93,6 @@ def prove(
         walk: what was read in them.
         config: as written.
         read: role → the tensor as written (before it is rounded to the stored type), in flat chunks of float32.
-        rounded: role → the same as it is stored, where its numbers may differ by the share that ``bounds`` has.
 
     Raises:
         ProofError: they part; the message names the first role at which they do.
@@ -111,9 +106,8 @@ def prove(
     coarse = hold_rotations(graph, walk, config)
     activations = hold_grids(graph, walk)
     hold_tensors(graph.model, walk, config, read)
-    moved = None if rounded is None else hold_tensors(graph.model, walk, config, rounded, bounds)
     positions = walk.reading.inside.positions
-    return Proof(positions.slots, len(positions.rotating), rows, alike, largest, layouts, activations, coarse, moved)
+    return Proof(positions.slots, len(positions.rotating), rows, alike, largest, layouts, activations, coarse)
 
 
 def _check_names(walk: Walk) -> None:
