@@ -197,7 +197,7 @@ _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
 
 
 def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
-    """``tensor`` after ``steps``, as a record's ``rounded_before`` names them.
+    """``tensor`` after ``steps``: names of rules, of short types, and of these for the scales of codes.
 
     Raises:
         CheckpointError: one of them is none that this package takes, or nothing that ``tensor`` admits of.
@@ -219,7 +219,8 @@ def _with_rounded_steps(tensor: Weight, step: str) -> Weight:
         kind, codes = _STEP_TYPES[step], row_codes(tensor)
     except (KeyError, NoCodesError) as error:
         raise CheckpointError(
-            f"The record says that {escape(step)} was done to it, which cannot be done again."
+            f"{escape(step)} cannot be done again: it is no step of this release, or the weight has no codes with "
+            "scales by row."
         ) from error
     assert codes.scheme is not None
     steps = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))

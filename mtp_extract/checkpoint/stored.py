@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,6 @@ from mtp_extract.io.regular import open_regular
 from mtp_extract.litertlm.storage import Floats
 
 Bytes = npt.NDArray[np.uint8]
-
-# Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
-_READ = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -155,20 +152,3 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
     return found
-
-
-def pieces(path: Path, fd: int, offset: int, length: int) -> Iterator[bytes]:
-    """``length`` bytes from ``offset``, a little at a time.
-
-    Raises:
-        CheckpointError: the file ends before that, or cannot be read.
-    """
-    while length:
-        try:
-            piece = os.pread(fd, min(_READ, length), offset)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-        if not piece:
-            raise CheckpointError(f"{path}: the file shrank while it was being read.")
-        yield piece
-        offset, length = offset + len(piece), length - len(piece)

@@ -8,7 +8,7 @@ the bytes depend on the input alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_128
 
 from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
-from mtp_extract.checkpoint.stored import StoredTensor, pieces
+from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.laid import Laid, Piece, made, write_laid
 from mtp_extract.io.output import output_error, read_back_error
@@ -69,15 +68,8 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
     return container_of(path).read_metadata(path)
 
 
-def write_tensors(
-    folder: Path,
-    file: OutputFile,
-    advance: Advance = lambda _: None,
-    beside: Iterable[Callable[[], object]] = (),
-) -> dict[str, str]:
+def write_tensors(folder: Path, file: OutputFile, advance: Advance = lambda _: None) -> dict[str, str]:
     """Write ``file`` into ``folder``, read it back, and return the XXH3-128 (32 hex digits) of each tensor's data.
-
-    ``beside`` are further jobs for the same threads.
 
     Raises:
         OutputError: the file cannot be written, or reads back differently.
@@ -90,7 +82,7 @@ def write_tensors(
     except OSError as error:
         raise output_error(path, error) from error
     laid = Laid(layout.size, (made(0, layout.header), *pieces))
-    sums = write_laid(path, laid, advance, beside=beside, threads=workers())
+    sums = write_laid(path, laid, advance, threads=workers())
     if list(container.witnessed(path).items()) != [(t.name, (t.dtype, t.shape)) for t in tensors]:
         raise read_back_error(path)
     return dict(zip((tensor.name for tensor in tensors), sums, strict=True))
@@ -99,36 +91,6 @@ def write_tensors(
 def _bytes(tensor: PlannedTensor) -> Iterator[memoryview]:
     for chunk in tensor.produce():
         yield np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
-
-
-def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
-    digest = xxh3_128()
-    for piece in pieces(path, fd, offset, length):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def header_sum(path: Path, stored: Mapping[str, StoredTensor]) -> str:
-    """XXH3-128 (32 hex digits) of what the file says before its data: in some containers, the configuration too."""
-    with open_regular(path) as file:
-        return _sum_of_range(path, file.fileno(), 0, min((t.offset for t in stored.values()), default=0))
-
-
-def described(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """What a record says of the file at ``path``, read from the file: its size, and the sums of header and tensors."""
-    return {"size": path.stat().st_size, "header": header_sum(path, stored), "tensors": sums_of(path, stored)}
-
-
-def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """XXH3-128 (32 hex digits) of every tensor's data, read from the file."""
-    sums: dict[str, str] = {}
-    with open_regular(path) as file, ThreadPoolExecutor(workers()) as pool:
-
-        def add(name: str, tensor: StoredTensor) -> None:
-            sums[name] = _sum_of_range(path, file.fileno(), tensor.offset, tensor.length)
-
-        run_all(pool, [partial(add, name, tensor) for name, tensor in stored.items()])
-    return {name: sums[name] for name in stored}
 
 
 def differing(path: Path, stored: Mapping[str, StoredTensor], planned: Sequence[PlannedTensor]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -99,18 +99,10 @@ def _part(piece: Piece, start: int, count: int) -> bytes:
     return bytes(count) if piece.data is None else piece.data[start : start + count]
 
 
-def write_laid(
-    path: Path,
-    laid: Laid,
-    advance: Advance = lambda _: None,
-    *,
-    beside: Iterable[Callable[[], object]] = (),
-    threads: int | None = None,
-) -> list[str]:
+def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None, *, threads: int | None = None) -> list[str]:
     """Write the new file ``path``, read it back and compare.
 
     Args:
-        beside: further jobs for the same threads.
         threads: to make pieces with; by default one for each core.
 
     Returns:
@@ -130,7 +122,7 @@ def write_laid(
             for piece in given.pieces:
                 _copy(fd, piece, advance)
             jobs: list[Job[str]] = [(_make(fd, piece, advance), piece.length, piece.beside) for piece in own]
-            sums = on_all_cores([*jobs, *((_alone(job), 0, None) for job in beside)], threads)[: len(own)]
+            sums = on_all_cores(jobs, threads)
         finally:
             os.close(fd)
         with LocalSource(path) as back, ThreadPoolExecutor(threads or cores()) as pool:
@@ -200,12 +192,6 @@ def _make(fd: int, piece: Piece, advance: Advance) -> Turns[str]:
     if at != piece.end:
         raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
     return digest.hexdigest()
-
-
-def _alone(job: Callable[[], object]) -> Turns[str]:
-    job()
-    yield
-    return ""
 
 
 def _reads_back(written: Source, piece: Piece, expected: str) -> bool:
