@@ -2,8 +2,7 @@
 
     python scripts/records.py
 
-and the tables of ``docs/mistakes.md`` from the mistakes that are tested. Tables stand between two marks with their
-name; what is around them is written by hand.
+Tables stand between two marks with their name; what is around them is written by hand.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from mtp_extract.validate.report import fields
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-MISTAKES = ROOT / "tests" / "cli" / "mistakes.json"
 RECORDS: dict[str, tuple[type[Record], ...]] = {
     "extraction": (
         record_fields.Extraction,
@@ -48,15 +45,14 @@ def made() -> dict[Path, str]:
         KeyError: a field has no comment.
         ValueError: the document lacks a mark.
     """
-    document, listed = DOCS / "records.md", DOCS / "mistakes.md"
+    document = DOCS / "records.md"
     text = document.read_text(encoding="utf-8")
     files = {}
     for name, kinds in RECORDS.items():
         objects = _objects(kinds)
         files[DOCS / f"{name}.schema.json"] = _schema(name, objects)
         text = _between(text, name, _tables(objects))
-    mistakes = _between(listed.read_text(encoding="utf-8"), "mistakes", _mistakes())
-    return {**files, document: text, listed: mistakes}
+    return {**files, document: text}
 
 
 def _between(text: str, name: str, tables: str) -> str:
@@ -66,19 +62,6 @@ def _between(text: str, name: str, tables: str) -> str:
     if not end:
         raise ValueError(f"expected marks around the tables of {name}, found none.")
     return f"{before}{begin}\n{tables}\n{end}{after}"
-
-
-def _mistakes() -> str:
-    """A table for each place where mistakes happen."""
-    parts = []
-    for where, mistakes in json.loads(MISTAKES.read_text(encoding="utf-8")).items():
-        rows = "".join(f"| {one['what']} | `{one['line']}` | {_cell(one['says'])} |\n" for one in mistakes)
-        parts.append(f"## {where}\n\n| mistake | command | what it says |\n| --- | --- | --- |\n{rows}")
-    return "\n".join(parts)
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"([|<>*_`\[\]])", r"\\\1", text)
 
 
 def _objects(kinds: tuple[type[Record], ...]) -> dict[str, dict[str, Any]]:

@@ -100,9 +100,7 @@ def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:
     assert not [path for path, text in paths.items() if "__import__" in text]
 
 
-# Names in the list of mistakes are those of a folder that its test makes.
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
-PAGES = [name for name in PAGES if name != "docs/mistakes.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -28,7 +28,7 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-BY_OTHER_TESTS = {"records.md", "mistakes.md"}
+BY_OTHER_TESTS = {"records.md"}
 """Pages that are made, and held, by scripts and tests of their own."""
 RUN = [
     README,

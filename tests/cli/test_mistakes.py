@@ -1,7 +1,4 @@
-"""Every mistake of ``mistakes.json``: one line that says what is wrong and what to do, a status, and nothing is left.
-
-``scripts/records.py`` makes ``docs/mistakes.md`` of the same file.
-"""
+"""Every mistake of ``mistakes.json``: one line that says what is wrong and what to do, a status, and nothing left."""
 
 from __future__ import annotations
 
