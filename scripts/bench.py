@@ -1,4 +1,4 @@
-"""Measure whole commands, side by side in one run, and print the table that stands in docs/performance.md.
+"""Measure whole commands, side by side in one run, and print a table.
 
     python scripts/bench.py [FILE.litertlm]
 

@@ -1,4 +1,4 @@
-"""Measure what the costly parts of the commands cost at the sizes of a real model, for docs/performance.md.
+"""Measure what the costly parts of the commands cost at the sizes of a real model.
 
     python scripts/costs.py [NAME …]
 

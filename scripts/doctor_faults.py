@@ -1,4 +1,4 @@
-"""What mtp-doctor says of engines with planted faults, and of sound ones: the tables of docs/doctor.md.
+"""What mtp-doctor says of engines with planted faults, and of sound ones: the tables of docs/measure.md.
 
     PYTHONPATH=tests python scripts/doctor_faults.py [SOUND RUNS [DIR BASE PROMPTS]]
 

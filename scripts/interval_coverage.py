@@ -1,4 +1,4 @@
-"""How often the intervals of ``mtp_extract/speculate/intervals.py`` hold the truth: the tables of docs/statistics.md.
+"""How often the intervals of ``mtp_extract/speculate/intervals.py`` hold the truth.
 
     python scripts/interval_coverage.py [REPEATS]
 

@@ -3,7 +3,7 @@
 Positions of a text go together, texts are independent: each text is one cluster of draws. With few texts, or where
 nearly all drafts stand, what was seen says too little of texts that were not, and the ordinary intervals hold the truth
 far less often than they claim. These hold it in 93 % of measurements or more, from five texts on, as
-``docs/statistics.md`` shows; with fewer there is no interval.
+``docs/figures.md`` shows; with fewer there is no interval.
 
 *Events* are texts in which the rarer of two outcomes is seen, each weighted by how much: Kish's effective number
 (Σf)² / Σf² of the counts f. Where there are few, the correlation within texts cannot be told from them, so it is drawn

@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say, by the simulation that docs/statistics.md shows."""
+"""Intervals hold the truth as often as they say, by the simulation of ``scripts/interval_coverage.py``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from mtp_extract.speculate.intervals import (
 )
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note, undecided
 
-STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
+FIGURES = Path(__file__).parents[2] / "docs" / "figures.md"
 
 
 def test_examples() -> None:
@@ -97,10 +97,10 @@ def test_where_nothing_is_missed_as_much_is_left_open_as_texts_leave() -> None:
         assert found == share_interval([9] * texts, [9] * texts)
         missed = share_interval([0] * texts, [9] * texts)
         assert missed == pytest.approx((0, 1 - found.low))
-    # As docs/statistics.md says of twenty.
+    # As docs/figures.md says of twenty.
     twenty = share_interval([9] * 20, [9] * 20)
     assert twenty is not None
-    assert f"reaches down to {100 * twenty.low:.0f} %" in STATISTICS.read_text(encoding="utf-8")
+    assert f"reaches down to {100 * twenty.low:.0f} %" in FIGURES.read_text(encoding="utf-8")
     alike = difference_interval([0] * 20, [0] * 20, [500] * 20)
     assert alike is not None
     assert alike.low == -alike.high < -0.1
