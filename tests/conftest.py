@@ -29,8 +29,6 @@ NEED_TORCH = (
     "cli/test_eagle3.py",
     "scripts/test_in_engines.py",
     "scripts/test_sample_corpus.py",
-    "scripts/test_tune_memory.py",
-    "scripts/test_tuning.py",
 )
 
 SLOW = ("adversary", "hostile")

@@ -1,7 +1,7 @@
 """How much memory a run takes, phase by phase, said before anything is loaded.
 
 Of configs and of the headers of the base's weights alone. What the libraries take by themselves is not counted: it is
-taken already when the estimate is made. ``scripts/tune_memory.py`` holds it against what a run takes.
+taken already when the estimate is made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mtp_extract.tune.text import BRANCHES
 
 _F32 = 4
 _A_LOGIT = {"mixed": 20, "ce": 8, "kl": 20, "tv": 16}
-"""Bytes that the loss takes for each logit of a piece; measured (``scripts/bench_loss.py``)."""
+"""Bytes that the loss takes for each logit of a piece; measured."""
 _SCORED = 24  # bytes for each logit of a piece that is measured: two distributions, and their products
 _DRAWN = 20  # bytes for each logit of a round of generation
 _CHARACTERS = 3  # of a prompt, a token

@@ -1,4 +1,4 @@
-"""Intervals over texts, and what they say where little was seen. How often they hold: scripts/interval_coverage.py."""
+"""Intervals over texts, and what they say where little was seen. How often they hold: test_coverage.py."""
 
 from __future__ import annotations
 

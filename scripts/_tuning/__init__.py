@@ -1,1 +1,0 @@
-"""What ``tuning.py`` tunes on: prompts, and a base that moved."""
