@@ -111,8 +111,8 @@ def build_drafter(
     """
     shapes = shapes_of(config)
     reading.check_tensors(
-        {role.names["transformers"]: (role.path, shape) for role, shape in shapes.items()},
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        {role.names["transformers"]: reading.Expected(role.path, shape) for role, shape in shapes.items()},
+        tensors,
         more=("lm_head.weight",),
     )
     tied, embedding = tensors.get("lm_head.weight"), tensors["model.embed_tokens.weight"]

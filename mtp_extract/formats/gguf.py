@@ -119,8 +119,8 @@ class GgufFormat:
         header, config = _config(path)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         reading.check_tensors(
-            {names[role]: (role.path, shape) for role, shape in shapes_of(config).items()},
-            {name: tensor.shape for name, tensor in header.tensors.items()},
+            {names[role]: reading.Expected(role.path, shape) for role, shape in shapes_of(config).items()},
+            header.tensors,
             more=(_ROPE,),
         )
         tensors = {role.name: _stored(path, header.tensors[name], name) for role, name in names.items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -103,14 +104,12 @@ def read_shards(directory: Path, name: str) -> Stored:
     Raises:
         CheckpointError: as :func:`read_tensors`, or the index contradicts its files.
     """
-    index = index_of(directory, name)
-    if index is None:
-        return read_tensors(directory / name)
     found = find_tensors(directory, name)
-    for path in dict.fromkeys(path for path, _ in found.values()):
-        read_tensors(path)
-    places = {tensor: path.name for tensor, (path, _) in found.items()}
-    require_keys(index, read_object(index), {"weight_map": places}, {"metadata": anything})
+    for path in {path for path, _ in found.values()}:
+        require_keys(path, read_metadata(path), {}, HEADER)
+    if index := index_of(directory, name):
+        places = {tensor: path.name for tensor, (path, _) in found.items()}
+        require_keys(index, read_object(index), {"weight_map": places}, {"metadata": anything})
     return found
 
 
@@ -135,24 +134,19 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
     index = index_of(directory, name)
     if index is None:
         return _tensors(directory / name, advice)
+    found: dict[str, tuple[Path, StoredTensor]] = {}
     with naming(index):
         places = fields(read_object(index), _Index).weight_map
-        files = dict.fromkeys(places.values())
-        if wrong := [file for file in files if Path(file).name != file]:
-            raise CheckpointError(f"expected files beside it, found {escape(wrong[0])}; check the index")
-        found: dict[str, tuple[Path, StoredTensor]] = {}
-        for file in files:
-            stored = _tensors(directory / file, advice)
-            if listed_only:
-                stored = {tensor: place for tensor, place in stored.items() if places.get(tensor) == file}
-            if twice := sorted(stored.keys() & found.keys()):
-                raise CheckpointError(f"expected {escape(twice[0])} in one of its files, found it in two")
-            found |= stored
-        there = {tensor: path.name for tensor, (path, _) in found.items()}
-        if odd := [tensor for tensor in {**places, **there} if places.get(tensor) != there.get(tensor)]:
-            raise CheckpointError(
-                f"expected {escape(odd[0])} where the index says it is, found it elsewhere or nowhere"
-            )
+        for file in dict.fromkeys(places.values()):
+            if Path(file).name != file:
+                raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
+            for tensor, stored in _tensors(directory / file, advice).items():
+                if places.get(tensor) == file:
+                    found[tensor] = stored
+                elif not listed_only:
+                    raise CheckpointError(f"expected {escape(tensor)} where the index says it is, found it elsewhere")
+        if missing := sorted(places.keys() - found.keys()):
+            raise CheckpointError(f"expected {escape(missing[0])} where the index says it is, found it nowhere")
     return found
 
 
@@ -178,32 +172,48 @@ def weights_of(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected or of another shape.
     """
-    expected = {names[role]: (role.path, shape) for role, shape in shapes.items()}
-    check_tensors(expected, {name: tensor.shape for name, (_, tensor) in stored.items()}, more)
+    expected = {names[role]: Expected(role.path, shape) for role, shape in shapes.items()}
+    check_tensors(expected, {name: tensor for name, (_, tensor) in stored.items()}, more)
     return {role.name: stored_weight(*stored[names[role]], names[role]) for role in shapes}
 
 
-def check_tensors(
-    expected: Mapping[str, tuple[str, tuple[int, ...]]], found: Mapping[str, tuple[int, ...]], more: Iterable[str] = ()
-) -> None:
+@dataclass(frozen=True)
+class Expected:
+    """A tensor that a config asks for."""
+
+    path: str  # of the module that wants it
+    shape: tuple[int, ...]
+    dtype: str = ""  # its only type; empty where several will do
+
+
+class _Tensor(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+
+def check_tensors(expected: Mapping[str, Expected], found: Mapping[str, _Tensor], more: Iterable[str] = ()) -> None:
     """Hold the tensors of a file against what its config asks for.
 
     Args:
-        expected: tensor name → path of the module that wants it, and its shape.
-        found: tensor name → shape in the file.
         more: names that may be there as well.
 
     Raises:
-        CheckpointError: names every tensor that is missing, unexpected or of another shape.
+        CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
     problems = []
-    for name, (path, shape) in expected.items():
-        if name not in found:
-            problems.append(f"{escape(name)}: expected a tensor for {path}, found none")
-        elif found[name] != shape:
-            problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(found[name])}")
+    for name, wanted in expected.items():
+        tensor = found.get(name)
+        if tensor is None:
+            problems.append(f"{escape(name)}: expected a tensor for {wanted.path}, found none")
+        elif tensor.shape != wanted.shape:
+            problems.append(f"{escape(name)}: expected shape {list(wanted.shape)}, found {list(tensor.shape)}")
+        elif wanted.dtype not in ("", tensor.dtype):
+            problems.append(f"{escape(name)}: expected {wanted.dtype}, found {escape(tensor.dtype)}")
     problems += [
-        f"{escape(name)}: expected no such tensor, found {list(found[name])}"
+        f"{escape(name)}: expected no such tensor, found {list(found[name].shape)}"
         for name in found.keys() - expected.keys() - set(more)
     ]
     if problems:

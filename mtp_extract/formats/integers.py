@@ -1,0 +1,176 @@
+"""The formats that pack a matrix's codes: the tensors that hold it, and what the configuration says of it.
+
+compressed-tensors (``pack-quantized``) is what vLLM, SGLang and transformers load; a row or a group of a row has a
+scale. MLX's affine quantization is what mlx-vlm loads: ``stored · scale + bias``, the bias being half the range of the
+codes below 0. ``gemma`` is transformers' own (``quant_method: gemma``): a scale a row, and static scales of what goes
+into a matrix and comes out.
+
+Where the head is packed it is a module of its own, but in MLX, and the embedding is not stored: a drafter never reads
+it, and engines share the base's. Packed, the head is an eighth of what it is in floats, and reading it is most of what
+a draft costs. SGLang has no packed head and would leave it as it was made, without a word: for it the head stays in
+floats, tied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mtp_extract.checkpoint.keys import anything, is_number, is_text, off, some
+from mtp_extract.checkpoint.packing import row_bytes
+from mtp_extract.checkpoint.planned import DTYPE_SIZES
+from mtp_extract.formats.packed import EMBEDDING, HEAD, Packed, PackedFormat, Part
+
+GROUPS = (128, 64, 32)
+"""Neighbouring elements of a row that may share a scale, in the kernels of engines."""
+
+
+def _codes(suffix: str, dtype: str, packed: Packed) -> Part:
+    """Codes in elements of ``dtype``, a row beginning with one."""
+    size = DTYPE_SIZES[dtype]
+    return Part(suffix, dtype, (packed.shape[0], row_bytes(packed.shape[1], packed.bits, size) // size))
+
+
+def _scales(suffix: str, packed: Packed, times: int = 1) -> Part:
+    """The scales times a power of two."""
+    shape = packed.shape[0], packed.shape[1] // packed.group
+    return Part(suffix, "F32", shape, lambda scales: scales * np.float32(times))
+
+
+def _mlx_parts(packed: Packed) -> tuple[Part, ...]:
+    lowest = -(1 << packed.bits - 1)
+    return _codes(".weight", "U32", packed), _scales(".scales", packed), _scales(".biases", packed, lowest)
+
+
+def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+    entries = {module: {"group_size": how.group, "bits": how.bits, "mode": "affine"} for module, how in packed.items()}
+    # What counts for modules without an entry of their own, of which there are none.
+    return {**next(iter(entries.values())), **entries}
+
+
+MLX = PackedFormat(
+    name="mlx",
+    key="quantization",
+    parts=_mlx_parts,
+    document=_mlx_document,
+    groups=GROUPS,
+    rows=False,
+    unfit="its steps are shared by {block} elements, where MLX has groups of 32, 64 or 128; the compressed-tensors "
+    "format keeps whole rows of any length",
+    unties=False,
+    header="mlx",
+    tolerated=MappingProxyType({"mode": some(None), "*.mode": some(None)}),  # affine where nothing is said
+)
+
+
+def _compressed_parts(packed: Packed) -> tuple[Part, ...]:
+    shape = Part(".weight_shape", "I64", (2,), lambda scales: np.array(packed.shape, np.int64))
+    return _codes(".weight_packed", "I32", packed), _scales(".weight_scale", packed), shape
+
+
+def _compressed_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+    groups: dict[tuple[int, int | None], list[str]] = {}
+    for module, how in packed.items():
+        size = None if how.group == how.shape[1] else how.group
+        fused = packed.get(module.replace(_GATE, _UP)) == how
+        groups.setdefault((how.bits, size), []).append(_target(module, fused=fused))
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{index}": {
+                "targets": targets,
+                "weights": {
+                    "num_bits": bits,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "channel" if size is None else "group",
+                    "group_size": size,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+            for index, ((bits, size), targets) in enumerate(groups.items())
+        },
+        "ignore": [],
+    }
+
+
+_QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
+
+
+def _target(module: str, fused: bool) -> str:
+    """What finds ``module`` whatever stands before it, as in vLLM, where it is below ``draft_model``; by the names too
+    under which engines fuse it with others: vLLM and SGLang gate and up, if ``fused``; SGLang query, key and value.
+    """
+    name = module.removeprefix("model.").replace(_QUERY, "self_attn.(q|k|v|qkv)_proj")
+    if fused:
+        name = name.replace(_GATE, "mlp.(gate|gate_up)_proj")
+    escaped = name.replace(".", r"\.")
+    return f"re:.*{escaped}$"
+
+
+def _compressed(name: str, floats_head_for: str = "") -> PackedFormat:
+    return PackedFormat(
+        name=name,
+        key="quantization_config",
+        parts=_compressed_parts,
+        document=_compressed_document,
+        groups=GROUPS,
+        rows=True,
+        unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
+        floats_head_for=floats_head_for,
+        tolerated=MappingProxyType(
+            {
+                # What would change the numbers that an engine computes.
+                **dict.fromkeys(("kv_cache_scheme", "sparsity_config", "transform_config"), off),
+                "config_groups.*.format": some("pack-quantized"),
+                "config_groups.*.*_activations": off,
+                "config_groups.*.weights.observer*": anything,
+                "version": is_text,
+                "global_compression_ratio": is_number,
+            }
+        ),
+    )
+
+
+COMPRESSED_TENSORS = _compressed("compressed-tensors")
+SGLANG = _compressed("compressed-tensors-sglang", floats_head_for="SGLang")
+
+
+def _gemma_parts(packed: Packed) -> tuple[Part, ...]:
+    return _codes(".weight", "I8" if packed.bits == 8 else "U8", packed), _scales(".weight_scale", packed)
+
+
+def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+    bits = {module: how.bits for module, how in packed.items()}
+    if HEAD in packed:
+        bits[EMBEDDING] = 2  # it is missing, and transformers makes the smallest there is
+    return {
+        "quant_method": "gemma",
+        "num_bits": next(iter(packed.values())).bits,
+        "quantize_embeddings": HEAD in packed,
+        "module_quant_configs": {f"^{re.escape(module)}$": {"num_bits": n} for module, n in bits.items()},
+        # Always written: without it the head is not taken for a packed one. One tied to an embedding of floats is one
+        # in name too.
+        "modules_to_not_convert": [*floats, *([HEAD] if EMBEDDING in floats else [])],
+    }
+
+
+GEMMA = PackedFormat(
+    name="gemma",
+    key="quantization_config",
+    parts=_gemma_parts,
+    document=_gemma_document,
+    groups=(),
+    rows=True,
+    unfit="its blocks of {block} have scales of their own, where this format has one a row; the compressed-tensors "
+    "format keeps blocks of 32, 64 and 128",
+    static=(".input_activation_scale", ".output_activation_scale"),
+)
