@@ -132,7 +132,6 @@ def insert(
     out: PathLike | None = None,
     *,
     dry_run: bool = False,
-    types: Mapping[str, str] | None = None,
     graph_from: PathLike | None = None,
     base: str | None = None,
     prompts: PathLike | None = None,
@@ -150,8 +149,6 @@ def insert(
         bundle: where they go; it stays as it is.
         out: the new bundle.
         dry_run: write nothing and return what would be done; ``out`` is then None.
-        types: role → "int8", "int4", "int2" or "float32", for matrices that are to be stored otherwise; a role may have
-            wildcards.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
         base, prompts, chat_template: for a graph with static activations, the base beside which their scales are
             measured anew, and what it continues for that.
@@ -176,7 +173,7 @@ def insert(
             )
         ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say)
     with planned_insertion(
-        source, bundle, types=types, ranges=ranges, graph_from=graph_from, section=section, signature=signature
+        source, bundle, ranges=ranges, graph_from=graph_from, section=section, signature=signature
     ) as plan:
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from transformers import AutoTokenizer, Gemma4ForConditionalGeneration
 from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.base.places import find_base
 from mtp_extract.bundle import open_bundle
-from mtp_extract.io.laid import write_laid
-from mtp_extract.litertlm.rebuild import NewTensor, rebuilt
+from mtp_extract.io.laid import Laid, made, write_laid
 from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import bundle_with
@@ -70,24 +70,26 @@ def changed(base: Path, out: Path) -> Path:
     return out
 
 
-def in_floats(bundle: Path, base: Path, out: Path) -> Path:
+def in_floats(bundle: Path, out: Path) -> Path:
     """``bundle`` with its base stored in float32."""
-    with open_bundle(bundle) as opened, tempfile.TemporaryDirectory(dir=out.parent) as folder:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from helpers.make_bundle import load, pack, set_buffer
+
+    models: dict[int, Any] = {}
+    with open_bundle(bundle) as opened:
         assert opened.bundle is not None
-        changes: dict[int, dict[tuple[int, int], NewTensor]] = {}
-        models = {}
         for place in (place for places in find_base(opened).places.values() for place in places):
-            tensor = place.found.tensor
-            if tensor is not None and tensor.type in CODE_TYPES:
-                models[place.section.index] = place.model
-                storage = QuantizedTensor.of(place.model, tensor).storage.as_type(TensorType.FLOAT32)
-                change = NewTensor(tensor.subgraph, tensor.index, storage)
-                changes.setdefault(place.section.index, {})[tensor.subgraph, tensor.index] = change
-        sections = {index: rebuilt(models[index], list(own.values())) for index, own in changes.items()}
-        empty = Path(folder) / "empty.litertlm"
-        write_laid(empty, bundle_with(opened.bundle, sections))
-        with planned_base_insertion(base, empty) as plan:
-            plan.write(out)
+            tensor, index = place.found.tensor, place.section.index
+            if tensor is None or tensor.type not in CODE_TYPES:
+                continue
+            region = opened.bundle.region(place.section)
+            model = models.setdefault(index, load(region.read(0, region.size)))
+            held = model.subgraphs[tensor.subgraph].tensors[tensor.index]
+            held.type, held.quantization = TensorType.FLOAT32, None
+            set_buffer(model, held, QuantizedTensor.of(place.model, tensor).dequantize().tobytes())
+        data = {index: pack(model) for index, model in models.items()}
+        sections = {index: Laid(len(packed), (made(0, packed),)) for index, packed in data.items()}
+        write_laid(out, bundle_with(opened.bundle, sections))
     return out
 
 
@@ -132,7 +134,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         tuned = changed(options.base, work / "base")
-        floats = in_floats(options.bundle, options.base, work / "float.litertlm")
+        floats = in_floats(options.bundle, work / "float.litertlm")
         pairs = {
             "float32, as it was": (floats, options.base),
             "float32, changed": (inserted(tuned, floats, work / "float_changed.litertlm"), tuned),

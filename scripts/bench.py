@@ -26,7 +26,7 @@ import numpy as np
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.formats import FORMATS, format_named
-from mtp_extract.litertlm.storage import QuantizedTensor
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,8 +253,8 @@ def dequantizing(source: Path, repeats: int) -> list[tuple[str, str]]:
             np.testing.assert_array_equal(plain_numpy(head, stored), head.dequantize())
 
             def ours() -> None:
-                for _ in head.chunks():
-                    pass
+                for first in range(0, head.tensor.elements, CHUNK_ELEMENTS):
+                    head.floats(first, min(first + CHUNK_ELEMENTS, head.tensor.elements))
 
             times = alternately({"numpy": lambda: plain_numpy(head, stored), "ours": ours}, repeats)
     finally:

@@ -4,8 +4,8 @@
 
 BUNDLE holds a base and its drafter; FLOATS has the drafter's weights before they were quantized, by transformers name.
 What is measured, each with and without speculation: the bundle as it is; its floats put in and requantized; random
-matrices; the floats with every matrix in INT8; the drafter taken out and added again. Needs ``pip install
-litert-lm==0.18.1`` in whatever environment PROGRAM is from.
+matrices; the drafter taken out and added again. Needs ``pip install litert-lm==0.18.1`` in whatever environment PROGRAM
+is from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +65,9 @@ def changed(checkpoint: Path, out: Path, change: Change) -> Path:
     return out
 
 
-def inserted(source: Path, bundle: Path, out: Path, types: Mapping[str, str] | None = None) -> Path:
+def inserted(source: Path, bundle: Path, out: Path) -> Path:
     """``bundle`` with the drafter of ``source``."""
-    with planned_insertion(source, bundle, types=types) as plan:
+    with planned_insertion(source, bundle) as plan:
         plan.write(out)
     return out
 
@@ -123,7 +123,6 @@ def main() -> None:
             "random matrices": inserted(
                 changed(checkpoint, work / "noise", noise), options.bundle, work / "noise.litertlm"
             ),
-            "its floats, every matrix in INT8": inserted(tuned, options.bundle, work / "int8.litertlm", {"*": "int8"}),
             "taken out and added again": inserted(options.bundle, bare, work / "added.litertlm"),
         }
         plain, _ = run(options.litert_lm, bare, options.prompt, False)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,27 +79,21 @@ class Constant:
     def _floats(self, first: int, last: int) -> Floats:
         rows, columns = rows_of(self.shape)
         if self.folded:
-            values = np.full((rows, columns), self.source.dequantize().reshape(-1)[0])
+            values = np.full((rows, columns), self.source.floats()[0])
         elif self.transposed:
-            values = np.ascontiguousarray(self.source.dequantize().reshape(columns, rows).T)
+            values = np.ascontiguousarray(self.source.floats().reshape(columns, rows).T)
         else:
-            stored = _joined(self.source.chunks(*self._stored_rows(first, last)), (last - first) * columns)
+            stored = self.source.floats(first * columns, last * columns)
             return self.unfolded(stored).reshape(last - first, columns)
         return self.unfolded(values[first:last])
 
     def _codes(self, first: int, last: int) -> Integers:
         rows, columns = rows_of(self.shape)
         if self.folded:
-            return np.repeat(self.source.codes().reshape(-1)[:1], rows * columns).reshape(rows, columns)[first:last]
+            return np.full((last - first, columns), self.source.codes()[0])
         if self.transposed:
             return np.ascontiguousarray(self.source.codes().reshape(columns, rows).T[first:last])
-        stored = _joined(self.source.code_chunks(*self._stored_rows(first, last)), (last - first) * columns)
-        return stored.reshape(last - first, columns)
-
-    def _stored_rows(self, first: int, last: int) -> tuple[int, int]:
-        """The source's own rows, which share a scale and may be shorter than these."""
-        columns, shared = rows_of(self.shape)[1], max(self.source.storage.columns, 1)
-        return first * columns // shared, last * columns // shared
+        return self.source.codes(first * columns, last * columns).reshape(last - first, columns)
 
     def _steps(self) -> Steps | None:
         (rows, columns), neighbours = rows_of(self.shape), self.source.storage.columns
@@ -127,16 +119,3 @@ class Constant:
 def constant_of(weight: Weight) -> Constant | None:
     """The constant that ``weight`` is; None where it is none."""
     return weight.source if isinstance(weight.source, Constant) else None
-
-
-def _joined(chunks: Iterator[npt.NDArray[Any]], count: int) -> npt.NDArray[Any]:
-    """Flat ``chunks`` of ``count`` elements together, each a view that the next overwrites; the only one as it is."""
-    first = next(chunks, None)
-    if first is None or first.size == count:
-        return first if first is not None else np.empty(0, np.float32)
-    whole = np.empty(count, first.dtype)
-    whole[: first.size], at = first, first.size
-    for chunk in chunks:
-        whole[at : at + chunk.size] = chunk
-        at += chunk.size
-    return whole

@@ -10,7 +10,7 @@ pass over both answers everything, a few rows in each thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.checkpoint.weight import ROW_STEP as _FIRST
 from mtp_extract.checkpoint.weight import Weight, row_ranges
-from mtp_extract.litertlm.storage import Floats, rechunked
+from mtp_extract.litertlm.storage import Floats
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
 _WORST_LAST = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT)
@@ -267,16 +267,10 @@ def _requantized(stored: Constant, new: Weight) -> tuple[int | None, bool]:
     """How many codes quantizing ``new`` gives otherwise, and whether it gives the stored scales."""
     if stored.transposed or stored.folded:
         return None, False
-    storage, source = stored.source.storage, stored.source
-
-    def chunks() -> Iterator[Floats]:
-        for chunk in new.chunks():
-            yield (chunk.astype(np.float64) * stored.factor).astype(np.float32) if stored.factor != 1 else chunk
-
-    scale, zero_point = storage.measure(chunks())
+    source, wanted = stored.source, new.array()
+    if stored.factor != 1:
+        wanted = (wanted.astype(np.float64) * stored.factor).astype(np.float32)
+    scale, zero_point, codes = source.storage.quantized(wanted)
     alike = np.allclose(scale, source.scale.reshape(-1), rtol=_SCALES_ALIKE, atol=0)
-    pairs = zip(
-        rechunked(storage.encode(chunks(), scale, zero_point), 1), rechunked(source.code_chunks(), 1), strict=True
-    )
-    different = sum(int((codes != held).sum()) for codes, held in pairs)
+    different = int(np.count_nonzero(codes.reshape(-1) != source.codes()))
     return different, bool(alike and (zero_point == source.zero_point.reshape(-1)).all())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from mtp_extract.cli._options import AsJson, SignatureKey
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
-from mtp_extract.errors import either, escape, nearest
+from mtp_extract.errors import escape
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.options import About, ChatTemplate
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from mtp_extract.insert.plan import InsertionPlan
     from mtp_extract.io.source import Progress
 
-_TYPES = ("int8", "int4", "int2", "float32")
-_OF_DRAFTER = ("types", "each", "graph_from", "section", "signature", "base", "prompts")
+_OF_DRAFTER = ("graph_from", "section", "signature", "base", "prompts")
 
 
 def command(
@@ -45,13 +44,6 @@ def command(
         Path | None,
         About("Put a Gemma 4 base, as transformers writes it, into BUNDLE instead.", metavar="CHECKPOINT"),
     ] = None,
-    types: Annotated[
-        str | None, About(f"Store every matrix as {either(_TYPES)}.", metavar="TYPE", choices=_TYPES)
-    ] = None,
-    each: Annotated[
-        Sequence[str],
-        About("Store one so, or all that match: 'layers.*.gate_proj=int8'.", names=("--type",), metavar="ROLE=TYPE"),
-    ] = (),
     graph_from: Annotated[
         str | None,
         About("For a bundle without a drafter: the .litertlm or .tflite whose drafter is added.", metavar="FILE"),
@@ -101,7 +93,6 @@ def command(
     source = checkpoint_here(source, or_bundle=True)
     if base is not None and not Path(source).is_dir():
         raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
-    wanted = {**({"*": types} if types else {}), **dict(map(_role_and_type, each))}
 
     from mtp_extract.insert.drafter import planned_insertion
 
@@ -115,18 +106,9 @@ def command(
         with progress_of("batch", print_json) as show:
             ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say_step, show=show)
     planned = planned_insertion(
-        source, bundle, types=wanted, ranges=ranges, graph_from=graph_from, section=section, signature=signature
+        source, bundle, ranges=ranges, graph_from=graph_from, section=section, signature=signature
     )
     _carry_out(lambda progress: planned, out, overwrite, print_json)
-
-
-def _role_and_type(text: str) -> tuple[str, str]:
-    role, equals, name = text.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{escape(text)!r}: expected ROLE=TYPE, such as lm_head=int8.")
-    if name not in _TYPES:
-        raise typer.BadParameter(f"{escape(name)!r}: expected {either(_TYPES)}.{nearest(name, _TYPES)}")
-    return role, name
 
 
 def _carry_out(
@@ -156,12 +138,11 @@ def _carry_out(
 
 
 def _show_plan(plan: InsertionPlan) -> None:
-    rows = []
-    for role, decisions in plan.decisions.items():
-        for decision in decisions:
-            before, after = decision.before.name, decision.storage.type.name
-            types = before if before == after else f"{before} → {after}"
-            rows.append([role, types, decision.how, f"{decision.error:.2g}"])
+    rows = [
+        [role, decision.storage.type.name, decision.how, f"{decision.error:.2g}"]
+        for role, decisions in plan.decisions.items()
+        for decision in decisions
+    ]
     say("Each weight, what becomes of it, and how far what is stored is from the checkpoint (relative RMS error):")
     table(rows, ["role", "stored", "what", "error"])
     if plan.of_base:

@@ -18,7 +18,7 @@ from mtp_extract.graph.call import DTYPES, LARGEST, Array, Call, computing, grid
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import COPIES, ELEMENTWISE, KERNELS
 from mtp_extract.graph.moving import LAYOUT
-from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, stored_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, widened
 from mtp_extract.litertlm.tflite import Tensor
 
 _AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
@@ -176,7 +176,7 @@ def _constant(graph: FlatGraph, tensor: Tensor) -> Array:
         raise UnsupportedError(f"{tensor.label} is no constant that a drafter computes with.")
     if tensor.type in FLOAT_TYPES:
         # As they are: a masked score may be −∞, and a table that divides holds ∞.
-        return stored_floats(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
+        return widened(graph.model.locate(tensor).read(), tensor.type).reshape(tensor.shape)
     if quantization is not None and (quantization.scale_count or quantization.blockwise):
         return read_floats(graph.model, tensor)
     if kind is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +17,18 @@ from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import stored_of
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.io.threads import Turns, cores, in_turn
 from mtp_extract.litertlm.storage import (
     FLOAT_TYPES,
     LARGEST_SCALE,
     Floats,
-    Integers,
     QuantizedTensor,
     Storage,
     float_bytes,
-    rechunked,
     widened,
 )
-from mtp_extract.litertlm.tflite import TensorType
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 _CHUNK = 1 << 16
@@ -41,7 +38,6 @@ _ERRORS_ALIKE = 1e-6
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
 
-_T = TypeVar("_T")
 Integers64 = npt.NDArray[np.int64]
 
 
@@ -95,8 +91,6 @@ class Decision:
     """The weight of the checkpoint that it is to hold."""
     dtype: str
     """What the checkpoint's floats were rounded to, a name in :data:`~mtp_extract.checkpoint.dtypes.DTYPES`."""
-    before: TensorType
-    """The type it is stored in now."""
     how: str
     """:data:`KEPT` (the checkpoint holds what the file holds), :data:`CODES` (its integers are taken as they are),
     :data:`FLOATS` or :data:`REQUANTIZED`."""
@@ -123,8 +117,11 @@ class Decision:
             same = yield from holds(written, self.new, self.dtype)
         else:
             tolerance = _ERRORS_ALIKE + (_SCALES_ALIKE if self.how == KEPT else 0.0)
-            error = yield from _Squares().add_all(written.chunks(), self.new.chunks())
-            same = abs(error - self.error) <= tolerance
+            sums = _Squares()
+            for rows in row_ranges(written, self.new):
+                sums.add(written.floats(*rows), self.new.floats(*rows))
+                yield
+            same = abs(sums.error - self.error) <= tolerance
         if not same:
             raise OutputError(f"{path}: {self.role} reads back differently. Nothing was kept.")
 
@@ -141,35 +138,30 @@ def beside(weight: Weight) -> object:
     return stored.path, stored.tensor.offset, table % max(1, cores() // 2)
 
 
-def decide(role: str, stored: Constant, new: Weight, dtype: str, wanted: TensorType | None = None) -> Turns[Decision]:
+def decide(role: str, stored: Constant, new: Weight, dtype: str) -> Turns[Decision]:
     """What becomes of ``role``, stored as ``stored``, when it is to hold ``new``.
 
     Args:
         dtype: what the checkpoint's floats were rounded to.
-        wanted: the type it is to be stored in; None for the one it has.
 
     Raises:
         UnsupportedError: values that the type cannot hold.
         CheckpointError: values that are not finite.
     """
-    source = stored.source
-    here = source.storage
-    target = here if wanted in (None, here.type) else here.as_type(wanted)
-    decided = partial(Decision, role, new, dtype, here.type)
-    same = yield from holds(stored.weight, new, dtype)
-    # What was rounded on its way out is taken from where it is exact.
-    exact = stored.weight if same else new
-    if same and target is here:
-        return decided(KEPT, here, 0.0, Content.of(source))
+    target = stored.source.storage
+    decided = partial(Decision, role, new, dtype)
+    if (yield from holds(stored.weight, new, dtype)):
+        return decided(KEPT, target, 0.0, Content.of(stored.source))
+    exact = new
     if target.elements != math.prod(new.shape):
-        target, exact = _unfolded(role, target, exact)
-    weight = _AsStored(role, exact, stored)
-    if target.kind == "none" and target.type in FLOAT_TYPES:
-        return decided(FLOATS, target, *(yield from _floats(weight, target)))
-    taken = yield from _codes(weight, target, dtype)
+        target, exact = _unfolded(role, target, new)
+    weight = _AsStored(role, exact, stored, target)
+    if target.type in FLOAT_TYPES:
+        return decided(FLOATS, target, *(yield from _floats(weight)))
+    taken = yield from _codes(weight, dtype)
     if taken is not None:
         return decided(CODES, target, 0.0, taken)
-    return decided(REQUANTIZED, target, *(yield from _requantized(weight, target)))
+    return decided(REQUANTIZED, target, *(yield from _requantized(weight)))
 
 
 def require_ones(role: str, shape: tuple[int, ...], new: Weight, dtype: str) -> None:
@@ -189,7 +181,7 @@ def holds(stored: Weight, new: Weight, dtype: str) -> Turns[bool]:
     """Whether ``new`` is ``stored``, bit for bit: exactly, after rounding to ``dtype``, or, where both have codes, with
     what was folded into the scales divided out and the scales in F32 or FP16, as formats keep them.
     """
-    if (yield from _same(stored.chunks(), new.chunks(), dtype)):
+    if (yield from _same(stored, new, dtype)):
         return True
     if new.scheme is None:
         return False
@@ -199,33 +191,29 @@ def holds(stored: Weight, new: Weight, dtype: str) -> Turns[bool]:
         # It has no codes, or scales that run across the rows: no format keeps such codes.
         return False
     for tensor in coded:
-        if (yield from _same(tensor.chunks(), new.chunks(), "f32")):
+        if (yield from _same(tensor, new, "f32")):
             return True
     return False
 
 
-def _quiet(chunks: Iterator[_T]) -> Iterator[_T]:
-    """``chunks``, made without warnings of what leaves float32; whoever works in turn is not to set that aside."""
-    while True:
-        with np.errstate(over="ignore", invalid="ignore"):
-            chunk = next(chunks, None)
-        if chunk is None:
-            return
-        yield chunk
-
-
-def _same(stored: Iterable[Floats], new: Iterable[Floats], dtype: str) -> Turns[bool]:
-    rounding = DTYPES[dtype]
-    pairs = zip(rechunked(stored, _CHUNK), rechunked(new, _CHUNK), strict=False)
-    for held, wanted in _quiet(pairs):
+def _same(stored: Weight, new: Weight, dtype: str) -> Turns[bool]:
+    if (stored.rows, stored.columns) != (new.rows, new.columns):
+        return False
+    for rows in row_ranges(stored, new):
         yield
-        if held.size != wanted.size:
-            return False
-        if _equal(held, wanted):
-            continue
-        if not _equal(rounding.widen(rounding.narrow(held, "a weight").tobytes()), wanted):
-            return False
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not _alike(stored.floats(*rows), new.floats(*rows), dtype):
+                return False
     return True
+
+
+def _alike(held: Floats, wanted: Floats, dtype: str) -> bool:
+    """Whether ``held``, as it is or rounded to ``dtype``, is ``wanted``, to the bit."""
+    held, wanted = held.reshape(-1), wanted.reshape(-1)
+    if _equal(held, wanted):
+        return True
+    rounding = DTYPES[dtype]
+    return _equal(rounding.widen(rounding.narrow(held, "a weight").tobytes()), wanted)
 
 
 def _equal(a: Floats, b: Floats) -> bool:
@@ -240,16 +228,10 @@ class _Squares:
 
     def add(self, found: Floats, expected: Floats) -> None:
         # Squares of floats overflow and vanish in F32.
-        exact = expected.astype(np.float64)
-        error = found - exact
+        exact = expected.astype(np.float64).reshape(-1)
+        error = found.reshape(-1) - exact
         self.difference += float(np.dot(error, error))
         self.size += float(np.dot(exact, exact))
-
-    def add_all(self, held: Iterable[Floats], wanted: Iterable[Floats]) -> Turns[float]:
-        for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
-            self.add(found, expected)
-            yield
-        return self.error
 
     @property
     def error(self) -> float:
@@ -271,51 +253,56 @@ def _unfolded(role: str, target: Storage, new: Weight) -> tuple[Storage, Weight]
 
 @dataclass(frozen=True)
 class _AsStored:
-    """A weight as ``constant`` holds it: ``factor · (weight − offset)``, transposed where that is ``[in, out]``."""
+    """A weight as ``constant`` is to hold it: ``factor · (weight − offset)``, transposed where it is ``[in, out]``."""
 
     role: str
     weight: Weight
     constant: Constant
+    target: Storage
 
-    def weights(self) -> Iterator[Floats]:
-        """The numbers of the weight, flat, in stored order."""
-        if self.constant.transposed:
-            return iter([np.ascontiguousarray(self.weight.floats().T).reshape(-1)])
-        return self.weight.chunks()
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Rows of the weight to take together: all, where the stored ones lie, or have their scales, otherwise."""
+        apart = self.target.by_rows and self.weight.columns % self.target.columns == 0
+        if self.constant.transposed or not (apart or self.target.type in FLOAT_TYPES):
+            return iter([(0, self.weight.rows)])
+        return row_ranges(self.weight)
 
-    def codes(self) -> Iterator[Integers]:
-        """The codes of the weight, flat, in stored order."""
-        if self.constant.transposed:
-            return iter([np.ascontiguousarray(self.weight.codes().T).reshape(-1)])
-        return self.weight.code_chunks()
+    def ordered(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Rows of the weight, flat, in stored order."""
+        return (np.ascontiguousarray(rows.T) if self.constant.transposed else rows).reshape(-1)
 
-    def floats(self) -> Iterator[Floats]:
-        """The numbers that are stored for them.
+    def floats(self, rows: tuple[int, int]) -> Floats:
+        """The numbers that are stored for ``rows`` of the weight, flat, in stored order.
 
         Raises:
             CheckpointError: one is not finite.
         """
         factor, offset = self.constant.factor, self.constant.offset
-        for chunk in self.weights():
-            if not np.isfinite(chunk).all():
-                raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
-            plain = factor == 1.0 and not offset
-            yield chunk if plain else ((chunk.astype(np.float64) - offset) * factor).astype(np.float32)
+        values = self.ordered(self.weight.floats(*rows))
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
+        if factor == 1.0 and not offset:
+            return values
+        with np.errstate(over="ignore"):
+            return ((values.astype(np.float64) - offset) * factor).astype(np.float32)
 
 
-def _floats(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
-    def produce() -> Iterator[bytes]:
-        for chunk in weight.floats():
-            yield float_bytes(np.ascontiguousarray(chunk), target.type, weight.role)
+def _floats(weight: _AsStored) -> Turns[tuple[float, Content]]:
+    type_, sums = weight.target.type, _Squares()
+
+    def stored(rows: tuple[int, int]) -> bytes:
+        return float_bytes(weight.floats(rows), type_, weight.role)
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
-    stored = (widened(chunk, target.type) for chunk in produce())
-    error = yield from _Squares().add_all(map(weight.constant.unfolded, stored), weight.weights())
-    return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
+    for rows in weight.ranges():
+        held = weight.constant.unfolded(widened(stored(rows), type_))
+        sums.add(held, weight.ordered(weight.weight.floats(*rows)))
+        yield
+    return sums.error, Content(np.empty(0, np.float32), np.empty(0, np.int64), lambda: map(stored, weight.ranges()))
 
 
-def _requantized(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
-    tensor = weight.constant.source.tensor
+def _requantized(weight: _AsStored) -> Turns[tuple[float, Content]]:
+    tensor, target, sums = weight.constant.source.tensor, weight.target, _Squares()
     if not target.symmetric and tensor.quantization is not None:
         held = tensor.quantization.zero_point_count
         if held != target.groups:
@@ -323,63 +310,61 @@ def _requantized(weight: _AsStored, target: Storage) -> Turns[tuple[float, Conte
                 f"{weight.role}: {tensor.label} has {target.groups} scales and {held} zero points, so new ones have no "
                 "place. Give its codes with the checkpoint."
             )
-    sums = _Squares()
-    if target.by_rows:
-        scale, zero_point = yield from _in_one_pass(weight, target, sums)
-    else:
-        scale, zero_point = target.measure(weight.floats())
-    if scale.size and scale.max() > LARGEST_SCALE:
-        raise CheckpointError(f"{weight.role}: holds values too large for integers and scales. Train it again.")
-
-    def codes() -> Iterator[npt.NDArray[Any]]:
-        return target.encode(weight.floats(), scale, zero_point)
-
-    if not target.by_rows:
-        yield from sums.add_all(target.decode(codes(), scale, zero_point), weight.floats())
-    return sums.error, Content(scale, zero_point, lambda: target.stored_codes(codes()))
-
-
-def _in_one_pass(weight: _AsStored, target: Storage, sums: _Squares) -> Turns[tuple[Floats, Integers64]]:
-    """Scales and zero points of rows that have their own, which need not be known before they are encoded."""
     scales, zeros = [np.empty(0, np.float32)], [np.empty(0, np.int64)]
-    for chunk in _quiet(rechunked(weight.floats(), target.unit)):
+    for rows in weight.ranges():
+        values = weight.floats(rows)
         with np.errstate(over="ignore", invalid="ignore"):
-            scale, zero_point, codes = target.quantized(chunk.reshape(-1, target.columns))
-            if zero_point.any():
-                codes -= zero_point.astype(np.float32)[:, None]
-            codes *= scale[:, None]
-            sums.add(codes.reshape(-1), chunk)
+            scale, zero_point, codes = target.quantized(values)
+            target.scale_codes(codes, scale, zero_point)
+            sums.add(codes, values)
         scales.append(scale)
         zeros += [] if target.symmetric else [zero_point]
         yield
-    # Tables of a base have a row a token each: zero points that are all 0 are not kept.
     scale = np.concatenate(scales)
-    return scale, np.broadcast_to(np.int64(0), scale.shape) if target.symmetric else np.concatenate(zeros)
+    if scale.size and scale.max() > LARGEST_SCALE:
+        raise CheckpointError(f"{weight.role}: holds values too large for integers and scales. Train it again.")
+    # Tables of a base have a row a token each: zero points that are all 0 are not kept.
+    zero_point = np.broadcast_to(np.int64(0), scale.shape) if target.symmetric else np.concatenate(zeros)
+
+    def produce() -> Iterator[bytes]:
+        return (target.stored(target.quantized(weight.floats(rows))[2]) for rows in weight.ranges())
+
+    return sums.error, Content(scale, zero_point, produce)
 
 
-def _codes(weight: _AsStored, target: Storage, dtype: str) -> Turns[Content | None]:
-    """The codes of ``weight``, where it has some that say in ``target`` what its floats say; else None."""
-    packing, steps, constant = target.packing, weight.weight.steps, weight.constant
-    if packing is None or steps is None or constant.offset:
+def _codes(weight: _AsStored, dtype: str) -> Turns[Content | None]:
+    """The codes of ``weight``, where it has some that say, as they are stored, what its floats say; else None."""
+    target, constant, steps = weight.target, weight.constant, weight.weight.steps
+    if target.packing is None or steps is None or constant.offset:
         return None
     size = _by_group(steps.size, steps.block, target, constant.transposed)
     zero_point = _by_group(steps.zero_point, steps.block, target, constant.transposed)
     if size is None or zero_point is None or (target.symmetric and zero_point.any()):
         return None
-    if zero_point.min() < packing.lowest or zero_point.max() > packing.highest:
-        return None
-    if any(chunk.min() < packing.lowest or chunk.max() > packing.highest for chunk in weight.codes() if chunk.size):
+    lowest, highest = target.packing.lowest, target.packing.highest
+    if zero_point.min() < lowest or zero_point.max() > highest:
         return None
     # The same factor is folded in already, where the codes are this file's; another is not.
     factor = 1.0 if steps.factor == constant.factor else constant.factor / steps.factor
     scale = size if factor == 1.0 else (size.astype(np.float64) * factor).astype(np.float32)
     if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
-    # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
-    decoded = map(weight.constant.unfolded, target.decode(weight.codes(), scale, zero_point))
-    if not (yield from _same(decoded, weight.weights(), dtype)):
-        return None
-    return Content(scale, zero_point, lambda: target.stored_codes(weight.codes()))
+    for rows in weight.ranges():
+        codes = weight.ordered(weight.weight.codes(*rows))
+        if codes.min() < lowest or codes.max() > highest:
+            return None
+        # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
+        held = codes.astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            target.scale_codes(held, scale, zero_point, rows[0] * weight.weight.columns)
+            if not _alike(constant.unfolded(held), weight.ordered(weight.weight.floats(*rows)), dtype):
+                return None
+        yield
+
+    def produce() -> Iterator[bytes]:
+        return (target.stored(weight.ordered(weight.weight.codes(*rows))) for rows in weight.ranges())
+
+    return Content(scale, zero_point, produce)
 
 
 def _by_group(by_place: npt.NDArray[Any], block: int, target: Storage, transposed: bool) -> npt.NDArray[Any] | None:

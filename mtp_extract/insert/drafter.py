@@ -1,8 +1,8 @@
 """Insertion, the way back: checkpoint → bundle, in one page.
 
-The bundle's own graph, layout and other sections stay; what changes are the bytes of the drafter's constants, or, where
-a type changes or a shared constant is to differ, the drafter's section. Everything is planned, and checked, before a
-byte is written.
+The bundle's own graph, types, layout and other sections stay; what changes are the bytes of the drafter's constants,
+or, where a shared constant is to differ, the drafter's section. Everything is planned, and checked, before a byte is
+written.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
+from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
@@ -25,10 +24,7 @@ from mtp_extract.errors import (
     NoDrafterError,
     PairError,
     UnsupportedError,
-    either,
     escape,
-    few,
-    nearest,
 )
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.insert.activations import Ranges, recalibrated
@@ -42,20 +38,11 @@ from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.threads import Job, on_all_cores
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
-from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, bundle_with
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.proof.proof import Proof
 from mtp_extract.report.tables import REPORT_FILES
-
-TYPES = {
-    "int8": TensorType.INT8,
-    "int4": TensorType.INT4,
-    "int2": TensorType.INT2,
-    "float32": TensorType.FLOAT32,
-}
-"""What a matrix can be stored in, by name; codes have a scale for each row."""
 
 
 @contextmanager
@@ -63,7 +50,6 @@ def planned_insertion(
     source: str | os.PathLike[str],
     bundle: str | os.PathLike[str],
     *,
-    types: Mapping[str, str] | None = None,
     ranges: Ranges | None = None,
     graph_from: str | os.PathLike[str] | None = None,
     section: int | None = None,
@@ -74,8 +60,6 @@ def planned_insertion(
     Args:
         source: a checkpoint's directory, or a bundle or model whose drafter is taken.
         bundle: where they go; it stays as it is.
-        types: role → a name in :data:`TYPES`, for matrices that are to be stored in another type; a role may have
-            wildcards (``layers.*.gate_proj``).
         ranges: what the drafter's activations reach, for graphs that quantize them statically.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph is added; by default
             ``source``, where that is one.
@@ -111,7 +95,7 @@ def planned_insertion(
                 f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
                 remedies=("graph_from",),
             )
-        yield _plan(checkpoint, opened, drafter, (bundle, source, graph_from), types or {}, ranges, added)
+        yield _plan(checkpoint, opened, drafter, (bundle, source, graph_from), ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -153,7 +137,6 @@ def _plan(
     opened: Opened,
     drafter: Shard,
     inputs: tuple[PathLike | None, ...],
-    types: Mapping[str, str],
     ranges: Ranges | None,
     added: bool,
 ) -> InsertionPlan:
@@ -164,7 +147,7 @@ def _plan(
         notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
     checkpoint = checkpoint.whole()
     window = checkpoint.mtp.sliding_window
-    decisions = _decide(checkpoint, drafter, types)
+    decisions = _decide(checkpoint, drafter)
     layout, moved = _layout(opened, drafter, _sites(drafter, decisions))
     if moved:
         virtual = LaidSource(layout, opened.source.name)
@@ -218,8 +201,8 @@ def _activations(
     return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
 
 
-def _decide(checkpoint: Checkpoint, drafter: Shard, types: Mapping[str, str]) -> dict[str, Decision]:
-    wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
+def _decide(checkpoint: Checkpoint, drafter: Shard) -> dict[str, Decision]:
+    stored = checkpoint_of(drafter).tensors
     jobs: dict[str, Job[Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
         held, new = stored.get(role.name), checkpoint.tensors.get(role.name)
@@ -227,31 +210,11 @@ def _decide(checkpoint: Checkpoint, drafter: Shard, types: Mapping[str, str]) ->
         if new is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
         if constant is not None:
-            deciding = decide(role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
+            deciding = decide(role.name, constant, new, checkpoint.dtype)
             jobs[role.name] = deciding, math.prod(shape), None
         else:
             require_ones(role.name, shape, new, checkpoint.dtype)
     return dict(zip(jobs, on_all_cores(jobs.values()), strict=True))
-
-
-def _wanted(drafter: Shard, types: Mapping[str, str]) -> dict[str, TensorType]:
-    """Role → the type it is to be stored in; later patterns over earlier ones."""
-    matrices = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == MATRIX]
-    found: dict[str, TensorType] = {}
-    for pattern, name in types.items():
-        if name not in TYPES:
-            raise ValueError(f"type {escape(name)!r}: expected {either(TYPES)}.{nearest(name, TYPES)}")
-        matching = [role for role in matrices if fnmatchcase(role, pattern)]
-        if not matching:
-            near = nearest(pattern, matrices)
-            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {few(matrices)}.{near}")
-        found |= dict.fromkeys(matching, TYPES[name])
-    static = {role.role for role in drafter.walk.roles if role.input is not None}
-    if floats := sorted(role for role in static & found.keys() if found[role] is TensorType.FLOAT32):
-        raise UnsupportedError(
-            f"{', '.join(floats)}: the graph's activations are integers there, which are not multiplied with floats."
-        )
-    return found
 
 
 def _layout(opened: Opened, drafter: Shard, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
@@ -263,7 +226,7 @@ def _layout(opened: Opened, drafter: Shard, sites: Sequence[Site]) -> tuple[Laid
         return whole, frozenset()
     if drafter.found_by == "scan":
         raise UnsupportedError(
-            f"{source.name}: its header does not say where the drafter is, so its types and layout cannot change."
+            f"{source.name}: its header does not say where the drafter is, so its layout cannot change."
         )
     section = rebuilt(drafter.model, changes)
     keys = {(change.subgraph, change.tensor) for change in changes}

@@ -1,7 +1,7 @@
 """Where decisions go: which tensors need a place of their own, and every byte that is then written.
 
-First the layout: a role that changes its type, or no longer equals what it shares a constant with, needs a tensor of
-its own. Then the content, in place, over that layout or the file as it is.
+First the layout: a role that no longer equals what it shares a constant with needs a tensor of its own. Then the
+content, in place, over that layout or the file as it is.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from mtp_extract.graph.roles import FoundRole
 from mtp_extract.insert.decision import KEPT, Decision, beside, digest
 from mtp_extract.io.laid import Piece, Span, made
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of
-from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, Storage, float_bytes
+from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 
-_MATRIX_READER = "FULLY_CONNECTED"
 _VECTOR_READER = "MUL"
 
 Key = tuple[int, int]
@@ -86,18 +85,18 @@ def new_tensors(model: TfliteModel, sites: Iterable[Site]) -> list[Change]:
         for place, group in found.items()
     }
     whole = {key: entry for (key, first), entry in stored.items() if first is None}
-    split, retyped, unshared = list[Change](), list[Change](), list[Change]()
+    split, longer, unshared = list[Change](), list[Change](), list[Change]()
     for (_, first), entry in stored.items():
         decision = entry.decisions[0]
         if first is not None:
             _check_part(model, entry, owners)
         elif not entry.agreed:
             split += _split(model, entry)
-        elif not _fits(decision.storage, entry.tensor):
-            retyped.append((NewTensor(*entry.key, decision.storage), _why_retyped(model, entry)))
+        elif decision.storage.shape != entry.tensor.shape:
+            longer.append((NewTensor(*entry.key, decision.storage), _why_longer(model, entry)))
         elif decision.how != KEPT and (why := _why_unshared(model, entry, whole, owners)):
             unshared.append((NewTensor(*entry.key, decision.storage), why))
-    return [*split, *retyped, *unshared]
+    return [*split, *longer, *unshared]
 
 
 def _owners(model: TfliteModel) -> Mapping[Span, list[Key]]:
@@ -149,8 +148,6 @@ def _check_part(model: TfliteModel, entry: _Stored, owners: Mapping[Span, list[K
         return
     if not entry.agreed or any(len(owners[span]) > 1 for span in _spans(model, tensor)):
         why = "its bytes are another tensor's, too"
-    elif storage.type is not tensor.type:
-        why = f"it is {tensor.type_name}, and so they stay"
     elif storage.kind not in ("none", "per_channel"):
         why = "they share scales"
     elif quantization is not None and storage.kind != "none" and quantization.zero_point_count == 1:
@@ -171,34 +168,28 @@ def _split(model: TfliteModel, entry: _Stored) -> Iterator[Change]:
             f"{why}; it is read by {len(readers)} operators for {len(entry.decisions)} roles, so it cannot be split. "
             "Let them be equal."
         )
-    # The first reader keeps the tensor there is, in its new type if it has one.
+    # The first reader keeps the tensor there is, as a vector where it was one number.
     storage = storages.pop()
-    if not _fits(storage, entry.tensor):
+    if storage.shape != entry.tensor.shape:
         yield NewTensor(*entry.key, storage), why
     yield from ((NewTensor(*entry.key, storage, (reader,)), why) for reader in readers[1:])
 
 
-def _fits(storage: Storage, tensor: Tensor) -> bool:
-    """Whether ``tensor`` is of the type and shape that ``storage`` has."""
-    return (storage.type, storage.shape) == (tensor.type, tensor.shape)
-
-
-def _why_retyped(model: TfliteModel, entry: _Stored) -> str:
-    """That a tensor has another type or shape than its role is to have.
+def _why_longer(model: TfliteModel, entry: _Stored) -> str:
+    """That a vector is stored as one number, and is to have several.
 
     Raises:
         UnsupportedError: an operator reads it that would not take it so.
     """
-    tensor, storage = entry.tensor, entry.decisions[0].storage
+    tensor = entry.tensor
     operators = model.subgraphs[tensor.subgraph].operators
-    expected = _MATRIX_READER if storage.type is not tensor.type else _VECTOR_READER
     for operator, position in readers_of(model, *entry.key):
-        if operators[operator].kind != expected or position != 1:
+        if operators[operator].kind != _VECTOR_READER or position != 1:
             raise UnsupportedError(
-                f"{entry.roles}: {tensor.label} is read by {operators[operator].label}; its type can be changed only "
-                f"where a {expected} reads it directly. Keep its type."
+                f"{entry.roles}: {tensor.label} is read by {operators[operator].label}; it can become a vector only "
+                f"where a {_VECTOR_READER} reads it directly. Keep its numbers equal."
             )
-    return f"{entry.roles}: {tensor.label} would have to become {storage.type.name} {list(storage.shape)}"
+    return f"{entry.roles}: {tensor.label} would have to become a vector"
 
 
 def _why_unshared(

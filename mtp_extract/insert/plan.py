@@ -98,7 +98,6 @@ class InsertionPlan:
             role: [
                 {
                     "what": decision.how,
-                    **({} if self.of_base else {"stored_before": decision.before.name}),
                     "stored": decision.storage.type.name,
                     "relative_rms_error": decision.error,
                 }

@@ -1,17 +1,16 @@
-"""A TFLite model with constants of another type or of their own: its section laid out anew.
+"""A TFLite model with constants of their own for some tensors: its section laid out anew.
 
-The old flatbuffer stands behind a :class:`~mtp_extract.litertlm.graft.Graft`; buffers that lay behind it move up, the
-new ones are appended, 16-byte aligned as LiteRT's converter appends them.
+The whole old section stands behind a :class:`~mtp_extract.litertlm.graft.Graft`, and the new constants behind that,
+16-byte aligned as LiteRT's converter appends them. What lay behind the old flatbuffer has moved by the graft's length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_extract.errors import UnsupportedError
 from mtp_extract.io.laid import Laid, Piece, made
 from mtp_extract.io.output import aligned
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
@@ -29,8 +28,6 @@ _BUFFER = "oQQ"
 _QUANTIZATION = "ooooBoi"
 
 _APPENDED_ALIGNMENT = 16
-# So that the flatbuffer has its final size before it is known where what follows will lie.
-_UNKNOWN = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class NewTensor:
 
     Attributes:
         subgraph, tensor: which one.
-        storage: how the constant is to lie.
+        storage: how the constant is to lie; of the type that it has.
         readers: (operator, position of the input) that shall read it; the others keep the old one. None for all: the
             tensor itself changes.
     """
@@ -56,154 +53,82 @@ def rebuilt(model: TfliteModel, changes: Sequence[NewTensor]) -> Laid:
     Raises:
         UnsupportedError: a part of it that would have to be copied is not known.
     """
-    return _Rebuild(model, changes).laid()
+    region, root = model.region, FlatBuffer(model.region).root()
+    # No number of a graft changes its length.
+    shift = len(_front(model, root, changes, [0] * len(changes)))
+    at, places = shift + region.size, list[int]()
+    for change in changes:
+        places.append(aligned(at, _APPENDED_ALIGNMENT))
+        at = places[-1] + change.storage.length
+    front = _front(model, root, changes, places)
+    assert len(front) == shift
+    old = Piece(shift, region.size, source=region.source, offset=region.begin)
+    moved = (made(shift + field, (shift + offset).to_bytes(8, "little")) for field, offset in _appended(root).items())
+    return Laid(at, (made(0, front), old, *moved))
 
 
-@dataclass(frozen=True)
-class _Appended:
-    """Bytes behind the flatbuffer: ``fields`` are places in it that say where they begin."""
+def _appended(root: Table) -> Mapping[int, int]:
+    """Where an offset of bytes behind the flatbuffer stands in it → the offset."""
+    places = [(table.at(1), table.integer(1, "Q")) for table in root.tables(4) if not table.vector(0, 1).count]
+    for graph in root.tables(2):
+        places += [(table.at(9), table.integer(9, "Q")) for table in graph.tables(3)]
+    # 0 and 1 say that there are none.
+    return {field: offset for field, offset in places if offset > 1}
 
-    offset: int
-    length: int
-    fields: tuple[int, ...]
+
+def _front(model: TfliteModel, root: Table, changes: Sequence[NewTensor], places: Sequence[int]) -> bytes:
+    """The graft; ``places`` are where the new constants lie."""
+    graft, what = Graft(), f"{model.region.source.name}: {model.region.what}"
+    new = [
+        graft.table(_BUFFER, {1: place, 2: change.storage.length})
+        for change, place in zip(changes, places, strict=True)
+    ]
+    old = list(root.tables(4))
+    buffers = graft.offsets([*copied_places(old, {}), *new])
+    tables, subgraphs = list(root.tables(2)), dict[int, int]()
+    for index in sorted({change.subgraph for change in changes}):
+        own = [(len(old) + number, change) for number, change in enumerate(changes) if change.subgraph == index]
+        subgraphs[index] = _subgraph(graft, model, tables[index], own, what)
+    listed = graft.offsets(copied_places(tables, subgraphs))
+    return graft.finish(graft.copy(root, _MODEL, {2: listed, 4: buffers}, what), TFLITE_IDENTIFIER)
 
 
-class _Rebuild:
-    def __init__(self, model: TfliteModel, changes: Sequence[NewTensor]) -> None:
-        self.model = model
-        self.changes = changes
-        self.root = FlatBuffer(model.region).root()
-        self.buffers = list(self.root.tables(4))
-        self.subgraphs = list(self.root.tables(2))
+def _subgraph(
+    graft: Graft, model: TfliteModel, table: Table, changes: Sequence[tuple[int, NewTensor]], what: str
+) -> int:
+    """``table`` with ``changes``, each with the buffer of its constant."""
+    tensors, operators = list(table.tables(0)), list(table.tables(3))
+    changed, added = dict[int, int](), list[int]()
+    inputs: dict[int, list[int]] = {}
+    for buffer, change in changes:
+        place = graft.copy(tensors[change.tensor], _TENSOR, dict(_fields(graft, model, change, buffer)), what)
+        if change.readers is None:
+            changed[change.tensor] = place
+            continue
+        for operator, position in change.readers:
+            row = inputs.setdefault(operator, list(operators[operator].integers(1, "i")))
+            row[position] = len(tensors) + len(added)
+        added.append(place)
+    rewired = {}
+    for operator, row in inputs.items():
+        vector = graft.numbers(np.array(row, "<i4"))
+        rewired[operator] = graft.copy(operators[operator], _OPERATOR, {1: vector}, what)
+    fields: dict[int, Field] = {0: graft.offsets([*copied_places(tensors, changed), *added])}
+    if rewired:
+        fields[3] = graft.offsets(copied_places(operators, rewired))
+    return graft.copy(table, _SUBGRAPH, fields, what)
 
-    def laid(self) -> Laid:
-        region, dropped = self.model.region, self._dropped()
-        appended = self._appended(dropped)
-        kept = [a for a in appended if a.fields]
-        # A flatbuffer does not say where it ends; what is appended to it does.
-        end = min((a.offset for a in appended), default=region.size)
-        shift = len(self._front([_UNKNOWN] * len(self.changes)))
-        at = shift + end
-        pieces = [Piece(shift, end, source=region.source, offset=region.begin)]
-        for part in kept:
-            at = aligned(at, _APPENDED_ALIGNMENT)
-            pieces.append(Piece(at, part.length, source=region.source, offset=region.begin + part.offset))
-            pieces += [made(shift + field, at.to_bytes(8, "little")) for field in part.fields]
-            at += part.length
-        places = []
-        for change in self.changes:
-            at = aligned(at, _APPENDED_ALIGNMENT)
-            places.append(at)
-            at += change.storage.length
-        front = self._front(places)
-        assert len(front) == shift
-        pieces += self._erased(dropped, shift)
-        return Laid(at, (made(0, front), *pieces))
 
-    def _dropped(self) -> set[int]:
-        """Buffers that nothing will read any more."""
-        replaced = {(c.subgraph, c.tensor) for c in self.changes if c.readers is None}
-        used = {
-            tensor.buffer
-            for graph in self.model.subgraphs
-            for tensor in graph.tensors
-            if (graph.index, tensor.index) not in replaced and not tensor.external_buffer
-        }
-        used |= {entry.integer(1, "I") for entry in self.root.tables(6)} | set(self.root.integers(5, "i"))
-        changed = (self.model.subgraphs[g].tensors[t] for g, t in replaced)
-        return {t.buffer for t in changed if not t.external_buffer and t.buffer} - used
-
-    def _appended(self, dropped: set[int]) -> list[_Appended]:
-        """Ranges behind the flatbuffer, in order; one without fields is no longer wanted."""
-        fields: dict[tuple[int, int], list[int]] = {}
-        inline = 0
-        for index, table in enumerate(self.buffers):
-            data, offset = table.vector(0, 1), table.integer(1, "Q")
-            if data.count:
-                inline = max(inline, data.start + data.count)
-            elif offset > 1:
-                entry = fields.setdefault((offset, table.integer(2, "Q")), [])
-                if index not in dropped:
-                    entry.append(table.at(1))
-        for graph in self.subgraphs:
-            for table in graph.tables(3):
-                if table.integer(9, "Q") > 1:
-                    fields.setdefault((table.integer(9, "Q"), table.integer(10, "Q")), []).append(table.at(9))
-        found = [_Appended(offset, length, tuple(places)) for (offset, length), places in sorted(fields.items())]
-        reached = inline
-        for part in found:
-            if part.offset < reached or part.offset + part.length > self.model.region.size:
-                raise UnsupportedError(
-                    f"{self.model.region.source.name}: buffers of {self.model.region.what} overlap at byte "
-                    f"{part.offset} of it, so it cannot be rebuilt."
-                )
-            reached = part.offset + part.length
-        return found
-
-    def _erased(self, dropped: set[int], shift: int) -> Iterator[Piece]:
-        """Of buffers that nothing reads any more: inline bytes become zeros, appended ones are not pointed to."""
-        for index in sorted(dropped):
-            table = self.buffers[index]
-            data = table.vector(0, 1)
-            if data.count:
-                yield Piece(shift + data.start, data.count)
-            elif table.at(1) and table.at(2):
-                yield Piece(shift + table.at(1), 8)
-                yield Piece(shift + table.at(2), 8)
-
-    def _front(self, places: Sequence[int]) -> bytes:
-        """The graft; ``places`` are where the new constants lie."""
-        graft = Graft()
-        new = []
-        for change, place in zip(self.changes, places, strict=True):
-            new.append(graft.table(_BUFFER, {1: place, 2: change.storage.length}))
-        buffers = graft.offsets([*copied_places(self.buffers, {}), *new])
-        subgraphs = {index: self._subgraph(graft, index) for index in sorted({c.subgraph for c in self.changes})}
-        listed = graft.offsets(copied_places(self.subgraphs, subgraphs))
-        return graft.finish(graft.copy(self.root, _MODEL, {2: listed, 4: buffers}, self._what), TFLITE_IDENTIFIER)
-
-    @property
-    def _what(self) -> str:
-        return f"{self.model.region.source.name}: {self.model.region.what}"
-
-    def _subgraph(self, graft: Graft, index: int) -> int:
-        table = self.subgraphs[index]
-        tensors, operators = list(table.tables(0)), list(table.tables(3))
-        changed: dict[int, int] = {}
-        added: list[int] = []
-        inputs: dict[int, list[int]] = {}
-        for number, change in enumerate(self.changes):
-            if change.subgraph != index:
-                continue
-            place = self._tensor(graft, tensors[change.tensor], change, len(self.buffers) + number)
-            if change.readers is None:
-                changed[change.tensor] = place
-                continue
-            for operator, position in change.readers:
-                row = inputs.setdefault(operator, list(operators[operator].integers(1, "i")))
-                row[position] = len(tensors) + len(added)
-            added.append(place)
-        rewired = {}
-        for operator, row in inputs.items():
-            vector = graft.numbers(np.array(row, "<i4"))
-            rewired[operator] = graft.copy(operators[operator], _OPERATOR, {1: vector}, self._what)
-        fields = {0: graft.offsets([*copied_places(tensors, changed), *added])}
-        if rewired:
-            fields[3] = graft.offsets(copied_places(operators, rewired))
-        return graft.copy(table, _SUBGRAPH, fields, self._what)
-
-    def _tensor(self, graft: Graft, table: Table, change: NewTensor, buffer: int) -> int:
-        storage, old = change.storage, self.model.tensor(change.subgraph, change.tensor)
-        fields: dict[int, Field] = {1: int(storage.type), 2: buffer, 10: None}
-        if storage.packing is None and storage.type is not old.type:
-            fields[4] = None
-        elif storage.kind in ("per_tensor", "per_channel"):
-            scale = graft.numbers(np.zeros(storage.groups, "<f4"))
-            zero_point = graft.numbers(np.zeros(storage.groups, "<i8"))
-            fields[4] = graft.table(_QUANTIZATION, {2: scale, 3: zero_point, 6: storage.axis})
-        if storage.shape != old.shape:
-            fields |= {0: graft.numbers(np.array(storage.shape, "<i4")), 7: None}
-        return graft.copy(table, _TENSOR, fields, self._what)
+def _fields(graft: Graft, model: TfliteModel, change: NewTensor, buffer: int) -> Iterator[tuple[int, Field]]:
+    """The fields of a tensor that are its own now: its buffer, its scales, and its shape where that is another."""
+    storage = change.storage
+    yield from ((2, buffer), (10, None))
+    if storage.kind in ("per_tensor", "per_channel"):
+        scale = graft.numbers(np.zeros(storage.groups, "<f4"))
+        zero_point = graft.numbers(np.zeros(storage.groups, "<i8"))
+        yield 4, graft.table(_QUANTIZATION, {2: scale, 3: zero_point, 6: storage.axis})
+    if storage.shape != model.tensor(change.subgraph, change.tensor).shape:
+        yield from ((0, graft.numbers(np.array(storage.shape, "<i4"))), (7, None))
 
 
 def readers_of(model: TfliteModel, subgraph: int, tensor: int) -> list[tuple[int, int]]:

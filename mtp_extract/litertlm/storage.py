@@ -3,7 +3,8 @@
 ``real = scale · (code − zero_point)``. The element type decides, never the presence of metadata: an F32 tensor is taken
 as it is, whatever scales it carries (dequantizing the norms of published drafters zeroes them). Codes of less than a
 byte are packed flat in row-major order, first element in the low bits, two's complement (unsigned for UINT4); a row
-need not begin on a byte. Reading takes 1 MiB of float32 at a time, so that a chunk stays in a core's own cache.
+need not begin on a byte. Any range of elements that begins on one can be read alone, 1 MiB of float32 at a time, so
+that what is worked on stays in a core's own cache.
 
 The rule from numbers to codes is ai-edge-quantizer's (0.10.0, min/max), the one that Google's files were made by:
 ``scale = max|w| / qmax``, codes rounded to the nearest, ties to even; 8-bit symmetric codes leave out the lowest
@@ -14,7 +15,6 @@ holds 0; scales of blocks are rounded to bfloat16 and stored as FP16.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -180,35 +180,6 @@ def float_bytes(values: Floats, type_: TensorType, name: str) -> bytes:
     raise UnsupportedError(f"{name}: holds values beyond the range of {type_.name}, which the file stores.")
 
 
-def gathered(chunks: Iterable[Floats], shape: tuple[int, ...]) -> Floats:
-    """Flat chunks, each perhaps a view that the next one overwrites, as one array of ``shape``."""
-    result = np.empty(math.prod(shape), np.float32)
-    at = 0
-    for chunk in chunks:
-        result[at : at + chunk.size] = chunk
-        at += chunk.size
-    return result.reshape(shape)
-
-
-def rechunked(chunks: Iterable[npt.NDArray[Any]], unit: int) -> Iterator[npt.NDArray[Any]]:
-    """The same elements in chunks of a multiple of ``unit`` (the last as it comes), each an array of its own."""
-    size = max(1, CHUNK_ELEMENTS // unit) * unit
-    held: list[npt.NDArray[Any]] = []
-    count = 0
-    for chunk in chunks:
-        rest = chunk
-        while rest.size:
-            taken, rest = rest[: size - count], rest[size - count :]
-            # Sources hand out views that the next chunk overwrites.
-            held.append(taken.copy())
-            count += taken.size
-            if count == size:
-                yield held[0] if len(held) == 1 else np.concatenate(held)
-                held, count = [], 0
-    if held:
-        yield np.concatenate(held)
-
-
 @dataclass(frozen=True)
 class Storage:
     """How a constant lies in its file, which is how what replaces it has to lie.
@@ -227,11 +198,6 @@ class Storage:
     """Elements of the last axis that share a scale, for blockwise; else 0."""
     symmetric: bool = True
     """Whether zero points are all 0, and stay so."""
-
-    def as_type(self, type_: TensorType) -> Storage:
-        """The same constant in ``type_``: floats, or symmetric codes with a scale for each row of a matrix."""
-        kind = "none" if type_ in FLOAT_TYPES else "per_channel"
-        return replace(self, type=type_, kind=kind, axis=0, block_size=0, symmetric=True)
 
     @property
     def packing(self) -> Packing | None:
@@ -266,71 +232,50 @@ class Storage:
         """How many such groups of neighbours there are."""
         return self.elements // self.columns if self.columns else 0
 
-    def scales_of(self, first: int, count: int) -> slice | Integers:
-        """Index of the scales of rows ``[first, first + count)``; of one for all, that one."""
-        if self.groups == 1:
-            return slice(0, 1)
-        return (
-            slice(first, first + count) if self.groups == self.rows else np.arange(first, first + count) % self.groups
-        )
-
     @property
     def by_rows(self) -> bool:
         """Whether each of :attr:`rows` has a scale of its own, so that some of them can be taken alone."""
         return self.packing is not None and self.rows == self.groups
-
-    @property
-    def unit(self) -> int:
-        """Chunks of a multiple of it are whole rows, and begin on a byte."""
-        return math.lcm(self.columns, 8)
 
     def quantized(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
         """Scales and zero points, each ``[groups]``, and codes, shaped like ``values`` and still float32.
 
         Args:
             values: all of the constant, or, where it is :attr:`by_rows`, some whole rows.
+
+        Raises:
+            UnsupportedError: a scale of blocks leaves FP16.
         """
-        scale, zero_point = self._scales(self._grouped(values))
-        return scale, zero_point, self._codes(self._grouped(values), scale, zero_point).reshape(values.shape)
+        rows = values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
+        lowest, highest = self._bounds()
+        scale, zero_point = self._scales(rows, lowest, highest)
+        codes: npt.NDArray[Any] = rows / scale[:, None]
+        if not self.symmetric:
+            codes += zero_point[:, None].astype(np.float32)
+        np.clip(np.rint(codes, out=codes), lowest, highest, out=codes)
+        return scale, zero_point, codes.reshape(values.shape)
 
-    def measure(self, chunks: Iterable[Floats]) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Scales and zero points, each ``[groups]``, for the numbers in ``chunks``, which come in stored order."""
-        scales, zeros = zip(*(self._scales(rows) for rows, _ in self._parts(chunks)), strict=True)
-        return np.concatenate(scales), np.concatenate(zeros)
+    def scale_codes(self, codes: Floats, scale: Floats, zero_point: npt.NDArray[np.int64], begin: int = 0) -> None:
+        """Turn ``codes`` of elements from ``begin`` on, flat, into the numbers that they stand for, in place."""
+        own: slice | Integers = slice(0, 1)
+        columns = codes.size
+        if self.groups > 1:
+            # A range may begin or end within a row of a constant with more axes than its weight.
+            columns = self.columns if not (begin % self.columns or codes.size % self.columns) else 1
+            first, last = begin // columns, (begin + codes.size) // columns
+            own = slice(first, last)
+            if columns < self.columns or not self.by_rows:
+                own = np.arange(first, last) * columns // self.columns % self.groups
+        rows = codes.reshape(-1, max(columns, 1))
+        if not self.symmetric:
+            rows -= zero_point[own, None].astype(np.float32)
+        rows *= scale[own, None]
 
-    def encode(self, chunks: Iterable[Floats], scale: Floats, zero_point: npt.NDArray[np.int64]) -> Iterator[Integers]:
-        """Codes of the numbers in ``chunks``, flat, in stored order."""
-        dtype: np.dtype[Any] = self.packing.dtype if self.packing is not None else np.dtype(np.int16)
-        for rows, own in self._parts(chunks):
-            yield self._codes(rows, scale[own], zero_point[own]).astype(dtype).reshape(-1)
-
-    def decode(
-        self, codes: Iterable[npt.NDArray[Any]], scale: Floats, zero_point: npt.NDArray[np.int64]
-    ) -> Iterator[Floats]:
-        """The numbers that ``codes``, in stored order, stand for."""
-        for rows, own in self._parts(codes):
-            shift = zero_point[own, None].astype(np.float32)
-            yield ((rows.astype(np.float32) - shift) * scale[own, None]).reshape(-1)
-
-    def stored_codes(self, codes: Iterable[npt.NDArray[Any]]) -> Iterator[bytes]:
-        """Codes, in chunks that :meth:`encode` gives or any others, as bytes."""
-        for chunk in rechunked(codes, 8):
-            yield chunk.astype("<i2").tobytes() if self.packing is None else pack(chunk, self.packing).tobytes()
-
-    def _grouped(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """``[repeats, groups, columns]`` of all, ``[1, rows, columns]`` of some rows."""
-        return values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
-
-    def _parts(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[tuple[npt.NDArray[Any], slice]]:
-        """What ``chunks`` hold, grouped, and which scales are its own.
-
-        Some rows after the other where each has a scale of its own, as in all that is large; else all at once.
-        """
-        first = 0
-        whole = rechunked(chunks, self.unit) if self.by_rows else [np.concatenate([c.copy() for c in chunks])]
-        for rows in map(self._grouped, whole):
-            yield rows, slice(first, first + rows.shape[1])
-            first += rows.shape[1]
+    def stored(self, codes: npt.NDArray[Any]) -> bytes:
+        """Codes of any type, flat, as bytes; they begin on one."""
+        if self.packing is None:
+            return codes.astype("<i2").tobytes()
+        return pack(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
 
     def _bounds(self) -> tuple[int, int]:
         """The least and the greatest code that a number becomes."""
@@ -339,11 +284,10 @@ class Storage:
         narrow = self.symmetric and self.packing.bits == 8
         return self.packing.lowest + narrow, self.packing.highest
 
-    def _scales(self, rows: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.int64]]:
+    def _scales(self, rows: npt.NDArray[Any], lowest: int, highest: int) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points for ``[repeats, groups, columns]``."""
         low, high = (np.minimum(rows.min(axis=(0, 2)), np.float32(0)), np.maximum(rows.max(axis=(0, 2)), np.float32(0)))
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
-        lowest, highest = self._bounds()
         scale = bound / np.float32(highest if self.symmetric else highest - lowest)
         zero_point = np.zeros(low.size) if self.symmetric else np.rint(np.float32(lowest) - low / scale)
         if self.kind == "blockwise":
@@ -355,13 +299,6 @@ class Storage:
             # What underflows FP16 is a block of nothing but zeros.
             scale = np.maximum(halves.astype(np.float32), _SMALLEST_F16)
         return scale, zero_point.astype(np.int64)
-
-    def _codes(self, rows: npt.NDArray[Any], scale: Floats, zero_point: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """The codes of ``[repeats, groups, columns]``, still as floats."""
-        codes: npt.NDArray[Any] = rows / scale[:, None]
-        if not self.symmetric:
-            codes += zero_point[:, None].astype(np.float32)
-        return np.clip(np.rint(codes, out=codes), *self._bounds(), out=codes)
 
 
 @dataclass(frozen=True)
@@ -510,75 +447,55 @@ class QuantizedTensor:
         type_ = TensorType(self.tensor.type_id)
         return Storage(type_, self.tensor.shape, self.kind, self.axis, self.block_size, self.symmetric)
 
-    def codes(self) -> Integers:
-        """All codes, unpacked, int8 or uint8, in the tensor's shape. Zero points are not subtracted.
+    def codes(self, begin: int = 0, end: int | None = None) -> Integers:
+        """The codes of elements ``[begin, end)``, flat, int8 or uint8; zero points are not subtracted.
+
+        Args:
+            begin: of an element that begins on a byte, such as a multiple of 8.
 
         Raises:
             UnsupportedError: a tensor of floats has none.
         """
         if self.packing is None:
             raise UnsupportedError(f"{self.tensor.label} holds real numbers, not codes.")
-        return self.packing.unpack(self.location.read())[: self.tensor.elements].reshape(self.tensor.shape)
+        end = self.tensor.elements if end is None else end
+        return self.packing.unpack(self._bytes(begin, end))[: end - begin]
 
-    def dequantize(self) -> Floats:
-        """All values, float32, in the tensor's shape. For large tensors prefer :meth:`chunks`."""
-        return gathered(self.chunks(), self.tensor.shape)
-
-    def code_chunks(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
-        """The codes of rows ``[first, last)`` of :attr:`storage`, int8 or uint8, flat, chunk by chunk."""
-        assert self.packing is not None
-        for _, count, stored in self._stored(first, last):
-            yield self.packing.unpack(stored)[: count * self.storage.columns]
-
-    def chunks(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        """The dequantized values of rows ``[first, last)`` of :attr:`storage`, float32, flat, chunk by chunk.
-
-        Every chunk may be a view of one buffer that the next chunk overwrites. ``first`` begins on a byte.
+    def floats(self, begin: int = 0, end: int | None = None) -> Floats:
+        """The numbers of elements ``[begin, end)``, flat, float32; ``begin`` as for :meth:`codes`.
 
         Raises:
             FormatError: a floating-point tensor holds values that are not finite.
         """
-        if self.packing is None:
-            yield from self._float_chunks(first, last)
+        end = self.tensor.elements if end is None else end
+        result = np.empty(end - begin, np.float32)
+        # Whole rows where they are short, so that each is multiplied by its scale at once.
+        row = math.lcm(max(self.storage.columns, 1), 8)
+        step = CHUNK_ELEMENTS // row * row or CHUNK_ELEMENTS
+        for at in range(begin, end, step):
+            self._read(result[at - begin : at - begin + step], at)
+        return result
+
+    def dequantize(self) -> Floats:
+        """All numbers, float32, in the tensor's shape."""
+        return self.floats().reshape(self.tensor.shape)
+
+    def _read(self, values: Floats, begin: int) -> None:
+        """Fill ``values`` with the numbers of elements from ``begin`` on."""
+        if self.packing is not None:
+            np.copyto(values, self.codes(begin, begin + values.size))
+            self.storage.scale_codes(values, self.scale.reshape(-1), self.zero_point.reshape(-1), begin)
             return
-        scale, zero_point = self.scale.reshape(-1, 1), self.zero_point.reshape(-1, 1)
-        buffer = np.empty((self.step, self.storage.columns), np.float32)
-        for row, count, stored in self._stored(first, last):
-            values, own = buffer[:count], self.storage.scales_of(row, count)
-            np.copyto(values.reshape(-1), self.packing.unpack(stored)[: values.size])
-            if not self.symmetric:
-                values -= zero_point[own].astype(np.float32)
-            values *= scale[own]
-            yield values.reshape(-1)
+        np.copyto(values, widened(self._bytes(begin, begin + values.size), self.storage.type))
+        # By the type, never by the scales: floats may carry some that mean nothing.
+        if self.storage.type is TensorType.INT16:
+            values *= self.scale[0]
+        if not np.isfinite(values).all():
+            raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
 
-    def _float_chunks(self, first: int, last: int | None) -> Iterator[Floats]:
-        for _, _, stored in self._stored(first, last):
-            values = stored_floats(stored, self.tensor)
-            # By the type, never by the scales: floats may carry some that mean nothing.
-            if self.tensor.type is TensorType.INT16:
-                values = values * self.scale[0]
-            if not np.isfinite(values).all():
-                raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
-            yield values
-
-    @cached_property
-    def step(self) -> int:
-        """Rows of :attr:`storage` in a chunk, a multiple of 8, so that every chunk begins on a byte."""
-        return -(-max(1, CHUNK_ELEMENTS // max(self.storage.columns, 1)) // 8) * 8
-
-    def _stored(self, first: int, last: int | None) -> Iterator[tuple[int, int, bytes]]:
-        """(first row, number of rows, bytes) of each chunk of rows ``[first, last)``; ``first`` begins on a byte."""
-        last = self.storage.rows if last is None else last
-        row_bits = self.storage.columns * ELEMENT_BITS[self.storage.type]
-        for row in range(first, last, self.step):
-            count = min(self.step, last - row)
-            begin, end = row * row_bits // 8, -(-(row + count) * row_bits // 8)
-            yield row, count, self.location.read(begin, end - begin)
-
-
-def stored_floats(stored: bytes, tensor: Tensor) -> Floats:
-    """The bytes of a tensor of a floating-point type, or of INT16, as float32; flat, as they are."""
-    return widened(stored, TensorType(tensor.type_id))
+    def _bytes(self, begin: int, end: int) -> bytes:
+        bits = ELEMENT_BITS[self.storage.type]
+        return self.location.read(begin * bits // 8, -(-end * bits // 8) - begin * bits // 8)
 
 
 def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:

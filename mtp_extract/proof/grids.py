@@ -22,7 +22,7 @@ from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Scores
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
 _SAMPLES = 16
@@ -152,7 +152,7 @@ class _Drawn:
         made = []
         for first in range(0, sizes[0], _ROWS_AT_ONCE):
             count = min(_ROWS_AT_ONCE, sizes[0] - first)
-            rows: Floats = source.rows(first, count).dequantize().reshape(count, sizes[1])
+            rows = source.floats(first * sizes[1], (first + count) * sizes[1]).reshape(count, sizes[1])
             made.append(x.astype(np.float32) @ rows.T)
         return np.concatenate(made, 1).astype(np.float64)
 

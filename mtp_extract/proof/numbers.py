@@ -13,7 +13,7 @@ from mtp_extract.errors import CheckpointError, ProofError
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.matrices import LARGEST
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.tflite import TfliteModel
 
 Read = Callable[[str], Iterable[Floats]]
@@ -88,11 +88,14 @@ def _numbers_of(model: TfliteModel, role: FoundRole) -> Iterator[Floats]:
     source = QuantizedTensor.of(model, role.tensor)
     if role.first is not None:
         source = source.rows(role.first, role.shape[0])
-    chunks: Iterable[Floats] = source.chunks()
+    size = math.prod(role.shape)
+    chunks: Iterable[Floats]
     if role.transposed:
-        chunks = [np.ascontiguousarray(source.dequantize().reshape(role.shape[::-1]).T).reshape(-1)]
+        chunks = [np.ascontiguousarray(source.floats().reshape(role.shape[::-1]).T).reshape(-1)]
     elif source.tensor.elements == 1:
-        chunks = [np.full(math.prod(role.shape), source.dequantize().reshape(-1)[0], np.float32)]
+        chunks = [np.full(size, source.floats()[0])]
+    else:
+        chunks = (source.floats(at, min(at + CHUNK_ELEMENTS, size)) for at in range(0, size, CHUNK_ELEMENTS))
     for chunk in chunks:
         plain = role.factor == 1 and not role.offset
         yield chunk if plain else chunk / np.float32(role.factor) + np.float32(role.offset)

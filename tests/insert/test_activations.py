@@ -100,13 +100,3 @@ def test_a_graph_without_static_activations(exact: Path, sample: Path, tmp_path:
         assert "The graph has no static activations: nothing was calibrated." in plan.notes
         plan.write(tmp_path / "new.litertlm")
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)
-
-
-def test_codes_are_not_multiplied_with_floats(own: Path) -> None:
-    from mtp_extract.errors import UnsupportedError
-
-    with (
-        pytest.raises(UnsupportedError, match="integers there"),
-        planned_insertion(own, STATIC, types={"*": "float32"}),
-    ):
-        pass

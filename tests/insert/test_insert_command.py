@@ -44,13 +44,13 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def test_what_is_done_is_said_before_it_is_written(sample: Path, noisy: Path, tmp_path: Path) -> None:
-    status, dry, error = run(noisy, sample, "--dry-run", "--type", "lm_head=int8")
+    status, dry, error = run(noisy, sample, "--dry-run")
     assert (status, error) == (0, "")
-    assert "lm_head                       INT4 → INT8  requantized" in dry
-    assert "final_norm                    FLOAT32      floats       0" in dry
-    assert "rebuilt, with 1 roles in a new place" in dry
+    assert "lm_head                       INT4     requantized" in dry
+    assert "final_norm                    FLOAT32  floats       0" in dry
+    assert "in place" in dry
     assert list(tmp_path.iterdir()) == []
-    status, out, error = run(noisy, sample, "-o", tmp_path / NEW, "--type", "lm_head=int8")
+    status, out, error = run(noisy, sample, "-o", tmp_path / NEW)
     assert (status, error) == (0, "")
     assert out.startswith(dry)
     assert "its drafter was read back and compared" in out
@@ -59,15 +59,13 @@ def test_what_is_done_is_said_before_it_is_written(sample: Path, noisy: Path, tm
 
 
 def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
-    status, out, _ = run(exact, sample, "-o", tmp_path / NEW, "--json", "--types", "int8")
+    status, out, _ = run(exact, sample, "-o", tmp_path / NEW, "--json")
     document = json.loads(out)
     assert status == 0
     assert document["size"] == (tmp_path / NEW).stat().st_size
-    assert document["roles"]["lm_head"]["stored"] == "INT8"
-    assert document["roles"]["lm_head"]["stored_before"] == "INT4"
+    assert document["roles"]["lm_head"]["stored"] == "INT4"
     assert document["roles"]["final_norm"] == {
         "what": "kept",
-        "stored_before": "FLOAT32",
         "stored": "FLOAT32",
         "relative_rms_error": 0.0,
     }
@@ -79,7 +77,6 @@ def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("-o", "x", "--dry-run"), "--out"),
-        (("--dry-run", "--type", "lm_head"), "ROLE=TYPE"),
         (("--dry-run", "--prompts", "x.txt"), "--base"),
     ],
 )
@@ -87,14 +84,6 @@ def test_wrong_usage(arguments: tuple[str, ...], said: str, sample: Path, exact:
     status, out, error = run(exact, sample, *arguments)
     assert (status, out) == (2, "")
     assert said in error
-
-
-@pytest.mark.parametrize("pattern", ["final_norm=int8", "no_such=int8"])
-def test_a_role_that_is_no_matrix(pattern: str, sample: Path, exact: Path) -> None:
-    status, _, error = run(exact, sample, "--dry-run", "--type", pattern)
-    assert status == 1
-    assert "expected a matrix" in error
-    assert "Traceback" not in error
 
 
 def test_errors_name_the_option(sample: Path, exact: Path, tmp_path: Path) -> None:

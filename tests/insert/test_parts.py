@@ -137,15 +137,6 @@ def test_a_part_that_shares_its_scale_is_not_changed(tmp_path: Path) -> None:
     assert not (tmp_path / "new.tflite").exists()
 
 
-def test_a_part_keeps_its_type(tmp_path: Path) -> None:
-    path = made(tmp_path, CHANGES["rows"])
-    with (
-        pytest.raises(UnsupportedError, match=r"gate_proj: .* beside other weights, and it is INT8"),
-        planned_insertion(path, path, types={"layers.0.gate_proj": "int4"}),
-    ):
-        pass
-
-
 def test_a_norm_stored_less_1_is_changed(tmp_path: Path) -> None:
     path = made(tmp_path, CHANGES["norms less 1"])
     before = weights_of(path)

@@ -119,7 +119,7 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
     source = stored(type_, shape, raw, kind, axis, scale, zero, block if kind == "blockwise" else 0)
 
     codes = decode(type_, raw, count).reshape(shape)
-    np.testing.assert_array_equal(source.codes(), codes)
+    np.testing.assert_array_equal(source.codes(), codes.reshape(-1))
     if kind == "per_channel":
         broad = [1] * len(shape)
         broad[axis] = -1
@@ -128,7 +128,11 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
         full_scale, full_zero = np.repeat(scale, block, -1), np.repeat(zero, block, -1)
     else:
         full_scale, full_zero = scale, zero
-    np.testing.assert_array_equal(source.dequantize(), (codes - full_zero).astype(np.float32) * full_scale)
+    expected = (codes - full_zero).astype(np.float32) * full_scale
+    np.testing.assert_array_equal(source.dequantize(), expected)
+    begin = 8 * data.draw(st.integers(0, count // 8))
+    end = data.draw(st.integers(begin, count))
+    np.testing.assert_array_equal(source.floats(begin, end), expected.reshape(-1)[begin:end])
 
 
 @pytest.mark.parametrize("columns", [1, 3, 255, 256])
@@ -143,11 +147,9 @@ def test_chunk_borders(type_: TensorType, columns: int, monkeypatch: pytest.Monk
     source = stored(type_, (rows, columns), raw, "per_channel", 0, scale)
     expected = decode(type_, raw, rows * columns).reshape(rows, columns).astype(np.float32) * scale[:, None]
     np.testing.assert_array_equal(source.dequantize(), expected)
-    step = source.step
-    parts = [np.concatenate([c.copy() for c in source.chunks(f, min(f + step, rows))]) for f in range(0, rows, step)]
-    np.testing.assert_array_equal(np.concatenate(parts).reshape(rows, columns), expected)
-    codes = np.concatenate([c.copy() for c in source.code_chunks(0, rows)])
-    np.testing.assert_array_equal(codes.reshape(rows, columns), source.codes())
+    for begin, end in ((0, 8), (64, 65), (8, rows * columns), (16 * columns, 24 * columns)):
+        np.testing.assert_array_equal(source.floats(begin, end), expected.reshape(-1)[begin:end])
+        np.testing.assert_array_equal(source.codes(begin, end), source.codes()[begin:end])
 
 
 def test_floats_that_are_not_finite_are_refused() -> None:
