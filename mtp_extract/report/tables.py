@@ -87,7 +87,7 @@ def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
             first=not drafters or any(check["passed"] is False for check in report["checks"]),
         )
     if report["parity"] is not None:
-        yield from _parity(report["parity"])
+        yield _parity(report["parity"])
 
 
 _CHECKS: Sequence[Column] = (
@@ -98,61 +98,27 @@ _CHECKS: Sequence[Column] = (
 )
 
 _COMPARISON: Sequence[Column] = (
-    ("", item("name")),
-    ("inputs", item("n")),
-    ("max. abs.", decimal("max_abs", ".2e")),
-    ("of range", decimal("max_of_range", ".1e")),
-    ("relative", decimal("relative", ".1e")),
-    ("min. cosine", decimal("cosine", ".7f")),
-    ("same top-1 %", percent("top1")),
-    ("top-5 overlap %", percent("top5")),
-)
-
-_OPERATORS: Sequence[Column] = (
-    ("role", item("name")),
-    ("float, of range", decimal("float.max_of_range", ".1e")),
-    ("float, cosine", decimal("float.cosine", ".6f")),
-    ("emulated, of range", decimal("emulated.max_of_range", ".1e")),
-    ("emulated, cosine", decimal("emulated.cosine", ".6f")),
+    ("the file's drafter", item("name")),
+    ("logits, of range", decimal("logits", ".1e")),
+    ("state, of range", decimal("state", ".1e")),
+    ("correlation", decimal("correlation", ".4f")),
+    ("same top token", item("top1")),
 )
 
 
-def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
-    compared = {
-        "logits, float": parity["float"],
-        "logits, emulated": parity["emulated"],
-        "logits, emulated alone": parity["emulated_alone"],
-        "state, float": parity["float"]["projected"],
-        "state, emulated": parity["emulated"]["projected"],
-    }
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(parity["matrices"].items()))
-    followed, weights = parity["followed_roundings"], parity["weights"]
-    different, first_apart = weights["different"], parity["first_apart"]
-    yield Table.of(
+def _parity(parity: Mapping[str, Any]) -> Table:
+    return Table.of(
         "Parity with Google's interpreter",
         _COMPARISON,
-        named(compared),
-        what="The interpreter runs the file, the reference runs the checkpoint, on the same inputs: how far apart.",
+        named({"in floats": parity["in_floats"], "as it is": parity["as_it_is"]}),
+        what="The interpreter and the reference run the drafter on the same inputs: how far apart, at most.",
         about=(
-            f"`ai-edge-litert` ({parity['kernels']} kernels) runs the drafter section, the reference runs the "
-            f"checkpoint, on the same {parity['float']['n']} inputs; compared are the logits and the projected state. "
-            "*Float* is the checkpoint as it is. *Emulated* repeats the interpreter's rounding of activations "
-            f"({kinds} matrices{', attention in integers' if parity['rounded_attention'] else ''}); "
-            f"{followed['codes']} of {followed['of']} values lay so near the middle between two codes that the last "
-            "bit of a sum decides, and were rounded as the interpreter did (*alone*: they were not). That explains a "
-            "difference; it proves nothing."
-        ),
-        after=(
-            f"Tensors of the checkpoint: {weights['exact']} equal to the file's, {weights['rounded']} equal once "
-            f"rounded, {len(different)} different"
-            + (f" ({', '.join(different)})" if different else "")
-            + (f". First role apart: {first_apart}" if first_apart is not None else "")
-            + "."
+            f"`ai-edge-litert` runs the drafter's section on {len(parity['cases'])} inputs. *In floats* every tensor "
+            "of integers is made floats first (and some inputs are run again, with small activations): what is left "
+            "is the order of additions. *As it is* the section rounds activations to integers, which the reference "
+            "does not."
         ),
     )
-    if parity["roles"]:
-        what = "The same after each operator that reads a weight."
-        yield Table.of("Operator by operator", _OPERATORS, named(parity["roles"]), what=what, detail=True)
 
 
 def _rate(name: str, step: int = 0) -> Cell:

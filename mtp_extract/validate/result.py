@@ -11,7 +11,7 @@ from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.trivial import TrivialResult
-from mtp_extract.validate.parity.compare import Parity
+from mtp_extract.validate.parity.interpreter import Parity
 
 
 @dataclass(frozen=True)

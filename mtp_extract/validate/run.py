@@ -20,6 +20,7 @@ from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
 
 if TYPE_CHECKING:
+    from mtp_extract.bundle import Shard
     from mtp_extract.drafter.load import Network
     from mtp_extract.evaluate.base_model import LoadedBase
     from mtp_extract.evaluate.prompts import Prompt
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from mtp_extract.speculate.generate import SpeculativeGenerator
     from mtp_extract.validate.acceptance.drafters import DrafterFigures
     from mtp_extract.validate.parity.cases import Case
-    from mtp_extract.validate.parity.interface import Interface
     from mtp_extract.validate.result import Validation
 
 _MOST_SAMPLES = 4096
@@ -199,13 +199,14 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.checkpoint import require_mtp
-    from mtp_extract.drafter.load import load_any
+    from mtp_extract.drafter.load import drafter_of, load_any
     from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.formats import format_of
+    from mtp_extract.pipeline.extraction import checkpoint_of
     from mtp_extract.pipeline.identity import check_identity, drafter_for
     from mtp_extract.report.tables import REPORT_FILES
-    from mtp_extract.validate.parity.compare import check_interpreter
+    from mtp_extract.validate.parity.interpreter import check_interpreter
     from mtp_extract.validate.parity.transformers import check_transformers
     from mtp_extract.validate.result import Validation
 
@@ -215,7 +216,8 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
         source=Path(plan.source).name if plan.source is not None else None,
         settings={"seed": plan.seed},
     )
-    source, comparable, cases = None, True, None
+    source, comparable = None, True
+    cases: list[Case] = []
     if plan.source is not None:
         say("deriving every tensor from the file again, and reading its graph")
         opened = stack.enter_context(open_bundle(plan.source))
@@ -230,13 +232,16 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
     with memory_guard("loading the drafter"):
         drafter = load_any(directory, dtype=torch.float32)
     if plan.base is not None:
-        result, cases = _beside_base(plan, plan.base, directory, result, say, show)
+        result, cases = _beside_base(plan, plan.base, directory, source, result, say, show)
     if source is not None and isinstance(drafter, MtpDrafter):
         say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, plan.seed)
         say("running the drafter section in Google's interpreter")
         with memory_guard("comparing with Google's interpreter"):
-            parity, interpreted = check_interpreter(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
+            # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
+            own = replace(checkpoint_of(source).whole(), config=drafter.config)
+            drafter = drafter_of(own, dtype=torch.float32)
+            parity, interpreted = check_interpreter(drafter, source, cases, samples=plan.samples, seed=plan.seed)
         asked = (loaded, interpreted)
         unasked = [f"{check.name} was not checked: {check.evidence}" for check in asked if check.passed is None]
         result = replace(result, parity=parity, checks=(*result.checks, *asked), notes=(*result.notes, *unasked))
@@ -244,10 +249,9 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
 
 
 def _beside_base(
-    plan: ValidationPlan, base: str, directory: Path, result: Validation, say: Say, show: Show
-) -> tuple[Validation, Callable[[Interface], list[Case]]]:
-    """``result`` with everything that needs the base, and parity cases from it."""
-    from mtp_extract.checkpoint.checkpoint import require_mtp
+    plan: ValidationPlan, base: str, directory: Path, source: Shard | None, result: Validation, say: Say, show: Show
+) -> tuple[Validation, list[Case]]:
+    """``result`` with everything that needs the base; and from its states, cases for parity with ``source``."""
     from mtp_extract.evaluate.agreement import continue_greedily
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
@@ -267,7 +271,7 @@ def _beside_base(
     # All of them before anything is measured: one that does not fit is said now, and not in an hour.
     with memory_guard("loading the drafters"):
         pairs = [_pair(loaded, place) for place in directories]
-    drafter, generator = pairs[0]
+    _, generator = pairs[0]
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
     _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
     _check_widths(plan.wanted, generator.base.vocab_size)
@@ -341,9 +345,7 @@ def _beside_base(
         drafters=tuple(drafters),
         notes=(*result.notes, *loaded.notes, *notes_of(drafters, written, drafted)),
     )
-    return found, lambda interface: base_cases(
-        generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
-    )
+    return found, [] if source is None else base_cases(generator.base, source, written.texts, plan.samples)
 
 
 def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:

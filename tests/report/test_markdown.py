@@ -108,8 +108,7 @@ def test_a_report_of_such_names(name: str) -> None:
         drafter["agreement"]["workloads"] = {name: next(iter(drafter["agreement"]["workloads"].values()))}
         drafter["changes"] = {name: drafter["change"]}
     if report["parity"]:
-        report["parity"]["kernels"] = report["parity"]["first_apart"] = name
-        report["parity"]["matrices"] = {name: 3}
+        report["parity"]["cases"] = [name]
     plain_, hostile = ({tag for tag, _ in Page(RENDER(page_of(each).markdown())).elements} for each in (REPORT, report))
     # Where a name stands within words of ours, it may be emphasized.
     assert hostile <= plain_ | {"ul", "li", "p", "strong", "code", "em"}

@@ -12,7 +12,6 @@ from mtp_extract.report.page import plain_json
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
-from mtp_extract.validate.parity.compare import Parity
 from mtp_extract.validate.report import fields
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation
@@ -22,7 +21,7 @@ _REPORT_VERSION = 2
 
 def as_json(found: Validation) -> dict[str, Any]:
     """``report.json``: only JSON's own types, None where a number does not exist."""
-    parity, drafters = found.parity, [_drafter(drafter) for drafter in found.drafters]
+    drafters = [_drafter(drafter) for drafter in found.drafters]
     first = drafters[0] if drafters else {}
     report = fill(
         fields.Report,
@@ -33,7 +32,6 @@ def as_json(found: Validation) -> dict[str, Any]:
         findings=findings(found),
         drafter=found.directory,
         checks=found.checks or None,
-        parity=_parity(parity) if parity else None,
         agreement=first.get("agreement"),
         trivial={result.name: result for result in found.trivial},
         controls={result.control.name: _control(result) for result in found.controls} or None,
@@ -43,18 +41,6 @@ def as_json(found: Validation) -> dict[str, Any]:
     )
     plain: dict[str, Any] = plain_json(report)
     return plain
-
-
-def _parity(parity: Parity) -> dict[str, Any]:
-    weights = parity.weights
-    return fill(
-        fields.Parity,
-        parity,
-        float=fill(fields.ComparedOutputs, parity.float, projected=parity.float_projected),
-        emulated=fill(fields.ComparedOutputs, parity.emulated, projected=parity.emulated_projected),
-        weights={"exact": len(weights.exact), "rounded": len(weights.rounded), "different": weights.different},
-        roles={role.role: role for role in parity.roles},
-    )
 
 
 def _agreement(overall: WorkloadFigures, workloads: Mapping[str, WorkloadFigures]) -> dict[str, Any]:

@@ -67,52 +67,20 @@ class Check(Record):
     evidence: str  #: what it rests on
 
 
-class Comparison(Record):
-    n: Positive  #: samples
-    max_abs: float | None  #: largest absolute difference
-    max_of_range: float | None  #: largest difference as a share of the sample's range
-    relative: float | None  #: largest ‖difference‖ / ‖interpreter's‖
-    cosine: float | None  #: smallest cosine
-    top1: Share  #: share of samples with the same largest element
-    top5: Share  #: overlap of the five largest
-
-
-class ComparedOutputs(Comparison):
-    """The logits, and beside them:"""
-
-    projected: Comparison  #: the same of the projected state
-
-
 class Parity(Record):
-    agrees: bool  #: whether the two compute the same, but for the interpreter's rounding
-    kernels: str  #: the interpreter's: `xnnpack` or `builtin`
-    float: ComparedOutputs  #: the reference in float
-    emulated: ComparedOutputs  #: with the interpreter's rounding
-    emulated_alone: Comparison  #: the same, no rounding taken over from the interpreter
-    followed: FollowedRoundings = field(name="followed_roundings")  #: how many were taken over
-    #: by kind of arithmetic (`float`, `dynamic`, `static`): how many matrices
-    kinds: dict[str, Positive] = field(name="matrices")
-    rounded_attention: bool  #: whether the graph computes attention in integers
-    weights: Weights  #: the checkpoint's tensors beside the file's
-    first_apart: str | None  #: first role at which the two part; null for none
-    roles: dict[str, ComparedRole]  #: by role, in order of execution
-    cases: list[str]  #: where each sample is from
+    agrees: bool  #: whether the two compute the same function
+    in_floats: Apart  #: the file's drafter with every tensor of codes as floats
+    as_it_is: Apart  #: the same with the file's integers, which round activations
+    cases: list[str]  #: where each input is from
 
 
-class FollowedRoundings(Record):
-    codes: Count  #: rounded as the interpreter did, against their own value
-    of: Count  #: values rounded
+class Apart(Record):
+    """Between the reference and Google's interpreter, over all inputs."""
 
-
-class Weights(Record):
-    exact: Count  #: tensors equal to the file's
-    rounded: Count  #: equal once rounded
-    different: list[str]  #: roles that are neither
-
-
-class ComparedRole(Record):
-    float: Comparison  #: the reference in float
-    emulated: Comparison  #: with the interpreter's rounding
+    logits: float | None  #: largest difference, as a share of that input's range; null where it is no number
+    state: float | None  #: the same of the projected state
+    correlation: float | None  #: mean over the inputs, of the output where it is less
+    top1: Count  #: inputs with the same largest logit
 
 
 class Workload(Record):

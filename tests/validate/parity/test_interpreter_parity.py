@@ -1,236 +1,245 @@
-"""Parity with Google's interpreter: the right mapping agrees to the last bits, and every wrong one is seen."""
+"""Google's interpreter in floats: the right drafter agrees to the last bits, and every wrong one is seen."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.signature import signature_arguments
+from helpers.first_pair import first_bundle
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 
 import mtp_extract
 from mtp_extract.bundle import Shard
-from mtp_extract.drafter.arguments import DraftArguments
-from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.load import drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.errors import PairError
-from mtp_extract.validate.parity import compare as parity_module
-from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments
-from mtp_extract.validate.parity.compare import EMULATED_BOUND, Parity, measure_parity
-from mtp_extract.validate.parity.emulation import Emulation, attention_schemes, restore, schemes
-from mtp_extract.validate.parity.interface import read_interface
-from mtp_extract.validate.parity.oracle import Kernels, Oracle, readings, with_outputs
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.litertlm.tflite import TensorType, read_model
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.validate.parity import interpreter
+from mtp_extract.validate.parity.cases import random_cases
+from mtp_extract.validate.parity.floats import is_coded, write_floats
+from mtp_extract.validate.parity.interpreter import (
+    IN_FLOATS,
+    Outputs,
+    Parity,
+    apart,
+    interpreted,
+    measure_parity,
+    reference_outputs,
+)
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 SLIDING_WINDOW = 16
 
 
-def measured(drafter: MtpDrafter, source: Shard, **options: Any) -> Parity:
-    return measure_parity(drafter, source, samples=8, **options)
+def measured(drafter: MtpDrafter, source: Shard, seed: int = 0) -> Parity:
+    return measure_parity(drafter, source, random_cases(source, 16, seed))
 
 
-def test_sample_agrees(drafter: MtpDrafter, source: Shard) -> None:
+def test_the_sample_agrees(drafter: MtpDrafter, source: Shard) -> None:
     found = measured(drafter, source)
     assert found.agrees
-    assert found.emulated.max_of_range < 1e-6
-    assert (found.emulated.top1, found.emulated.n) == (1.0, 8)
-    assert found.emulated_projected.max_of_range < 1e-6
-    assert found.first_apart is None
+    assert max(found.in_floats.logits, found.in_floats.state) < IN_FLOATS / 2
+    assert found.in_floats.top1 > len(found.cases) == 16
     # The interpreter rounds activations, the reference does not: near, and not the same.
-    assert 1e-4 < found.float.max_of_range < 0.1
-    assert found.float.cosine > 0.99
-    assert found.kinds == {"dynamic": 23}
-    assert len(found.weights.exact) == 48
-    assert [role.role for role in found.roles][:3] == [
-        "pre_projection",
-        "layers.0.pre_attention_norm",
-        "layers.0.q_proj",
-    ]
-    assert len(found.roles) == 48
-    assert all(role.emulated.max_of_range < 1e-6 for role in found.roles)
-
-
-def test_interpreters_own_kernels_quantize_otherwise(drafter: MtpDrafter, source: Shard) -> None:
-    found = measured(drafter, source, kernels=Kernels.BUILTIN)
-    assert found.emulated.max_of_range < 1e-6
-    theirs = Oracle(source, Kernels.BUILTIN)
-    plan = schemes(source)
-    interface = read_interface(source)
-    case = random_cases(drafter.config, interface, 8, 0)[4]
-    arguments = reference_arguments(case, drafter.config, interface, as_stored=True)
-    wrong = Emulation(drafter, plan, {}, Kernels.XNNPACK).drafter(*arguments).logits.numpy().reshape(-1)
-    from mtp_extract.validate.parity.cases import signature_inputs
-
-    logits = theirs.run(signature_inputs(case, interface)).logits
-    assert np.abs(wrong - logits).max() / np.ptp(logits) > EMULATED_BOUND
+    assert 1e-3 < found.as_it_is.logits < 0.1
+    assert found.as_it_is.correlation > 0.99
 
 
 @pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"jax_hadamard"}))
-def test_every_way_of_quantizing(name: str, tmp_path: Path) -> None:
-    window = SLIDING_WINDOW if name in REFUSED else None
-    mtp_extract.extract(variant(name), tmp_path / "d", dtype="bf16", sliding_window=window)
+def test_every_way_of_quantizing(name: str) -> None:
     with mtp_extract.open(variant(name)) as opened:
-        found = measured(load_drafter(tmp_path / "d", dtype=torch.float32), opened.drafter(window))
+        source = opened.drafter(SLIDING_WINDOW if name in REFUSED else None)
+        found = measured(drafter_of(checkpoint_of(source).whole(), dtype=torch.float32), source)
     assert found.agrees
-    assert found.emulated.max_of_range < 2e-5
-    assert not found.weights.different
+    assert found.as_it_is.correlation > 0.9
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("transformers", "bf16"), ("transformers", "f16"), ("litert", None)])
-def test_every_layout_and_dtype(sample: Path, source: Shard, tmp_path: Path, layout: str, dtype: Any) -> None:
-    mtp_extract.extract(sample, tmp_path / "d", format=layout, dtype=dtype)
-    found = measured(load_drafter(tmp_path / "d", dtype=torch.float32), source)
-    assert found.emulated.max_of_range < 1e-6
-    assert bool(found.weights.rounded) == (layout == "transformers")
+def test_the_same_pair_gives_the_same_figure(drafter: MtpDrafter, source: Shard) -> None:
+    """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
+    assert measured(drafter, source) == measured(drafter, source)
+    figures = [measured(drafter, source, seed).in_floats.logits for seed in range(3)]
+    assert all(1e-7 < figure < IN_FLOATS / 2 for figure in figures)
 
 
-def truth_calls() -> list[dict[str, Any]]:
-    stored = np.load(HERE / "truth" / "e2e_jax_mix48.io.npz")
-    samples = sorted({key.split("/")[0] for key in stored.files})
-    return [
-        {
-            "inputs": {key.split("/")[2]: stored[key] for key in stored.files if key.startswith(f"{sample}/in/")},
-            "logits": stored[f"{sample}/litert/logits"].reshape(-1),
-            "projected": stored[f"{sample}/litert/projected_activations"].reshape(-1),
-        }
-        for sample in samples
-    ]
+Fault = Callable[[MtpDrafter], MtpDrafter]
 
 
-@pytest.mark.parametrize("call", truth_calls(), ids=lambda call: f"position{call['inputs']['input_pos'][0]}")
-def test_recorded_calls(drafter: MtpDrafter, source: Shard, call: dict[str, Any]) -> None:
-    """Inputs from a text, and what the interpreter made of them when the sample was built."""
-    run = Oracle(source).run(call["inputs"])
-    # Making more tensors readable changes no number.
-    assert np.abs(run.logits - call["logits"]).max() < 1e-5
-    emulation = Emulation(drafter, schemes(source), attention_schemes(source))
-    with torch.inference_mode():
-        ours = emulation.drafter(*signature_arguments(drafter.config, call["inputs"]))
-    logits, projected = ours.logits.numpy().reshape(-1), ours.projected.numpy().reshape(-1)
-    assert np.abs(logits - call["logits"]).max() / np.ptp(call["logits"]) < EMULATED_BOUND
-    assert logits.argmax() == call["logits"].argmax()
-    assert np.abs(projected - call["projected"]).max() / np.ptp(call["projected"]) < EMULATED_BOUND
+def with_half_changed(name: str) -> Fault:
+    """Every other number of a tensor 2 % too large: many of these networks do not see a tensor that is all larger."""
+
+    def plant(drafter: MtpDrafter) -> MtpDrafter:
+        tensor = drafter.state_dict()[name].clone()
+        tensor.reshape(-1)[::2] *= 1.02
+        return drafter.with_tensors({name: tensor})
+
+    return plant
 
 
-def changed(drafter: MtpDrafter, **tensors: torch.Tensor) -> MtpDrafter:
-    twin = drafter.with_config(drafter.config)
-    twin.load_state_dict({**drafter.state_dict(), **tensors}, assign=True)
-    return twin
+def with_swapped(one: str, other: str) -> Fault:
+    def plant(drafter: MtpDrafter) -> MtpDrafter:
+        state = drafter.state_dict()
+        return drafter.with_tensors({one: state[other], other: state[one]})
+
+    return plant
 
 
-def swapped(drafter: MtpDrafter, one: str, other: str) -> MtpDrafter:
-    state = drafter.state_dict()
-    return changed(drafter, **{one: state[other], other: state[one]})
+def with_config(change: Callable[[Any], Any]) -> Fault:
+    return lambda drafter: drafter.with_config(change(drafter.config))
 
 
-def test_gate_and_up_swapped(drafter: MtpDrafter, source: Shard) -> None:
-    found = measured(swapped(drafter, "layers.1.gate_proj.weight", "layers.1.up_proj.weight"), source)
-    assert not found.agrees
-    assert found.weights.different == ("layers.1.gate_proj", "layers.1.up_proj")
-    assert found.first_apart == "layers.1.gate_proj"
+def with_window(config: Any, window: int) -> Any:
+    layers = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and window) for x in config.layers)
+    return dataclasses.replace(config, layers=layers)
 
 
-def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: Shard) -> None:
-    """A walk that takes gate for up gives a checkpoint that equals it in every weight. Parity knows nothing of it."""
+def tensor_names() -> list[str]:
+    with mtp_extract.open(first_bundle()) as opened:
+        found = drafter_of(checkpoint_of(opened.drafter()).whole(), dtype=torch.float32).state_dict()
+    # The last layer's scalar changes nothing: a norm follows.
+    return [name for name in found if name != "layers.3.layer_scalar"]
+
+
+FAULTS: dict[str, Fault] = {
+    **{f"half of {name}": with_half_changed(name) for name in tensor_names()},
+    "no layer scalar": lambda drafter: drafter.with_tensors({"layers.0.layer_scalar": torch.ones(1)}),
+    "gate and up swapped": with_swapped("layers.1.gate_proj.weight", "layers.1.up_proj.weight"),
+    "norms before swapped": with_swapped("layers.2.pre_attention_norm.weight", "layers.2.pre_ffw_norm.weight"),
+    "norms after swapped": with_swapped("layers.2.post_attention_norm.weight", "layers.2.post_ffw_norm.weight"),
+    "layers swapped": with_swapped("layers.0.down_proj.weight", "layers.1.down_proj.weight"),
+    "epsilon": with_config(lambda config: dataclasses.replace(config, rms_norm_eps=1e-5)),
+    "scale of attention": with_config(lambda config: dataclasses.replace(config, attention_scale=0.25)),
+    "no soft cap": with_config(lambda config: dataclasses.replace(config, final_logit_softcap=None)),
+    "soft cap": with_config(lambda config: dataclasses.replace(config, final_logit_softcap=30.01)),
+    "exact gelu": with_config(lambda config: dataclasses.replace(config, hidden_activation="gelu")),
+    "all of full rotated": with_config(lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0)),
+    "theta of sliding": with_config(lambda c: c.with_rope("sliding_attention", theta=10_001.0)),
+    "theta of full": with_config(lambda c: c.with_rope("full_attention", theta=1_010_000.0)),
+    "window": with_config(lambda config: with_window(config, 8)),
+    "window by one": with_config(lambda config: with_window(config, config.sliding_window - 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[tuple[Shard, list[Any], list[Outputs]]]:
+    """The sample's section, the cases that :func:`measure_parity` would run, and what the interpreter computes."""
+    with mtp_extract.open(first_bundle()) as opened:
+        source = opened.drafter()
+        cases = random_cases(source, 16, 0)
+        quiet = [
+            dataclasses.replace(c, embedding=c.embedding / 1000, hidden=c.hidden / 1000)
+            for c in cases
+            if c.position < 32
+        ]
+        yield source, [*cases, *quiet], interpreted(source, [*cases, *quiet], floats=True)
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(FAULTS) >= 60
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_refuted(
+    drafter: MtpDrafter, theirs: tuple[Shard, list[Any], list[Outputs]], name: str
+) -> None:
+    _, cases, expected = theirs
+    found = apart(reference_outputs(FAULTS[name](drafter), cases), expected)
+    assert max(found.logits, found.state) > IN_FLOATS
+
+
+def test_another_epsilon_is_refuted(drafter: MtpDrafter, source: Shard) -> None:
+    """1e-5 where the file has 1e-6 moves outputs by a few 1e-5: less than any rounding of integers."""
+    wrong = drafter.with_config(dataclasses.replace(drafter.config, rms_norm_eps=1e-5))
+    _, check = interpreter.check_interpreter(wrong, source)
+    assert check.passed is False
+    assert interpreter.check_interpreter(drafter, source)[1].passed
+
+
+def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
+    """A walk that takes gate for up gives a checkpoint of which every tensor is the file's."""
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
     roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
     misread = dataclasses.replace(source, walk=dataclasses.replace(source.walk, roles=roles))
-    found = measured(swapped(drafter, "layers.1.gate_proj.weight", "layers.1.up_proj.weight"), misread)
-    assert not found.weights.different
-    assert found.emulated.max_of_range > 10 * EMULATED_BOUND
+    found = measured(drafter_of(checkpoint_of(misread).whole(), dtype=torch.float32), misread)
+    assert not found.agrees
+    assert found.in_floats.logits > 1e-2
+
+
+def test_floats_that_are_not_the_files_are_refuted(
+    drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both programs would compute with codes that are read the wrong way round; the file as it is does not."""
+    from mtp_extract.litertlm.storage import Packing
+
+    unpack = Packing.unpack
+
+    def swapped(packing: Packing, stored: bytes) -> np.ndarray:
+        codes = unpack(packing, stored)
+        return codes if packing.bits == 8 else codes.reshape(-1, 2)[:, ::-1].reshape(-1)
+
+    monkeypatch.setattr(Packing, "unpack", swapped)
+    found = measured(drafter_of(checkpoint_of(source).whole(), dtype=torch.float32), source)
+    assert found.in_floats.logits < IN_FLOATS
+    assert found.as_it_is.correlation < 0.5
     assert not found.agrees
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("pre_attention_norm", "pre_ffw_norm"),
-        ("post_attention_norm", "post_ffw_norm"),
-    ],
-)
-def test_norms_swapped(drafter: MtpDrafter, source: Shard, one: str, other: str) -> None:
-    found = measured(swapped(drafter, f"layers.2.{one}.weight", f"layers.2.{other}.weight"), source)
+def test_recorded_calls(source: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, the section gives what the interpreter made of it when the sample was built."""
+    stored = np.load(HERE / "truth" / "e2e_jax_mix48.io.npz")
+    samples = sorted({key.split("/")[0] for key in stored.files})
+    calls = [
+        {key.split("/")[2]: stored[key] for key in stored.files if key.startswith(f"{sample}/in/")}
+        for sample in samples
+    ]
+    monkeypatch.setattr(interpreter, "signature_inputs", lambda source, call: call)
+    for sample, (logits, state) in zip(samples, interpreted(source, calls, floats=False), strict=True):  # type: ignore[arg-type]
+        assert np.abs(logits - stored[f"{sample}/litert/logits"].reshape(-1)).max() < 1e-5
+        assert np.abs(state - stored[f"{sample}/litert/projected_activations"].reshape(-1)).max() < 1e-5
+
+
+def test_a_section_in_floats_has_no_codes(tmp_path: Path) -> None:
+    """Its tensors, and what reads them, are as before."""
+    from mtp_extract.io.source import LocalSource, Region
+
+    with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
+        model = opened.drafter().model
+        write_floats(model, tmp_path / "floats.tflite")
+        with LocalSource(tmp_path / "floats.tflite") as file:
+            floats = read_model(Region(file, 0, file.size, "the model"), None)
+            for before, after in zip(model.subgraphs, floats.subgraphs, strict=True):
+                assert not any(map(is_coded, after.tensors))
+                assert [(t.name, t.shape) for t in before.tensors] == [(t.name, t.shape) for t in after.tensors]
+                assert [op.inputs for op in before.operators] == [op.inputs for op in after.operators]
+                kinds = [(a.kind, b.kind) for a, b in zip(before.operators, after.operators, strict=True)]
+                assert {pair for pair in kinds if pair[0] != pair[1]} <= {("QUANTIZE", "CAST"), ("DEQUANTIZE", "CAST")}
+            assert any(map(is_coded, model.subgraphs[0].tensors))
+            assert sum(t.type is TensorType.FLOAT32 for t in floats.subgraphs[0].tensors) > 48
+
+
+def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:
+    apart_from = dataclasses.replace(source.model, weights=source.model.region)
+    with pytest.raises(UnsupportedError, match="a section of their own"):
+        measured(drafter, dataclasses.replace(source, model=apart_from))
+
+
+def test_numbers_that_are_none_do_not_agree(drafter: MtpDrafter, source: Shard) -> None:
+    broken = drafter.with_tensors({"final_norm.weight": torch.full((64,), torch.nan)})
+    found = measured(broken, source)
     assert not found.agrees
-    assert found.first_apart == f"layers.2.{one}"
+    assert found.in_floats.logits == np.inf
 
 
-def test_layer_scalar_dropped(drafter: MtpDrafter, source: Shard) -> None:
-    found = measured(changed(drafter, **{"layers.0.layer_scalar": torch.ones(1)}), source)
-    assert not found.agrees
-    assert (found.weights.different, found.first_apart) == (("layers.0.layer_scalar",), "layers.0.layer_scalar")
-
-
-def test_one_row_a_code_off(drafter: MtpDrafter, source: Shard) -> None:
-    weight = drafter.state_dict()["layers.3.o_proj.weight"].clone()
-    weight[5] *= 1.02
-    found = measured(changed(drafter, **{"layers.3.o_proj.weight": weight}), source)
-    assert found.weights.different == ("layers.3.o_proj",)
-    assert not found.agrees
-
-
-def test_values_transposed(drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    def misread(case: Case, config: Any, interface: Any, *, as_stored: bool) -> DraftArguments:
-        arguments = reference_arguments(case, config, interface, as_stored=as_stored)
-        turned = {kind: (k, v.transpose(2, 3).reshape(v.shape)) for kind, (k, v) in arguments.shared_kv.items()}
-        return dataclasses.replace(arguments, shared_kv=turned)
-
-    monkeypatch.setattr(parity_module, "reference_arguments", misread)
-    found = measured(drafter, source)
-    assert not found.agrees
-    assert found.first_apart == "layers.0.o_proj"
-
-
-@pytest.mark.parametrize("control", ["rope", "window", "scale", "cap", "eps"])
-def test_wrong_geometry(drafter: MtpDrafter, source: Shard, control: str) -> None:
-    config = drafter.config
-    narrower = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and 8) for x in config.layers)
-    wrong = {
-        "rope": config.with_rope("full_attention", partial_rotary_factor=1.0),
-        "window": dataclasses.replace(config, layers=narrower),
-        "scale": dataclasses.replace(config, attention_scale=0.25),
-        "cap": dataclasses.replace(config, final_logit_softcap=None),
-        "eps": dataclasses.replace(config, rms_norm_eps=1e-2),
-    }[control]
-    assert not measured(drafter.with_config(wrong), source).agrees
-
-
-def test_another_file(drafter: MtpDrafter, tmp_path: Path) -> None:
-    with (
-        mtp_extract.open(variant("torch_odd_sizes")) as opened,
-        pytest.raises(PairError, match="hidden_size 48, found 64"),
-    ):
-        measured(drafter, opened.drafter())
-
-
-def test_same_seed_same_numbers(drafter: MtpDrafter, source: Shard) -> None:
-    assert measured(drafter, source) == measured(drafter, source)
-    assert measured(drafter, source, seed=1).float != measured(drafter, source).float
-
-
-def test_operators_of_all_roles(source: Shard) -> None:
-    found = readings(source)
-    assert {role.role for role in source.walk.roles} == set(found)
-    assert {found[r].node.kind for r in found if r.endswith(("proj", "projection", "lm_head"))} == {"FULLY_CONNECTED"}
-    assert {found[r].node.kind for r in found if r.endswith(("norm", "scalar"))} == {"MUL"}
-
-
-def test_only_outputs_are_added(source: Shard) -> None:
-    region = source.model.region
-    plain = region.read(0, region.size)
-    patched = with_outputs(source, [3, 5])
-    differing = [i for i, byte in enumerate(plain) if byte != patched[i]]
-    assert 0 < len(differing) <= 4
-    assert differing[-1] - differing[0] < 4
-
-
-def test_restore_keeps_what_is_not_the_files(drafter: MtpDrafter, source: Shard) -> None:
-    state = drafter.state_dict()
-    near = state["final_norm.weight"].bfloat16().float()
-    far = state["layers.0.q_norm.weight"] * 1.01
-    twin, found = restore(changed(drafter, **{"final_norm.weight": near, "layers.0.q_norm.weight": far}), source)
-    assert (found.rounded, found.different) == (("final_norm",), ("layers.0.q_norm",))
-    assert torch.equal(twin.state_dict()["final_norm.weight"], state["final_norm.weight"])
-    assert torch.equal(twin.state_dict()["layers.0.q_norm.weight"], far)
+@pytest.mark.parametrize(("layout", "dtype"), [("transformers", "bf16"), ("transformers", "f16"), ("litert", None)])
+def test_a_directory_that_is_rounded(tmp_path: Path, layout: str, dtype: Any) -> None:
+    """Its tensors are held against the file's by identity; parity is of the file's, and as sharp."""
+    mtp_extract.extract(first_bundle(), tmp_path / "d", format=layout, dtype=dtype)
+    found = run_validation(ValidationPlan(tmp_path / "d", source=str(first_bundle()), samples=4))
+    assert found.parity is not None
+    assert found.parity.agrees
+    assert found.proven

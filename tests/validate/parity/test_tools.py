@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -21,8 +20,8 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
 from mtp_extract.pipeline.check import Check
 from mtp_extract.report.tables import measurements
-from mtp_extract.validate.parity.compare import check_interpreter
-from mtp_extract.validate.parity.oracle import Oracle
+from mtp_extract.validate.parity import interpreter
+from mtp_extract.validate.parity.interpreter import check_interpreter
 from mtp_extract.validate.parity.transformers import check_transformers
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.verdict import verdict
@@ -158,14 +157,13 @@ def check_with(drafter: MtpDrafter, source: Shard) -> Check:
 def test_an_interpreter_that_computes_another_thing(
     drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Oracle.run
+    own = interpreter.interpreted
 
-    def run(self: Oracle, inputs: Any) -> Any:
-        found = own(self, inputs)
-        return dataclasses.replace(found, logits=np.ascontiguousarray(found.logits[::-1]))
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        return [(np.ascontiguousarray(logits[::-1]), state) for logits, state in own(*arguments, **named)]
 
     with monkeypatch.context() as patched:
-        patched.setattr(Oracle, "run", run)
+        patched.setattr(interpreter, "interpreted", wrong)
         found = check_with(drafter, source)
     assert found.passed is None
     assert found.evidence.startswith(
