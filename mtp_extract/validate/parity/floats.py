@@ -27,7 +27,8 @@ _TENSOR, _OPERATOR = "obIoo?oo?oI", "IooBoobooQQBoi"
 
 _CAST = 53
 _ALIGNMENT = 16
-_CHUNK = 1 << 24
+_CHUNK = 1 << 24  # bytes that are copied at a time
+_ELEMENTS = 1 << 22  # numbers that are made at a time
 # Written in place of offsets before it is known where constants will lie: the flatbuffer has its final size.
 _UNKNOWN = (1 << 63) - 1
 
@@ -57,7 +58,9 @@ def write_floats(model: TfliteModel, path: Path) -> None:
         file.writelines(_bytes_of(model.region))
         for place, constant in zip(places, constants, strict=True):
             file.seek(place)
-            file.writelines(chunk.tobytes() for chunk in constant.chunks())
+            for begin in range(0, constant.tensor.elements, _ELEMENTS):
+                end = min(begin + _ELEMENTS, constant.tensor.elements)
+                file.write(constant.floats(begin, end).tobytes())
         for buffer in FlatBuffer(model.region).root().tables(4):
             # Counted from the start of the model, which is `shift` bytes further up now; 0 and 1 mean "none".
             if (offset := buffer.integer(1, "Q")) > 1:
