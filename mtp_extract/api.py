@@ -21,7 +21,7 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.evaluate.pace import silent
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
-from mtp_extract.io.place import PathLike, check_place, files_of, naming
+from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline import inspection
@@ -195,8 +195,7 @@ def validate(asked: Validating) -> Validation:
     """
     to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": asked.inputs}
     if asked.report is not None:
-        with naming("report"):
-            check_place(asked.report, **to, listed=REPORT_LISTED)
+        check_place(asked.report, **to, listed=REPORT_LISTED)
     plan = asked if asked.directory is None else replace(asked, directory=Path(asked.directory))
     found = run_validation(plan, asked.say, asked.show)
     if asked.report is not None:
@@ -302,11 +301,9 @@ def bench(asked: Benching) -> Benchmark:
 
     to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": (asked.prompts,)}
     if asked.report is not None:
-        with naming("report"):
-            check_place(asked.report, **to, listed=BENCH_LISTED)
+        check_place(asked.report, **to, listed=BENCH_LISTED)
     if asked.save is not None:
-        with naming("save"):
-            check_place(asked.save, **to)
+        check_place(asked.save, **to)
     found = run_benchmark(asked, asked.say, asked.show)
     if asked.report is not None:
         write_bench(found, Path(asked.report), **to)

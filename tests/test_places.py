@@ -97,7 +97,7 @@ def test_what_the_user_keeps_there_stays(sample: Path, mine: Path) -> None:
         (mine / name).parent.mkdir(exist_ok=True)
         (mine / name).write_text(text)
     before = state(mine)
-    with pytest.raises(OutputError, match=r": \.git/, notes/a\.txt, thesis\.tex\."):
+    with pytest.raises(OutputError, match=r": \.git/HEAD, notes/a\.txt, thesis\.tex\."):
         extract(sample, mine, overwrite=True)
     assert state(mine) == before
 

@@ -59,14 +59,13 @@ def command(
     if out is not None:
         require("matplotlib")
 
-    from mtp_extract.io.place import check_place, naming
+    from mtp_extract.io.place import check_place
     from mtp_extract.report.tables import REPORT_LISTED
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
 
     if out is not None:
-        with naming("report"):
-            check_place(out, **to, listed=REPORT_LISTED)
+        check_place(out, **to, listed=REPORT_LISTED)
     with progress_of("batch", print_json) as show:
         found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json), show)
     report = as_json(found)

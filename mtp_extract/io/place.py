@@ -26,7 +26,7 @@ import shutil
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_extract.errors import OutputError, escape, few
@@ -42,13 +42,9 @@ Listed = Callable[[Path], Container[str]]
 
 _MARK, _NEW, _OLD = "mtp-extract", "new", "old"
 _STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
-_VERSIONED = ".git"
 _OF_PROGRAMS = frozenset({".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini"})
-_OF_DOWNLOADS = tuple(
-    f".cache/huggingface/{name}" for name in (".gitignore", "CACHEDIR.TAG", "*.metadata", "*.lock", "*.incomplete")
-)
+_OF_DOWNLOADS = ".cache/huggingface/"
 """What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 def listing(record: str, files: Container[str]) -> Listed:
@@ -65,12 +61,11 @@ def listing(record: str, files: Container[str]) -> Listed:
 
 def files_of(directory: PathLike | None) -> list[Path]:
     """The files in ``directory``, where it is one here: the inputs, if other things may be written beside them."""
-    try:
-        found = sorted(Path(directory).iterdir()) if directory is not None and os.path.isdir(directory) else []
-        return [path for path in found if not path.is_dir()]
-    except OSError:
-        # Who reads it will say so.
+    if directory is None or not os.path.isdir(directory):
         return []
+    with suppress(OSError):  # who reads it will say so
+        return [path for path in sorted(Path(directory).iterdir()) if not path.is_dir()]
+    return []
 
 
 def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Listed | None = None) -> None:
@@ -84,16 +79,8 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
     Raises:
         OutputError: it may not; the message says why.
     """
-    target = _absolute(place)
-    with _errors_of(target):
-        if _is_there(_stage(target)):
-            with _held(target):
-                pass
-        _check(target, overwrite, inputs, listed)
-    nearest = next(parent for parent in target.parents if os.path.lexists(parent))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        why = "is read-only, or not yours to write to" if nearest.is_dir() else "is not a directory"
-        raise _refusal(target, f"{shown(nearest)} {why}.")
+    with _held(_Place(_absolute(place), overwrite, tuple(inputs), listed)):
+        pass
 
 
 @contextmanager
@@ -109,69 +96,15 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     Raises:
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
     """
-    target, inputs = _absolute(place), tuple(inputs)
-    with _errors_of(target), ExitStack() as at_the_end:
-        _check(target, overwrite, inputs, listed)
-        if listed is not None:
-            missing = [parent for parent in target.parents if not parent.exists()]
-            at_the_end.callback(_remove_empty, missing)
-            target.parent.mkdir(parents=True, exist_ok=True)
-        stage = at_the_end.enter_context(_held(target))
-        _check(target, overwrite, inputs, listed)
+    asked = _Place(_absolute(place), overwrite, tuple(inputs), listed)
+    with _held(asked) as stage:
         new = stage / _NEW
         if listed is not None:
             new.mkdir()
         yield new
-        _check(target, overwrite, inputs, listed)
+        asked.check()
         check_interrupted()
-        _put_in_place(new, target, stage / _OLD)
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that were made for a result, the innermost first, unless something lies there."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
-@contextmanager
-def _errors_of(target: Path) -> Iterator[None]:
-    """Say of a system's error that ``target`` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise _refusal(target, f"cannot be written: {error.strerror or escape(error)}. Nothing was kept.") from error
-
-
-@contextmanager
-def naming(argument: str) -> Iterator[None]:
-    """Around what may refuse a place: the error says that it is to be changed by ``argument``."""
-    try:
-        yield
-    except OutputError as error:
-        remedies = tuple(argument if name == "out" else name for name in error.remedies)
-        raise OutputError(str(error), remedies=remedies) from error
-
-
-def _absolute(place: PathLike) -> Path:
-    """``place`` with every link resolved but its last."""
-    path = Path(place)
-    if path.name in ("", ".."):
-        return Path(os.path.realpath(path))
-    return Path(os.path.realpath(path.parent), path.name)
-
-
-def _stage(target: Path) -> Path:
-    return target.parent / f".{target.name}.partial"
-
-
-def _is_there(path: Path) -> bool:
-    """Whether anything is at ``path``; an OSError where its name is none that could be."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        _put_in_place(new, asked.target, stage / _OLD)
 
 
 def shown(path: Path) -> str:
@@ -186,32 +119,49 @@ def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") 
     return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
 
 
+def _absolute(place: PathLike) -> Path:
+    """``place`` with every link resolved but its last."""
+    path = Path(place)
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent), path.name)
+
+
 # May it be replaced?
 
 
-def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None) -> None:
-    if listed is None and not target.parent.is_dir():
-        raise _refusal(target, f"there is no directory {shown(target.parent)}.", "Make it, or choose another place.")
-    for read in inputs:
-        why = _conflict(target, Path(read)) if read is not None and os.path.exists(read) else ""
-        if why:
-            raise _refusal(target, f"{why} and stays as it is.")
-    if not os.path.lexists(target):
-        return
-    is_kind = target.is_file() if listed is None else target.is_dir()
-    if not is_kind or target.is_symlink():
-        kind = "file" if listed is None else "directory"
-        raise _refusal(target, f"exists and is not a {kind}.")
-    if listed is not None:
-        if not any(target.iterdir()):
+@dataclass(frozen=True)
+class _Place:
+    """Where a result is to be, and what may be replaced for it: the arguments of :func:`check_place`."""
+
+    target: Path
+    overwrite: bool
+    inputs: tuple[PathLike | None, ...]
+    listed: Listed | None  # of a directory; None for a file
+
+    def check_inputs(self) -> None:
+        """Raise OutputError if the result would replace what is read, or lie in it."""
+        for read in self.inputs:
+            if read is not None and os.path.exists(read) and (why := _conflict(self.target, Path(read))):
+                raise _refusal(self.target, f"{why} and stays as it is.")
+
+    def check(self) -> None:
+        """Raise OutputError unless the result may have its name now."""
+        target = self.target
+        if not os.path.lexists(target):
             return
-        if foreign := sorted(_foreign(target, listed(target))):
-            why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
-            raise _refusal(target, why, "Move that elsewhere, or choose another place.")
-    if not overwrite:
-        raise OutputError(
-            f"{shown(target)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
-        )
+        is_kind = target.is_file() if self.listed is None else target.is_dir()
+        if not is_kind or target.is_symlink():
+            raise _refusal(target, f"exists and is not a {'file' if self.listed is None else 'directory'}.")
+        if self.listed is not None:
+            if not any(target.iterdir()):
+                return
+            if foreign := sorted(_foreign(target, self.listed(target))):
+                why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
+                raise _refusal(target, why, "Move that elsewhere, or choose another place.")
+        if not self.overwrite:
+            why = "exists. Replace it, or choose another place."
+            raise OutputError(f"{shown(target)}: {why}", remedies=("overwrite", "out"))
 
 
 def _conflict(target: Path, read: Path) -> str:
@@ -227,22 +177,16 @@ def _conflict(target: Path, read: Path) -> str:
 
 
 def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
-    """Whatever lies below ``folder`` and is none of ``ours``; versions that are kept there are never ours."""
+    """Whatever lies below ``folder`` and is neither a directory nor a file of ``ours``."""
 
     def unreadable(error: OSError) -> None:
         raise error
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
-        inside = Path(root).relative_to(folder)
-        links = [name for name in folders if Path(root, name).is_symlink()]
-        if _VERSIONED in folders:
-            yield f"{(inside / _VERSIONED).as_posix()}/"
-        folders[:] = [name for name in folders if name not in (*links, _VERSIONED)]
-        for name in (*links, *names):
-            path = (inside / name).as_posix()
-            known = path in ours or name in _OF_PROGRAMS or any(fnmatchcase(path, name) for name in _OF_DOWNLOADS)
-            is_file = stat.S_ISREG(Path(root, name).lstat().st_mode)
-            if not (known and is_file and name != _VERSIONED):
+        for found in (Path(root, name) for name in (*folders, *names)):
+            path, mode = found.relative_to(folder).as_posix(), found.lstat().st_mode
+            known = path in ours or found.name in _OF_PROGRAMS or path.startswith(_OF_DOWNLOADS)
+            if not (stat.S_ISDIR(mode) or (known and stat.S_ISREG(mode))):
                 yield path
 
 
@@ -250,67 +194,75 @@ def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _held(target: Path) -> Iterator[Path]:
-    """The directory beside ``target`` in which its successor is made, locked by this run and empty but for its mark."""
-    stage = _stage(target)
-    lock = None
-    while lock is None:
-        lock = _locked(stage, target)
+def _held(place: _Place) -> Iterator[Path]:
+    """The directory in which a result is made, locked by this run, where the place may be written to.
+
+    It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
+    so are the directories above it that had to be made, unless something lies there.
+    """
+    target = place.target
+    stage = target.parent / f".{target.name}.partial"
     try:
-        _settle(stage, target)
-        yield stage
-    finally:
-        try:
+        with ExitStack() as at_the_end:
+            place.check_inputs()
+            missing = [parent for parent in target.parents if not os.path.lexists(parent)]
+            if not (nearest := target.parents[len(missing)]).is_dir():
+                raise _refusal(target, f"{shown(nearest)} is not a directory.")
+            at_the_end.callback(_remove_empty, missing)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            at_the_end.callback(os.close, _lock(stage, target))
+            at_the_end.callback(_remove_stage, stage)
+            at_the_end.callback(_settle, stage, target)
             _settle(stage, target)
-        finally:
-            # What cannot be removed now, the next run removes, and knows it by the mark.
-            with suppress(OSError):
-                if os.listdir(stage) == [_MARK]:
-                    os.unlink(stage / _MARK)
-                    os.rmdir(stage)
-            os.close(lock)
-
-
-def _locked(stage: Path, target: Path) -> int | None:
-    """Make ``stage`` this run's own; the descriptor that locks it, or None if another run has just removed it."""
-    made = True
-    try:
-        stage.mkdir()
-    except FileExistsError:
-        made = False
-    try:
-        lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
+            place.check()
+            yield stage
     except OSError as error:
-        raise _in_the_way(stage, target) if error.errno in (errno.ENOTDIR, errno.ELOOP) else error from error
-    try:
+        advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
+        why = f"cannot be written: {error.strerror or escape(error)}. Nothing was kept."
+        raise _refusal(target, why, f"{advice} another place.") from error
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that were made for a result, the innermost first, unless something lies there."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _remove_stage(stage: Path) -> None:
+    """Remove a stage that holds its mark alone; one that cannot be removed now, the next run knows by the mark."""
+    with suppress(OSError):
+        if os.listdir(stage) == [_MARK]:
+            os.unlink(stage / _MARK)
+            os.rmdir(stage)
+
+
+def _lock(stage: Path, target: Path) -> int:
+    """Make ``stage`` this run's own; the descriptor that locks it."""
+    while True:
+        lock = -1
         try:
+            stage.mkdir(exist_ok=True)
+            lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A run that ends removes its stage: what was locked may be gone by now, or another's be in its place.
+            if os.path.samestat(os.fstat(lock), stage.lstat()):
+                if (names := os.listdir(stage)) and _MARK not in names:
+                    raise NotADirectoryError
+                (stage / _MARK).touch()
+                kept, lock = lock, -1
+                return kept
         except BlockingIOError as error:
             raise _refusal(target, "another run is writing there.", "Wait for it, or choose another place.") from error
-        except OSError as error:
-            # Without locks, nothing tells a run that goes on from one that was killed.
-            if not made or error.errno not in _NO_LOCKS:
+        except (FileExistsError, NotADirectoryError) as error:
+            why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
+            raise _refusal(target, why, "Move it elsewhere, or choose another place.") from error
+        except FileNotFoundError:
+            if not target.parent.is_dir():
                 raise
-        if os.path.samestat(os.fstat(lock), os.stat(stage)):
-            names = os.listdir(stage)
-            if names and _MARK not in names:
-                raise _in_the_way(stage, target)
-            os.close(os.open(stage / _MARK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
-            kept, lock = lock, -1
-            return kept
-    except FileNotFoundError:
-        return None
-    finally:
-        if lock >= 0:
-            os.close(lock)
-    return None
-
-
-def _in_the_way(stage: Path, target: Path) -> OutputError:
-    why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
-    return _refusal(target, why, "Move it elsewhere, or choose another place.")
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
 
 def _settle(stage: Path, target: Path) -> None:
@@ -325,9 +277,9 @@ def _settle(stage: Path, target: Path) -> None:
                 f"back: {error.strerror}. Move one of the two elsewhere."
             ) from error
         _sync(target.parent)
+    # What cannot be removed now, the next run removes.
     for left in (new, old):
         if left.is_dir():
-            # What is left of it, the next run removes.
             shutil.rmtree(left, ignore_errors=True)
         else:
             with suppress(OSError):

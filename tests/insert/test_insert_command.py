@@ -92,9 +92,9 @@ def test_errors_name_the_option(sample: Path, exact: Path, tmp_path: Path) -> No
     assert status == 1
     assert "--overwrite" in error
     assert (tmp_path / NEW).read_bytes() == b"precious"
-    status, out, error = run(exact, sample, "-o", tmp_path / "nowhere" / NEW)
+    status, out, error = run(exact, sample, "-o", tmp_path / NEW / "below")
     assert (status, out) == (1, ""), "said before any work"
-    assert "there is no directory" in error
+    assert "is not a directory" in error
     assert "--out" in error
 
 
