@@ -156,7 +156,8 @@ def _with_options(error: MtpExtractError, app: typer.Typer) -> str:
     """The message, with the options of ``app`` for the arguments that would help: "… choose another place (--out)."."""
     options = {parameter.name: max(parameter.opts, key=len) for parameter in get_command(app).params}
     # Of a command that writes nothing but a report, that is what may be put elsewhere.
-    options.setdefault("out", options.get("report", ""))
+    if "save" not in options:
+        options.setdefault("out", options.get("report", ""))
     named = []
     for name, _, value in (remedy.partition("=") for remedy in error.remedies):
         if options.get(name, "").startswith("--"):
