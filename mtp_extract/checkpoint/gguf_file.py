@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import io
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,6 @@ _MOST_ENTRIES = 1 << 16
 _MOST_DIMENSIONS = 4
 _LONGEST_NAME = 1 << 16
 _LONGEST_HEADER = 1 << 27
-_READ = 1 << 18
 
 _TYPES = MappingProxyType({0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"})
 """Types of tensors by number (``ggml_type``): those that a drafter may have."""
@@ -44,6 +43,9 @@ _NUMBERS = MappingProxyType(
     | dict(enumerate(["<u8", "<i8", "<f8"], 10))
 )
 """Types of values by number (``gguf_type``), as NumPy calls them."""
+
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -139,116 +141,117 @@ def read_gguf(path: Path) -> Header:
     """
     try:
         with open_regular(path) as file:
-            return _Parser(path, file, path.stat().st_size).header()
+            return _Reader(path, file, os.fstat(file.fileno()).st_size).header()
     except OSError as error:
         raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
 
 
-class _Parser:
-    """Reads a header from its beginning; ``at`` is how far it has come."""
+class _Reader:
+    """Reads a header from its beginning, field by field."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self._path, self._file = path, file
-        self._size, self._limit = size, min(size, _LONGEST_HEADER)
-        self._held = bytearray()
-        self._at = 0
+        self._path, self._file, self._size = path, file, size
+        self._limit = min(size, _LONGEST_HEADER)
+        self._at = 0  # bytes read
 
     def header(self) -> Header:
         if self._limit < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{escape(self._path)}: not a GGUF file (its first bytes are not GGUF).")
-        version = self._number("<u4")
+        version = self._number()
         if version != _VERSION:
             found = f"{_VERSION} in the other byte order" if version == _VERSION << 24 else version
             raise self._damaged(f"expected GGUF version {_VERSION}, found {found}")
-        count, entries = self._count("tensors"), self._count("entries of metadata")
-        metadata: dict[str, Any] = {}
-        for _ in range(entries):
-            key = self._name("key")
-            if key in metadata:
-                raise self._damaged(f"expected each key once, found {escape(key)} again")
-            metadata[key] = self._value(key, self._number("<u4"))
+        tensors, entries = self._number(8), self._number(8)
+        metadata = self._named("key", entries, self._value)
         alignment = metadata.get(_ALIGNMENT_KEY, _ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= _LONGEST_NAME or alignment & alignment - 1:
             raise self._damaged(f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
-        return Header(MappingProxyType(metadata), dict(self._tensors(count, alignment)))
+        described = self._named("tensor", tensors, self._described)
+        return Header(MappingProxyType(metadata), self._placed(described, alignment))
 
-    def _tensors(self, count: int, alignment: int) -> Iterator[tuple[str, StoredTensor]]:
-        described: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    def _named(self, what: str, count: int, read: Callable[[str], Value]) -> dict[str, Value]:
+        """``count`` names, each with what ``read`` finds behind it."""
+        if count > _MOST_ENTRIES:
+            raise self._damaged(f"expected at most {_MOST_ENTRIES} {what}s, found {count}")
+        found: dict[str, Value] = {}
         for _ in range(count):
-            name = self._name("name of a tensor")
-            if name in described:
-                raise self._damaged(f"expected each tensor once, found {escape(name)} again")
-            described[name] = (*self._shape(name), self._number("<u8"))
-        at = start = aligned(self._at, alignment)
-        for name, (dtype, shape, offset) in described.items():
-            if at != start + offset:
-                raise self._damaged(
-                    f"expected {escape(name)} to begin {at - start} bytes into the data, found {offset}"
-                )
-            elements, size = BLOCKS[dtype]
-            length = math.prod(shape) // elements * size
-            if at + length > self._size:
-                raise self._damaged(f"{escape(name)} would end at byte {at + length} of {self._size}; it was cut short")
-            yield name, StoredTensor(dtype, shape, at, length)
-            last, at = at + length, at + aligned(length, alignment)
-        if count and not last <= self._size <= at:
-            raise self._damaged(f"its header describes {at} bytes, it has {self._size}")
+            name = self._text(f"the name of a {what}", _LONGEST_NAME)
+            if name in found:
+                raise self._damaged(f"expected each {what} once, found {escape(name)} again")
+            found[name] = read(name)
+        return found
 
-    def _shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type and shape, the longest stride first."""
-        dimensions = self._number("<u4")
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise self._damaged(f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}")
-        shape = tuple(self._number("<u8") for _ in range(dimensions))
-        kind = self._number("<u4")
-        if kind not in _TYPES:
-            raise self._damaged(
-                f"{escape(name)}: expected one of the types {', '.join(_TYPES.values())}, found {_type_name(kind)}"
-            )
-        dtype = _TYPES[kind]
-        # No tensor has more elements than eight a byte of its file.
-        if any(n > 8 * self._size for n in shape) or math.prod(shape) > 8 * self._size or shape[0] % BLOCKS[dtype][0]:
-            raise self._damaged(f"{escape(name)}: a shape of {list(shape)[::-1]} in {dtype} cannot be")
-        return dtype, shape[::-1]
-
-    def _value(self, key: str, kind: int) -> Any:
+    def _value(self, key: str) -> Any:
+        kind = self._number()
         if kind == _TEXT:
-            return self._text(key)
+            return self._text(key, _LONGEST_HEADER)
         if kind != _ARRAY:
             return self._numbers(key, kind, 1)[0]
-        kind, count = self._number("<u4"), self._number("<u8")
-        if kind != _TEXT:
-            return tuple(self._numbers(key, kind, count))
-        self._skip_texts(count)
-        return Texts(count)
+        kind, count = self._number(), self._number(8)
+        return self._skipped(count) if kind == _TEXT else tuple(self._numbers(key, kind, count))
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
         if kind not in _NUMBERS:
             raise self._damaged(f"{escape(key)}: expected a type of value below 13 and no list of lists, found {kind}")
         dtype = np.dtype(_NUMBERS[kind])
         found = np.frombuffer(self._take(count * dtype.itemsize), dtype)
-        if kind == _BOOL and (found > 1).any():
+        if kind != _BOOL:
+            return list(found) if dtype.kind == "f" else found.tolist()
+        if (found > 1).any():
             raise self._damaged(f"{escape(key)}: expected truth values to be 0 or 1, found {int(found.max())}")
-        if dtype.kind == "f":
-            return list(found)
-        return [bool(n) for n in found] if kind == _BOOL else [int(n) for n in found]
+        return [bool(n) for n in found]
 
-    def _skip_texts(self, count: int) -> None:
-        # There may be a million of them: a call for each is what they would cost.
-        held = self._held
-        for _ in range(count):
-            begin = self._at + 8
-            if begin > len(held):
-                self._need(8)
-            self._at = begin + int.from_bytes(held[begin - 8 : begin], "little")
-            if self._at > len(held):
-                self._need(0)
+    def _skipped(self, count: int) -> Texts:
+        read, at = self._file.read, self._at
+        for _ in range(count):  # a million of them: no further call for each
+            length = int.from_bytes(read(8), "little")
+            at += 8 + length
+            if at > self._limit:
+                break
+            read(length)
+        self._at = at
+        self._take(0)
+        return Texts(count)
 
-    def _name(self, what: str) -> str:
-        return self._text(f"the {what}", _LONGEST_NAME)
+    def _described(self, name: str) -> tuple[str, tuple[int, ...], int]:
+        """Type, shape (the longest stride first) and offset of a tensor."""
+        dimensions = self._number()
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise self._damaged(f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}")
+        shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
+        kind = self._number()
+        if kind not in _TYPES:
+            expected = ", ".join(_TYPES.values())
+            raise self._damaged(f"{escape(name)}: expected one of the types {expected}, found {_type_name(kind)}")
+        dtype = _TYPES[kind]
+        # No tensor has more elements than eight a byte of its file.
+        if max(*shape, math.prod(shape)) > 8 * self._size or shape[-1] % BLOCKS[dtype][0]:
+            raise self._damaged(f"{escape(name)}: a shape of {list(shape)} in {dtype} cannot be")
+        return dtype, shape, self._number(8)
 
-    def _text(self, what: str, longest: int = _LONGEST_HEADER) -> str:
-        length = self._number("<u8")
+    def _placed(
+        self, described: Mapping[str, tuple[str, tuple[int, ...], int]], alignment: int
+    ) -> dict[str, StoredTensor]:
+        """The tensors, which follow each other to the end of the file."""
+        found: dict[str, StoredTensor] = {}
+        end = start = at = aligned(self._at, alignment)
+        for name, (dtype, shape, offset) in described.items():
+            if at != start + offset:
+                raise self._damaged(
+                    f"expected {escape(name)} to begin {at - start} bytes into the data, found {offset}"
+                )
+            elements, size = BLOCKS[dtype]
+            found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
+            end = at + found[name].length
+            at = aligned(end, alignment)
+        if end > self._size:
+            raise self._damaged(f"its tensors would end at byte {end} of {self._size}; it was cut short")
+        if found and at < self._size:
+            raise self._damaged(f"its header describes {at} bytes, it has {self._size}")
+        return found
+
+    def _text(self, what: str, longest: int) -> str:
+        length = self._number(8)
         if length > longest:
             raise self._damaged(f"{escape(what)}: expected at most {longest} bytes of text, found {length}")
         try:
@@ -256,33 +259,18 @@ class _Parser:
         except UnicodeDecodeError as error:
             raise self._damaged(f"{escape(what)}: expected text in UTF-8, found other bytes") from error
 
-    def _count(self, what: str) -> int:
-        count = self._number("<u8")
-        if count > _MOST_ENTRIES:
-            raise self._damaged(f"expected at most {_MOST_ENTRIES} {what}, found {count}")
-        return count
-
-    def _number(self, dtype: str) -> int:
-        self._need(8 if dtype == "<u8" else 4)
-        (found,) = struct.unpack_from("<Q" if dtype == "<u8" else "<I", self._held, self._at)
-        self._at += 8 if dtype == "<u8" else 4
-        return int(found)
+    def _number(self, size: int = 4) -> int:
+        return int.from_bytes(self._take(size), "little")
 
     def _take(self, length: int) -> bytes:
-        self._need(length)
+        """The next ``length`` bytes; none is read past the limit, whatever length a file claims."""
         self._at += length
-        return bytes(self._held[self._at - length : self._at])
-
-    def _need(self, length: int) -> None:
-        """Hold ``length`` bytes more than what was read."""
-        end = self._at + length
-        if end > self._limit:
-            raise self._damaged(f"its header goes on to byte {end}, past {self._limit}; it was cut short")
-        while len(self._held) < end:
-            piece = self._file.read(max(_READ, end - len(self._held)))
-            if not piece:
-                raise self._damaged("it shrank while it was being read")
-            self._held += piece
+        if self._at > self._limit:
+            raise self._damaged(f"its header goes on to byte {self._at}, past {self._limit}; it was cut short")
+        found = self._file.read(length)
+        if len(found) < length:
+            raise self._damaged("it shrank while it was being read")
+        return found
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{escape(self._path)}: {why}. The GGUF file is damaged, or no drafter of this kind.")
@@ -291,5 +279,4 @@ class _Parser:
 def _type_name(kind: int) -> str:
     from gguf import GGMLQuantizationType
 
-    known = {int(member): member.name for member in GGMLQuantizationType}
-    return known.get(kind, f"number {kind}")
+    return next((member.name for member in GGMLQuantizationType if member == kind), f"number {kind}")

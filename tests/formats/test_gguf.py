@@ -602,7 +602,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "other byte order": (gguf_bytes(version=3 << 24), "3 in the other byte order"),
     "more tensors than bytes": (gguf_bytes(counts=(1 << 60, 0)), "at most 65536 tensors"),
     "a few more tensors": (gguf_bytes(counts=(3, 0)), "cut short"),
-    "more entries than bytes": (gguf_bytes(counts=(0, 1 << 63)), "at most 65536 entries"),
+    "more entries than bytes": (gguf_bytes(counts=(0, 1 << 63)), "at most 65536 keys"),
     "long key": (gguf_bytes([struct.pack("<Q", 1 << 62)]), "at most 65536 bytes of text"),
     "long text": (gguf_bytes([entry("k", struct.pack("<IQ", 8, 1 << 40))]), "at most"),
     "text past the end": (gguf_bytes([entry("k", struct.pack("<IQ", 8, 1 << 20))]), "cut short"),
