@@ -1,7 +1,8 @@
 """A drafter's shape as keys of GGUF: those of llama.cpp's ``gemma4-assistant``, and our own where it has none.
 
 The keys are those that llama.cpp's converter writes and its loader reads. FP32 keys hold numbers that users know in
-decimal; one that does not come back as the same number stands in float64 under ``mtp_extract.`` as well.
+decimal; one that does not come back as the same number stands in float64 under ``mtp_extract.`` as well. Reading takes
+the few keys of which the others follow, makes all of them again and compares.
 """
 
 from __future__ import annotations
@@ -32,42 +33,42 @@ OWN = "mtp_extract."
 _NEVER_TURNED = 1e30
 """A frequency divided by this does not turn; llama.cpp's converter writes the same."""
 
-_ACTIVATION = f"{OWN}hidden_activation"
-_SHARE = f"{OWN}rope.partial_rotary_factor"
-_TANH = "gelu_pytorch_tanh"
-_EPSILON, _CAP, _FACTOR = "attention.layer_norm_rms_epsilon", "final_logit_softcapping", "rope.factor"
-_THETA, _THETA_SLIDING = "rope.freq_base", "rope.freq_base_swa"
-_NUMBERS = (_EPSILON, _THETA, _THETA_SLIDING, _CAP, _FACTOR)
-"""Keys in FP32; the last is a factor of frequencies, which have a tensor."""
+_FACTOR = "rope.factor"
+"""By what frequencies are divided: no key of llama.cpp's, which has a tensor for it."""
+
+_NUMBERS = (
+    *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "final_logit_softcapping"),
+    _FACTOR,
+)
+"""What is stored in FP32."""
 
 _TOLERATED: AllowedKeys = MappingProxyType(
     {
-        # What it is called, who made it, and how one samples from a model that is no drafter.
-        **{
-            f"general.{key}": anything
-            for key in (
-                *("name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by"),
-                *("size_label", "license*", "url", "doi", "uuid", "repo_url", "source.*", "base_model.*", "dataset.*"),
-                *("tags", "languages", "sampling.*", "file_type", "alignment", "quantization_version"),
-            )
-        },
         ARCHITECTURE: some(ARCH),
         "general.type": some("model"),
-        # Drafts are tokens of the base, whatever this file calls them; that they are as many is read.
-        "tokenizer.*": anything,
-        "quantize.imatrix.*": anything,
+        # What it is called, who made it, and how one samples from a model that is no drafter. Drafts are tokens of the
+        # base, whatever a file calls them; that they are as many is read.
+        **dict.fromkeys(
+            (
+                *(f"general.{key}" for key in ("name", "author", "version", "organization", "finetune", "basename")),
+                *(f"general.{key}" for key in ("description", "quantized_by", "size_label", "license*", "url", "doi")),
+                *(f"general.{key}" for key in ("uuid", "repo_url", "source.*", "base_model.*", "dataset.*", "tags")),
+                *(f"general.{key}" for key in ("languages", "sampling.*", "file_type", "alignment")),
+                *("general.quantization_version", "tokenizer.*", "quantize.imatrix.*"),
+            ),
+            anything,
+        ),
         f"{ARCH}.context_length": is_whole,
         f"{ARCH}.attention.head_count_kv": anything,  # which is read in full
         # Implied where they are missing.
-        **dict.fromkeys((f"{ARCH}.vocab_size", _ACTIVATION), some(None)),
+        **dict.fromkeys((f"{ARCH}.vocab_size", f"{OWN}hidden_activation"), some(None)),
         **dict.fromkeys((f"{ARCH}.attention.scale", f"{ARCH}.rope.scaling.factor"), some(1)),
         **dict.fromkeys((f"{ARCH}.expert_count", f"{ARCH}.expert_used_count"), some(0)),
-        f"{OWN}version": is_text,
-        **dict.fromkeys((f"{OWN}source.*", f"{OWN}section.*"), is_text),
-        **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}{_CAP}"), is_number),
+        **dict.fromkeys((f"{OWN}version", f"{OWN}source.*", f"{OWN}section.*"), is_text),
+        **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}final_logit_softcapping"), is_number),
     }
 )
-"""What a file may say beside what it is written here; by whom, of what, and for which tokens."""
+"""What a file may say otherwise than it is written here: by whom, of what, and for which tokens."""
 
 
 def config_metadata(config: DrafterConfig) -> dict[str, Any]:
@@ -112,24 +113,19 @@ def config_metadata(config: DrafterConfig) -> dict[str, Any]:
         "attention.sliding_window_pattern": [kind == SLIDING for kind in config.layer_types],
         "rope.dimension_count": full.head_dim,
         "rope.dimension_count_swa": sliding.head_dim,
-        _EPSILON: config.rms_norm_eps,
-        _THETA: full.rope.theta,
-        _THETA_SLIDING: sliding.rope.theta,
-        **({} if config.final_logit_softcap is None else {_CAP: config.final_logit_softcap}),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": full.rope.theta,
+        "rope.freq_base_swa": sliding.rope.theta,
+        **({} if config.final_logit_softcap is None else {"final_logit_softcapping": config.final_logit_softcap}),
     }
-    own: dict[str, Any] = {_ACTIVATION: config.hidden_activation}
-    numbers = keys
+    own: dict[str, Any] = {"hidden_activation": config.hidden_activation}
+    numbers = dict(keys)
     if FULL in config.layer_types:
-        own[_SHARE] = np.float64(full.rope.partial_rotary_factor)
-        numbers = {**keys, _FACTOR: full.rope.factor}
-    exact = {key: numbers[key] for key in _NUMBERS if key in numbers and _decimal(numbers[key]) != numbers[key]}
-    own |= {OWN + key: np.float64(number) for key, number in exact.items()}
-    return {**{f"{ARCH}.{key}": value for key, value in keys.items()}, **own}
-
-
-def _decimal(number: float | np.float32) -> float:
-    """The shortest decimal that is ``number`` in FP32."""
-    return float(str(np.float32(number)))
+        own["rope.partial_rotary_factor"] = np.float64(full.rope.partial_rotary_factor)
+        numbers[_FACTOR] = full.rope.factor
+    inexact = [key for key in _NUMBERS if key in numbers and _plain(np.float32(numbers[key])) != numbers[key]]
+    own |= {key: np.float64(numbers[key]) for key in inexact}
+    return {**{f"{ARCH}.{key}": value for key, value in keys.items()}, **{OWN + key: own[key] for key in own}}
 
 
 def rope_frequency_factors(config: DrafterConfig) -> Floats | None:
@@ -145,65 +141,38 @@ def rope_frequency_factors(config: DrafterConfig) -> Floats | None:
 
 def notes_of_config(config: DrafterConfig) -> tuple[str, ...]:
     """Where llama.cpp does not do what the file says."""
-    notes = []
-    if config.backbone_hidden_size == config.hidden_size:
-        notes.append(
-            f"llama.cpp does not load this drafter: it is as wide as its base ({config.hidden_size}), which llama.cpp "
-            "takes for a file without the base's width."
-        )
-    if SLIDING not in config.layer_types:
-        notes.append("llama.cpp does not load this drafter: it has no sliding layer.")
-    if config.hidden_activation != _TANH:
-        notes.append("The gate is an exact GELU, of which llama.cpp computes the tanh approximation.")
-    return tuple(notes)
+    width = config.hidden_size
+    notes = {
+        f"llama.cpp does not load this drafter: it is as wide as its base ({width}), which llama.cpp takes for a file "
+        "without the base's width.": config.backbone_hidden_size == width,
+        "llama.cpp does not load this drafter: it has no sliding layer.": SLIDING not in config.layer_types,
+        "The gate is an exact GELU, of which llama.cpp computes the tanh approximation.": config.hidden_activation
+        == "gelu",
+    }
+    return tuple(note for note, holds in notes.items() if holds)
 
 
-_RENAMED = {
-    "layers": "block_count",
-    "context": "context_length",
-    "hidden": "embedding_length",
-    "backbone": "embedding_length_out",
-    "intermediate": "feed_forward_length",
-    "heads": "attention.head_count",
-    "kv_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "head_dim_swa": "attention.key_length_swa",
-    "window": "attention.sliding_window",
-    "slides": "attention.sliding_window_pattern",
-    "epsilon": _EPSILON,
-    "theta": _THETA,
-    "theta_swa": _THETA_SLIDING,
-    "cap": _CAP,
-    "factor": _FACTOR,
-}
+class _Keys(Struct, rename=lambda name: name.replace("__", ".")):
+    """The keys of which the others follow: the architecture's, and two of ours that llama.cpp has none for."""
 
-
-class _Keys(Struct, rename=_RENAMED):
-    """The architecture's keys that count."""
-
-    layers: Size
-    hidden: Size
-    backbone: Size
-    intermediate: Size
-    heads: Size
-    kv_heads: Size | list[Size]
-    head_dim: Size
-    head_dim_swa: Size
-    window: Size
-    slides: list[bool]
-    epsilon: Number
-    theta: Number
-    theta_swa: Number
-    factor: Number = 1.0
-    cap: Number | None = None
-    context: Size | None = None
-
-
-class _Own(Struct, rename={"activation": _ACTIVATION, "share": _SHARE}):
-    """Keys of ours that llama.cpp has none for."""
-
-    activation: Activation = "gelu_pytorch_tanh"
-    share: Share | None = None
+    block_count: Size
+    embedding_length: Size
+    embedding_length_out: Size
+    feed_forward_length: Size
+    attention__head_count: Size
+    attention__head_count_kv: Size | list[Size]
+    attention__key_length: Size
+    attention__key_length_swa: Size
+    attention__sliding_window: Size
+    attention__sliding_window_pattern: list[bool]
+    attention__layer_norm_rms_epsilon: Number
+    rope__freq_base: Number
+    rope__freq_base_swa: Number
+    rope__factor: Number = 1.0
+    final_logit_softcapping: Number | None = None
+    context_length: Size | None = None
+    mtp_extract__hidden_activation: Activation = "gelu_pytorch_tanh"
+    mtp_extract__rope__partial_rotary_factor: Share | None = None
 
 
 def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
@@ -225,8 +194,8 @@ def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors:
                 "not the base model"
             )
         config = _config(metadata, vocabulary, factors)
-        made, turns = config_metadata(config), rope_frequency_factors(config)
-        if turns is not factors and (turns is None or factors is None or not np.array_equal(turns, factors)):
+        made = config_metadata(config)
+        if not np.array_equal(_flat(rope_frequency_factors(config)), _flat(factors)):
             raise CheckpointError(
                 "expected rope_freqs.weight as the full layers' RoPE has it, one factor and then "
                 f"{_NEVER_TURNED:g}, found others; it is not supported"
@@ -235,38 +204,45 @@ def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors:
     return config
 
 
+def _flat(factors: Floats | None) -> Floats:
+    return np.empty(0, np.float32) if factors is None else factors
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as Python's own; of a number in FP32 or FP64 the shortest decimal that is the same there."""
+    return float(str(value)) if isinstance(value, np.floating) else value
+
+
 def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
-    plain = {key: float(value) if isinstance(value, float) else value for key, value in metadata.items()}
-    plain |= {key: _decimal(value) for key, value in metadata.items() if isinstance(value, np.float32)}
-    own = reading.fields(plain, _Own)
-    keys = {key.removeprefix(f"{ARCH}."): value for key, value in plain.items() if key.startswith(f"{ARCH}.")}
+    keys = {key.removeprefix(f"{ARCH}."): _plain(value) for key, value in metadata.items()}
     turned = 0 if factors is None else int(np.count_nonzero(factors < np.float32(_NEVER_TURNED)))
     if factors is not None and turned:
-        keys[_FACTOR] = _decimal(factors[0])
-    keys |= {key: plain[OWN + key] for key in _NUMBERS if key in keys and OWN + key in plain}
+        keys[_FACTOR] = _plain(factors[0])
+    keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
     found = reading.fields(keys, _Keys)
-    kv_heads = found.kv_heads if isinstance(found.kv_heads, list) else [found.kv_heads] * found.layers
-    if not found.layers == len(found.slides) == len(kv_heads):
+    slides, kv_heads = found.attention__sliding_window_pattern, found.attention__head_count_kv
+    heads = kv_heads if isinstance(kv_heads, list) else [kv_heads] * found.block_count
+    if not found.block_count == len(slides) == len(heads):
         raise CheckpointError(
-            f"expected attention.sliding_window_pattern and head_count_kv of {found.layers} layers, found "
-            f"{len(found.slides)} and {len(kv_heads)}; check the file"
+            f"expected attention.sliding_window_pattern and head_count_kv of {found.block_count} layers, found "
+            f"{len(slides)} and {len(heads)}; check the file"
         )
-    full = RopeConfig(found.theta, own.share or 2 * turned / found.head_dim or 1.0, found.factor)
-    layers = tuple(
-        LayerConfig(SLIDING, found.head_dim_swa, heads, found.window, RopeConfig(found.theta_swa))
-        if slides
-        else LayerConfig(FULL, found.head_dim, heads, None, full)
-        for slides, heads in zip(found.slides, kv_heads, strict=True)
-    )
+    share = found.mtp_extract__rope__partial_rotary_factor or 2 * turned / found.attention__key_length or 1.0
+    window, full_rope = found.attention__sliding_window, RopeConfig(found.rope__freq_base, share, found.rope__factor)
     return DrafterConfig(
-        backbone_hidden_size=found.backbone,
-        hidden_size=found.hidden,
-        intermediate_size=found.intermediate,
+        backbone_hidden_size=found.embedding_length_out,
+        hidden_size=found.embedding_length,
+        intermediate_size=found.feed_forward_length,
         vocab_size=vocabulary,
-        num_heads=found.heads,
-        layers=layers,
-        rms_norm_eps=found.epsilon,
-        final_logit_softcap=found.cap,
-        hidden_activation=own.activation,
-        max_position_embeddings=found.context,
+        num_heads=found.attention__head_count,
+        layers=tuple(
+            LayerConfig(SLIDING, found.attention__key_length_swa, count, window, RopeConfig(found.rope__freq_base_swa))
+            if is_sliding
+            else LayerConfig(FULL, found.attention__key_length, count, None, full_rope)
+            for is_sliding, count in zip(slides, heads, strict=True)
+        ),
+        rms_norm_eps=found.attention__layer_norm_rms_epsilon,
+        final_logit_softcap=found.final_logit_softcapping,
+        hidden_activation=found.mtp_extract__hidden_activation,
+        max_position_embeddings=found.context_length,
     )
