@@ -37,14 +37,6 @@ def _unpack_halves(stored: Bytes) -> Codes:
     return biased
 
 
-def _pack_bytes(codes: Codes) -> Bytes:
-    return codes.view(np.uint8)
-
-
-def _unpack_bytes(stored: Bytes) -> Codes:
-    return np.ascontiguousarray(stored).view(np.int8)
-
-
 @dataclass(frozen=True)
 class BlockType:
     """How 32 codes lie in bytes."""
@@ -59,7 +51,9 @@ class BlockType:
 BLOCK_TYPES = MappingProxyType(
     {
         4: BlockType("Q4_0", 4, _STEP + BLOCK // 2, _pack_halves, _unpack_halves),
-        8: BlockType("Q8_0", 8, _STEP + BLOCK, _pack_bytes, _unpack_bytes),
+        8: BlockType(
+            "Q8_0", 8, _STEP + BLOCK, lambda codes: codes.view(np.uint8), lambda stored: stored.copy().view(np.int8)
+        ),
     }
 )
 """Each by the bits of its codes."""

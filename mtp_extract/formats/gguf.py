@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
+from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredTensor, read_rows, stored_weight
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, of_codes, row_codes
+from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, of_codes, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
@@ -44,10 +44,9 @@ _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()}
 # llama_ftype, of the type that most matrices have.
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
 _QUANTIZATION_VERSION = 2
-_VERSION_KEY = f"{OWN}version"
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
-# A row's step: read this many bytes of rows at a time to find them.
 _READ = 1 << 20
+"""Elements of which the steps are read at a time."""
 
 
 class GgufFormat:
@@ -82,7 +81,7 @@ class GgufFormat:
         return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        config = checkpoint.mtp
+        config, origin = checkpoint.mtp, checkpoint.provenance
         metadata = config_metadata(config)
         planned = [
             _plan(checkpoint, role, shape, dtype)
@@ -94,22 +93,21 @@ class GgufFormat:
             planned.append(plan_array(_ROPE, factors, part="frequencies"))
         matrices = [tensor for tensor in planned if len(tensor.shape) > 1]
         most = max(_FILE_TYPES, key=lambda kind: sum(tensor.dtype == kind for tensor in matrices))
-        general: dict[str, Any] = {
+        everything: dict[str, Any] = {
             ARCHITECTURE: ARCH,
             "general.type": "model",
-            **_origin(checkpoint.provenance),
-            **_name_parts(_base_of(checkpoint.provenance)),
+            **_origin(origin),
+            **_name_parts(_base_of(origin)),
             "general.file_type": _FILE_TYPES[most],
             "general.quantization_version": _QUANTIZATION_VERSION,
+            **metadata,
+            f"{OWN}version": __version__,
+            **{OWN + key: text for key, text in origin.items()},
+            MODEL: NO_TOKENIZER,
+            **(tokenizer_metadata(checkpoint.tokenizer, config.vocab_size) if checkpoint.tokenizer else {}),
         }
-        own = {_VERSION_KEY: __version__, **{OWN + key: text for key, text in checkpoint.provenance.items()}}
-        notes = notes_of_config(config)
-        tokenizer = {MODEL: NO_TOKENIZER}
-        if checkpoint.tokenizer is not None:
-            tokenizer = tokenizer_metadata(checkpoint.tokenizer, config.vocab_size)
-        everything = {**general, **metadata, **own, **tokenizer}
-        name = f"mtp-{_base_of(checkpoint.provenance)}-{most}.gguf"
-        return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes)]
+        name = f"mtp-{_base_of(origin)}-{most}.gguf"
+        return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes_of_config(config))]
 
     def read_config(self, directory: Path) -> DrafterConfig:
         return _config(_file_in(directory))[1]
@@ -220,43 +218,35 @@ def _origin(provenance: Mapping[str, str]) -> dict[str, str]:
 def _config(path: Path) -> tuple[Header, DrafterConfig]:
     """What the file at ``path`` says before its data, and the shape it says."""
     header = read_gguf(path)
-    head = header.tensors.get(_head_name())
+    name = next(role.names[FORMAT.name] for role in roles_of(1) if role.name == "lm_head")
+    rows = header.tensors[name].shape[0] if name in header.tensors else 0
     tokens = header.metadata.get(TOKENS)
-    rows = head.shape[0] if head is not None else 0
-    if isinstance(tokens, Texts) and head is not None and tokens.count != rows:
+    if isinstance(tokens, Texts) and rows and tokens.count != rows:
         raise CheckpointError(
             f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"
         )
-    factors = None
-    if _ROPE in header.tensors:
-        factors = stored_weight(path, header.tensors[_ROPE]).array().reshape(-1)
-    return header, config_of(path, header.metadata, rows, factors)
-
-
-def _head_name() -> str:
-    return next(role.names[FORMAT.name] for role in roles_of(1) if role.name == "lm_head")
+    factors = header.tensors.get(_ROPE)
+    turns = None if factors is None else stored_weight(path, factors).array().reshape(-1)
+    return header, config_of(path, header.metadata, rows, turns)
 
 
 def _stored(path: Path, stored: StoredTensor, name: str) -> Weight:
+    """The tensor called ``name`` as a weight, of codes where it is of blocks."""
     kind = _QUANTIZED.get(stored.dtype)
     if kind is None:
         return stored_weight(path, stored, name)
-    return of_codes(
-        stored.shape,
-        Packing(kind.bits, signed=True),
-        lambda first, last: unpacked(kind, read_rows(path, stored, first, last)),
-        partial(_read_steps, path, stored, kind),
-        origin=(path, stored.offset),
-    )
 
+    def codes(first: int, last: int) -> npt.NDArray[np.int8]:
+        return unpacked(kind, read_rows(path, stored, first, last))
 
-def _read_steps(path: Path, stored: StoredTensor, kind: BlockType) -> Steps:
-    count, columns = stored.shape
-    size = np.empty((count, columns // BLOCK), np.float32)
-    each = max(1, _READ * count // max(stored.length, 1))
-    for first in range(0, count, each):
-        last = min(first + each, count)
-        size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
-    if not np.isfinite(size).all():
-        raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
-    return Steps.around_zero(BLOCK, size).by_row()
+    def steps() -> Steps:
+        size = np.concatenate(
+            [steps_of(kind, read_rows(path, stored, *rows)) for rows in row_ranges(weight, elements=_READ)]
+        )
+        if not np.isfinite(size).all():
+            raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
+        return Steps.around_zero(BLOCK, size).by_row()
+
+    packing = Packing(kind.bits, signed=True)
+    weight = of_codes(stored.shape, packing, codes, steps, origin=(path, stored.offset))
+    return weight

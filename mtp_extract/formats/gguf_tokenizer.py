@@ -5,6 +5,7 @@ A drafter needs none: the base's is used. With one, tools that open a single GGU
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,32 +43,25 @@ def tokenizer_metadata(directory: Path, vocabulary: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: it is not there or damaged, of another kind than Gemma 4's, or has not ``vocabulary`` tokens.
     """
-    for name in (_FILE, _CONFIG):
-        if not (directory / name).is_file():
-            raise _refused(directory, f"expected {name} there, found none")
     try:
-        config = read_object(directory / _CONFIG, "")
-        parsed = reading.fields(read_object(directory / _FILE, "", largest=_LARGEST), _Tokenizer)
-        tokens, added = _tokens(parsed)
+        tokens, added = _tokens(read_object(directory / _FILE, "", largest=_LARGEST))
+        special = _special(read_object(directory / _CONFIG, ""))
+        if len(tokens) != vocabulary:
+            raise CheckpointError(f"expected {vocabulary} tokens, as the drafter has, found {len(tokens)}")
     except CheckpointError as error:
         # What to do about a drafter is nothing to do about a tokenizer.
         raise _refused(directory, str(error).partition("; ")[0].rstrip(". ")) from error
-    if len(tokens) != vocabulary:
-        raise _refused(directory, f"expected {vocabulary} tokens, as the drafter has, found {len(tokens)}")
-    named = _special(config)
     made = {
         MODEL: "gemma4",
         TOKENS: tokens,
         "tokenizer.ggml.scores": [_SCORE] * len(tokens),
-        "tokenizer.ggml.token_type": [_type(token, token in named, token in added) for token in tokens],
+        "tokenizer.ggml.token_type": [_type(token, token in special, token in added) for token in tokens],
         **_special_keys(directory, vocabulary),
         "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.ggml.add_bos_token": True,
     }
     try:
-        for value in made.values():
-            for text in value if isinstance(value, list) else [value]:
-                str(text).encode()
+        json.dumps(made, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise _refused(directory, "expected text, found half of a character (a lone surrogate)") from error
     return made
@@ -96,17 +90,21 @@ class _Tokenizer(Struct):
     added_tokens: list[_Added] | None = None
 
 
-def _tokens(parsed: _Tokenizer) -> tuple[list[str], set[str]]:
-    """All tokens by their number, and those that were added after the vocabulary."""
+def _tokens(document: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+    """All tokens by their number, and those that were added after the vocabulary.
+
+    Raises:
+        CheckpointError: another kind of tokenizer, or tokens that are not numbered from 0 on.
+    """
+    parsed = reading.fields(document, _Tokenizer)
     if not parsed.model.byte_fallback:
         raise CheckpointError("expected a BPE tokenizer that falls back to bytes, as Gemma 4's, found another kind")
-    numbers = parsed.model.vocab
-    known = len(numbers)
-    numbers |= {entry.content: entry.id for entry in parsed.added_tokens or []}
+    added = {entry.content: entry.id for entry in parsed.added_tokens or []}
+    numbers = {**parsed.model.vocab, **added}
     tokens = sorted(numbers, key=lambda token: numbers[token])
     if [numbers[token] for token in tokens] != list(range(len(tokens))):
         raise CheckpointError(f"expected its {len(tokens)} tokens to be numbered from 0 on, found other numbers")
-    return tokens, set(tokens[known:])
+    return tokens, added.keys() - parsed.model.vocab.keys()
 
 
 def _type(token: str, special: bool, added: bool) -> int:
@@ -123,7 +121,7 @@ def _special(config: Mapping[str, Any]) -> set[str]:
     """The tokens that transformers calls special: those with a name of their own, and the further ones."""
     found: list[Any] = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
-        more = config.get(key) or []
+        more = config.get(key)
         found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
     texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in found)
     return {text for text in texts if isinstance(text, str)}
