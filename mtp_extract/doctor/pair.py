@@ -16,7 +16,7 @@ from mtp_extract.drafter.load import Network
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.base_model import LoadedBase
 from mtp_extract.formats import ENGINES, EVERY, format_of
-from mtp_extract.formats.llama import findings_of
+from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.unexpected import unexpected_in

@@ -110,14 +110,16 @@ HEADS = {
         "an EAGLE-3 head for SGLang and vLLM",
         engines=("vllm", "sglang"),
         architecture=EAGLE3,
+        instance="EAGLE",
     ),
     "speculators": Listed(
-        f"{__name__}.speculators",
+        f"{__name__}.eagle3",
         ("bf16", "f16", "f32"),
         "an EAGLE-3 head for vLLM, which serves it by itself",
         engines=("vllm",),
         library="speculators",
         architecture=EAGLE3,
+        instance="SPECULATORS",
     ),
 }
 """Every layout of an EAGLE-3 head by name."""

@@ -1,81 +1,402 @@
-"""The directory of an EAGLE-3 head that SpecForge writes, and that SGLang and vLLM load.
+"""The two directories of an EAGLE-3 head: a Llama configuration, tensors, and the two vocabularies.
 
-The layers of the base are named twice, because engines count otherwise: at the top level as vLLM does (the layer that a
-state enters), in ``eagle_config`` as SGLang and SpecForge do (the layer it leaves). Each prefers the place that is its.
+SpecForge writes the one, which SGLang and vLLM load. It names the layers of the base twice, because engines count
+otherwise: at the top level as vLLM does (the layer that a state enters), in ``eagle_config`` as SGLang and SpecForge do
+(the layer it leaves); each prefers the place that is its. The speculators library writes the other, which vLLM serves
+by itself and SGLang does not read: the Llama configuration lies inside, and beside it stand the head's own keys, the
+base ("verifier") and how many tokens to propose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.checkpoint.keys import is_text, some
-from mtp_extract.errors import CheckpointError
-from mtp_extract.formats import llama, reading
-from mtp_extract.formats.eagle3_lint import IDS
+from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.keys import AllowedKeys, anything, at, is_text, is_whole, off, require_keys, some
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
+from mtp_extract.checkpoint.stored import common_dtype, read_array, stored_weight
+from mtp_extract.checkpoint.weight import Weight
+from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.formats import format_of, reading
+from mtp_extract.formats.eagle3_lint import IDS, LLAMA, Finding, lint
+from mtp_extract.formats.holding import hold_floats, plan_weight
+from mtp_extract.formats.reading import Number, Size
+from mtp_extract.formats.transformers import MAX_POSITIONS, UNCOMPUTED
 
+WEIGHTS_FILE = "model.safetensors"
+_T2D, _D2T, _EMBED = "t2d", "d2t", "embed_tokens.weight"
 _BASE = "base_model_name_or_path"
 """Read by no engine; what a ``speculators`` directory says of its verifier."""
 
+_TOKENS = 3
+"""Proposed a round; whoever serves the head may say otherwise."""
 
-def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """As :attr:`HeadFormat.document <mtp_extract.formats.llama.HeadFormat.document>`."""
+_NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``.
+
+    Attributes:
+        name: of the layout.
+        document: ``config.json`` of a head whose weights have this transformers dtype.
+        flat: what a parsed ``config.json`` says, with all keys that are read at the top level. Raises CheckpointError
+            where one of the layout's own is missing or of the wrong type.
+        tolerated: what ``config.json`` may say otherwise than it is written here.
+    """
+
+    name: str
+    document: Callable[[Eagle3Config, str], Mapping[str, Any]]
+    flat: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    tolerated: AllowedKeys
+    marker: str = "config.json"
+    weights_file: str = WEIGHTS_FILE
+    further_files: tuple[str, ...] = ()
+
+    def recognizes(self, directory: Path) -> bool:
+        return reading.kind_of(directory / self.marker) == self.name
+
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        config = checkpoint.config
+        if not isinstance(config, Eagle3Config):
+            raise UnsupportedError(
+                f"Expected an EAGLE-3 head, found an MTP drafter, which the {self.name} layout cannot hold. Choose "
+                "another format.",
+                remedies=("format",),
+            )
+        planned = [
+            plan_weight(checkpoint, role, shape, role.names[self.name], dtype)
+            for role, shape in shapes_of(config).items()
+        ]
+        if config.reduced:
+            planned.append(_plan_marks(config, checkpoint.tensors[_D2T].indices()))
+        document = self.document(config, DTYPES[dtype].transformers)
+        found = lint(self.name, document, config)
+        # What an engine that reads the layout would load wrongly and not say so is not written.
+        if wrong := [finding for finding in found if finding.is_error]:
+            raise UnsupportedError(
+                f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
+                remedies=("format",),
+            )
+        return [
+            OutputFile(self.weights_file, tensors=tuple(planned), notes=tuple(map(str, found))),
+            OutputFile(self.marker, text=json_text(document)),
+        ]
+
+    def read_config(self, directory: Path) -> Eagle3Config:
+        return self._read(directory)[0]
+
+    def read(self, directory: Path) -> Checkpoint:
+        config, _, stored = self._read(directory)
+        shapes = shapes_of(config)
+        # A map of all tokens to themselves says nothing.
+        more = (_T2D,) if config.reduced else (_T2D, _D2T)
+        tensors = reading.weights_of(shapes, {role: role.names[self.name] for role in shapes}, stored, more)
+        if problems := list(_vocabulary_problems(config, stored)):
+            raise reading.mismatch(problems)
+        dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
+        return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
+
+    def findings(self, directory: Path) -> tuple[Finding, ...]:
+        """What engines make of the head in ``directory``.
+
+        Raises:
+            CheckpointError: as :meth:`read_config`.
+        """
+        config, document, _ = self._read(directory)
+        return lint(self.name, document, config)
+
+    def _read(self, directory: Path) -> tuple[Eagle3Config, Mapping[str, Any], reading.Stored]:
+        path = directory / self.marker
+        document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
+        with reading.naming(path):
+            config = _config(self.flat(document), own_embedding=_EMBED in stored)
+        require_keys(path, document, self.document(config, ""), self.tolerated)
+        return config, document, stored
+
+
+def _llama_document(config: Eagle3Config) -> dict[str, Any]:
+    """The keys of a Llama configuration, RoPE flat."""
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _flags(config: Eagle3Config) -> dict[str, Any]:
+    """The keys beside those of Llama that both layouts have, written whether they are the default or not."""
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        **{name: getattr(config, name) for name in _NORMS},
+        "target_hidden_size": config.backbone_hidden_size,
+    }
+
+
+def _eagle3_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **({_BASE: config.base} if config.base else {}),
-        **llama.llama_document(config),
-        **llama.shape_flags(config),
+        **_llama_document(config),
+        **_flags(config),
         "dtype": dtype,
         IDS: list(config.base_layers),
         "eagle_config": {IDS: [layer - 1 for layer in config.base_layers], "use_aux_hidden_state": True},
     }
 
 
+def _speculators_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "dtype": dtype,
+        IDS: list(config.base_layers),
+        **_flags(config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _TOKENS}],
+            "verifier": {"name_or_path": config.base, "architectures": []},
+        },
+        "tie_word_embeddings": False,
+        LLAMA: {"architectures": ["LlamaForCausalLM"], **_llama_document(config)},
+    }
+
+
+_Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=64)]
+"""Numbers of layers of the base."""
+
+
 class _Eagle(Struct):
-    eagle_aux_hidden_state_layer_ids: llama.Layers | None = None
+    eagle_aux_hidden_state_layer_ids: _Layers | None = None
     norm_before_fc: bool | None = None
     use_aux_hidden_state: bool = True
 
 
-class _Config(Struct):
-    eagle_aux_hidden_state_layer_ids: llama.Layers | None = None
+class _OfEagle3(Struct):
+    eagle_aux_hidden_state_layer_ids: _Layers | None = None
     eagle_config: _Eagle | None = None
-    norm_before_fc: bool | None = None
-    base_model_name_or_path: Any = None
 
 
-def parse_config(document: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """As :attr:`HeadFormat.parse <mtp_extract.formats.llama.HeadFormat.parse>`."""
-    found = reading.fields(document, _Config)
+def _flat_eagle3(document: Mapping[str, Any]) -> dict[str, Any]:
+    found = reading.fields(document, _OfEagle3)
     eagle = found.eagle_config or _Eagle()
     leaving = eagle.eagle_aux_hidden_state_layer_ids or []
-    layers = found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
-    if not layers:
+    flat = {**document, IDS: found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]}
+    if not flat[IDS]:
         raise CheckpointError(
             f"expected {IDS}, found none; engines take 2, n // 2 and n − 3 of a base of n layers: write those that the "
             "head was trained with"
         )
-    return llama.parse_llama(
-        document,
-        document,
-        base_layers=tuple(layers),
-        norm_before_fc=bool(found.norm_before_fc if eagle.norm_before_fc is None else eagle.norm_before_fc),
+    return flat if eagle.norm_before_fc is None else {**flat, "norm_before_fc": eagle.norm_before_fc}
+
+
+class _OfSpeculators(Struct):
+    speculators_model_type: Literal["eagle3"]
+    eagle_aux_hidden_state_layer_ids: _Layers
+    norm_before_residual: bool  # speculators takes false where there is none, vLLM true
+    transformer_layer_config: dict[str, Any]
+    speculators_config: Any = None
+
+
+def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
+    found = reading.fields(document, _OfSpeculators)
+    verifier = found.speculators_config
+    for key in ("verifier", "name_or_path"):
+        verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
+    return {**document, **found.transformer_layer_config, _BASE: verifier}
+
+
+class _Rope(Struct, forbid_unknown_fields=True):
+    """RoPE in the form of transformers 5, flat: engines that read it take 10000 where it is given by layer type."""
+
+    rope_theta: Number
+    rope_type: Literal["default"] = "default"
+
+
+class _Keys(Struct):
+    """What is read of either layout; the rest follows, and is compared."""
+
+    model_type: Literal["llama"]  # in one of qwen3, which vLLM alone serves, queries and keys are normed
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    rms_norm_eps: Number
+    eagle_aux_hidden_state_layer_ids: _Layers
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rope_theta: Number | None = None
+    rope_parameters: _Rope | None = None
+    max_position_embeddings: Size | None = None
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+    fc_norm: bool | None = None
+    norm_before_fc: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+    base_model_name_or_path: Any = None
+
+
+_OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+"""Keys that are fields of an Eagle3Config under their own names."""
+
+
+def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
+    """The head that ``flat`` keys describe.
+
+    Args:
+        own_embedding: whether a table of embeddings lies beside them.
+
+    Raises:
+        CheckpointError: a key is missing or of the wrong type or range.
+        DrafterError: a shape that no head has.
+    """
+    found = reading.fields(flat, _Keys)
+    theta = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta
+    if theta is None:
+        raise CheckpointError(
+            "expected rope_theta, found none, for which engines take 10000; write what the head was trained with"
+        )
+    base = found.base_model_name_or_path
+    return Eagle3Config(
+        backbone_hidden_size=found.target_hidden_size or found.hidden_size,
+        draft_vocab_size=found.draft_vocab_size or found.vocab_size,
+        num_heads=found.num_attention_heads,
+        num_kv_heads=found.num_key_value_heads or found.num_attention_heads,
+        head_dim=found.head_dim or max(found.hidden_size // found.num_attention_heads, 1),
+        base_layers=tuple(found.eagle_aux_hidden_state_layer_ids),
+        rope_theta=theta,
         own_embedding=own_embedding,
-        base=llama.named_base(found.base_model_name_or_path),
+        # A path of whoever trained means nothing elsewhere.
+        base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
+        **{name: getattr(found, name) for name in _OWN_NAMES},
+        **{name: bool(getattr(found, name)) for name in _NORMS},
     )
 
 
-_TOLERATED = {
-    **llama.TOLERATED,
-    _BASE: is_text,
-    "architectures": some(["Eagle3LlamaForCausalLM"]),
-    "eagle_config": some(None),
-    "eagle_config.norm_before_fc": some(True, False),
-    "eagle_config.use_aux_hidden_state": some(None),
-    **dict.fromkeys((IDS, f"eagle_config.{IDS}"), some(None)),
-}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
-FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _TOLERATED)
+_TOLERATED: AllowedKeys = at(
+    ("", f"{LLAMA}."),
+    {
+        **UNCOMPUTED,
+        # What a head has not, in other words.
+        **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "use_aux_norm"), some(False, None)),
+        **dict.fromkeys(("logit_scale", "partial_rotary_factor", "pretraining_tp"), some(1)),
+        **dict.fromkeys(("sliding_window", "use_sliding_window"), off),
+        "layer_types": some(["full_attention"]),
+        # Implied where they are missing.
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta", "tie_word_embeddings"), some(None)),
+        **dict.fromkeys(("draft_vocab_size", "target_hidden_size", *_NORMS), some(None)),
+        "rope_parameters": anything,  # which is read in full
+        "max_window_layers": is_whole,
+    },
+)
+"""What the Llama configuration and the keys beside it may say otherwise than they are written here."""
+
+EAGLE = HeadFormat(
+    "eagle3",
+    _eagle3_document,
+    _flat_eagle3,
+    {
+        **_TOLERATED,
+        _BASE: is_text,
+        "architectures": some(["Eagle3LlamaForCausalLM"]),
+        "eagle_config.norm_before_fc": some(True, False),
+        **dict.fromkeys(("eagle_config", "eagle_config.use_aux_hidden_state"), some(None)),
+        **dict.fromkeys((IDS, f"eagle_config.{IDS}"), some(None)),
+    },
+)
+
+SPECULATORS = HeadFormat(
+    "speculators",
+    _speculators_document,
+    _flat_speculators,
+    {
+        **_TOLERATED,
+        "speculators_version": is_text,
+        f"{LLAMA}.architectures": anything,
+        # Which base it is for, and how many tokens to propose.
+        "speculators_config.verifier*": anything,
+        "speculators_config.*proposal_method*": anything,
+    },
+)
+
+
+def _vocabulary_problems(config: Eagle3Config, stored: reading.Stored) -> Iterator[str]:
+    """What is wrong with the two maps between the base's tokens and the head's."""
+    mapping = stored_weight(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
+    if not config.reduced:
+        if mapping.shape != (config.draft_vocab_size,) or mapping.any():
+            yield f"{_D2T}: expected none, or zeros, in a head with the base's whole vocabulary, found other numbers"
+        return
+    targets = mapping + np.arange(len(mapping))
+    if targets.min() < 0 or targets.max() >= config.vocab_size:
+        yield (
+            f"{_D2T}: expected differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, found "
+            f"tokens {targets.min()} to {targets.max()}"
+        )
+    elif len(np.unique(targets)) < len(targets):
+        yield f"{_D2T}: expected a token of its own for every row, found some twice"
+    elif _T2D in stored and not np.array_equal(read_array(*stored[_T2D], np.dtype(np.bool_)), _marks(config, targets)):
+        yield f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"
+
+
+def _marks(config: Eagle3Config, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of the base's tokens are among ``targets``, those that the head can propose."""
+    marks = np.zeros(config.vocab_size, np.bool_)
+    marks[targets] = True
+    return marks
+
+
+def _plan_marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> PlannedTensor:
+    """Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
+
+    Args:
+        mapping: of each row of the head its token less its number.
+    """
+    marks = _marks(config, mapping + np.arange(config.draft_vocab_size))
+    return PlannedTensor(_T2D, "BOOL", marks.shape, lambda: iter([marks]), role=_D2T, part="marks")
+
+
+def findings_of(directory: Path) -> tuple[Finding, ...]:
+    """What engines make of the EAGLE-3 head in ``directory``; nothing where that holds another drafter.
+
+    Raises:
+        CheckpointError: it holds none, or a damaged one.
+    """
+    found = format_of(directory)
+    return found.findings(directory) if isinstance(found, HeadFormat) else ()

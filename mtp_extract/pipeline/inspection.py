@@ -16,7 +16,7 @@ from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
-from mtp_extract.formats.llama import findings_of
+from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel

@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
 from mtp_extract.drafter.protocol import Needs
 from mtp_extract.formats import format_named
-from mtp_extract.formats.llama import WEIGHTS_FILE
+from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
 from mtp_extract.pipeline.staging import write_file
 from mtp_extract.speculate.target import Base

@@ -23,8 +23,8 @@ from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
+from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.formats.eagle3_lint import CHECK, WRONG, Finding, lint
-from mtp_extract.formats.llama import findings_of
 from mtp_extract.pipeline.check import verify
 
 IDS = "eagle_aux_hidden_state_layer_ids"

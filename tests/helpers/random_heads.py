@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.formats import eagle3, speculators
+from mtp_extract.formats.eagle3 import EAGLE, SPECULATORS
 
 __all__ = ["LAYOUTS", "asked_for", "edit", "head_config", "random_head", "write_head"]
 
-LAYOUTS = {"eagle3": eagle3.config_document, "speculators": speculators.config_document}
+LAYOUTS = {layout.name: layout.document for layout in (EAGLE, SPECULATORS)}
 
 
 # What the loaders ask for, read in their sources: vLLM 0.33.0 model_executor/models/llama_eagle3.py (names before its

@@ -24,7 +24,7 @@ from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.formats.llama import findings_of
+from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
