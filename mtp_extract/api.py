@@ -18,7 +18,7 @@ from mtp_extract.base.comparison import BaseComparison, compare_base
 from mtp_extract.bench.plan import Benching
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.evaluate.pace import silent
+from mtp_extract.evaluate.progress import silent
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.io.place import PathLike, check_place, files_of
@@ -50,7 +50,7 @@ _Found = TypeVar("_Found")
 
 
 def _nothing_shown(done: int, total: int) -> None:
-    """As :func:`~mtp_extract.evaluate.pace.silent`, of bytes."""
+    """As :func:`~mtp_extract.evaluate.progress.silent`, of bytes."""
 
 
 def _asking(

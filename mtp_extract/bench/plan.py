@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.evaluate.pace import Status, silent
+from mtp_extract.evaluate.progress import Say, Show, silent
 from mtp_extract.options import About, ApiKey, Baseline, Replace, ServedModel, Workloads, check_other
 
 _LIMITED = ("ttft", "tpot", "e2el")
@@ -95,5 +95,5 @@ class Benching(BenchPlan):
         Path | None, About("Write the server's figures in the JSON of vllm bench serve too.", metavar="FILE")
     ] = None
     overwrite: Replace = False
-    say: Callable[[str], None] = silent
-    show: Callable[[Status], None] = silent
+    say: Say = silent
+    show: Show = silent

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,12 +29,10 @@ from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters, impossible
 from mtp_extract.engines.load import MOST_AT_A_TIME, load, poisson
 from mtp_extract.engines.server import Server
-from mtp_extract.evaluate.pace import Pace, Status
+from mtp_extract.evaluate.progress import Say, Show, counter, silent
 from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
 from mtp_extract.io.typed import fill
 from mtp_extract.options import check_values
-
-Say = Callable[[str], None]
 
 _FILLED = 4  # times that a window's requests fill what may be in flight
 _ASKING = "asking"
@@ -55,9 +53,7 @@ class Benchmark:
     repeats: int = 0  # prompts that repeat one before them, and were not asked
 
 
-def run_benchmark(
-    plan: BenchPlan, say: Say = lambda line: None, show: Callable[[Status], None] = lambda status: None
-) -> Benchmark:
+def run_benchmark(plan: BenchPlan, say: Say = silent, show: Show = silent) -> Benchmark:
     """Measure what ``plan`` asks for; ``show`` is told after each window of both servers.
 
     Raises:
@@ -77,9 +73,7 @@ def run_benchmark(
         return replace(_measure(plan, prompts, say, show, stack), repeats=len(given) - len(prompts))
 
 
-def _measure(
-    plan: BenchPlan, prompts: Sequence[Prompt], say: Say, show: Callable[[Status], None], stack: ExitStack
-) -> Benchmark:
+def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, show: Show, stack: ExitStack) -> Benchmark:
     urls = {"server": plan.url, **({"baseline": plan.baseline} if plan.baseline else {})}
     servers = {
         side: stack.enter_context(Server(url, model=plan.model, key=plan.key, timeout=plan.timeout))
@@ -93,7 +87,7 @@ def _measure(
     found: dict[str, list[Window]] = {side: [] for side in servers}
     order = list(servers)
     parts, turns_at_once = _parts(prompts, plan)
-    pace = Pace({_ASKING: len(parts) * -(-plan.repeat // turns_at_once)}, show, {})
+    done = counter(show, _ASKING, len(parts) * -(-plan.repeat // turns_at_once))
     turns = 0
     while turns < plan.repeat or _goes_on(plan, turns, found):
         several = range(turns, turns + min(turns_at_once, max(1, plan.repeat - turns)))
@@ -102,7 +96,7 @@ def _measure(
             for side in order:
                 found[side].append(_window(servers[side], prompts, chosen, plan, len(found[side]), begun))
             order.reverse()
-            pace.done(_ASKING)
+            done()
         turns += len(several)
     windows = {side: tuple(done) for side, done in found.items()}
     pairs = _pairs(windows) if plan.temperature == 0 else []

@@ -13,7 +13,6 @@ import shutil
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
@@ -21,7 +20,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
-from mtp_extract.evaluate.pace import Status, duration
+from mtp_extract.evaluate.progress import Show
 from mtp_extract.io.source import Progress
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 _BAR = 20
 """Columns of a bar."""
-_PACE_KNOWN = 2.0
-"""Seconds of work after which its pace says how long it takes."""
+_REMEMBERED = 3600.0
+"""Seconds of work by which the time left is estimated: a batch may take minutes."""
 _WORTH_SHOWING = 1 << 26
 """Bytes."""
 _LINES = 20
@@ -205,19 +204,24 @@ def _redrawn() -> Iterator[Callable[[int, int, str], None]]:
                 if not shown:
                     # Half a tenth of a second to import: for who sees it alone.
                     from rich.console import Console
-                    from rich.progress import BarColumn, Progress, TextColumn
+                    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
                     from rich.table import Column
 
                     bar = Progress(
                         BarColumn(_BAR, table_column=Column(min_width=_BAR)),
                         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+                        TimeRemainingColumn(compact=True),
+                        speed_estimate_period=_REMEMBERED,
                         console=Console(stderr=True, highlight=False),
                         transient=True,
                         redirect_stdout=False,
                     )
                     task = bar.add_task(line, total=total, completed=done)
                     shown[:] = stack.enter_context(bar), task
-                shown[0].update(shown[1], completed=done, total=total, description=line)
+                bar, task = shown
+                if done < bar.tasks[0].completed:
+                    bar.reset(task)  # another part of the work, at another pace
+                bar.update(task, completed=done, total=total, description=line)
 
         lock = threading.Lock()
         yield draw
@@ -225,22 +229,13 @@ def _redrawn() -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
-    """How many bytes are done and how long the others take, on a terminal and for work worth showing."""
-    active, begun = not quiet and sys.stderr.isatty(), time.monotonic()
-    most = 0
+    """How many bytes are done, and the time left, on a terminal and for work worth showing."""
+    active = not quiet and sys.stderr.isatty()
     with _redrawn() as draw:
 
         def update(done: int, total: int) -> None:
-            nonlocal begun, most
-            if not active or total < _WORTH_SHOWING:
-                return
-            if done < most or not most:
-                # Another part of the work, at another pace.
-                begun = time.monotonic()
-            most = done
-            seconds = time.monotonic() - begun
-            left = f", {duration(seconds * (total - done) / done)} left" if done and seconds >= _PACE_KNOWN else ""
-            draw(done, total, f"{size(done)} of {size(total)}{left}")
+            if active and total >= _WORTH_SHOWING:
+                draw(done, total, f"{size(done)} of {size(total)}")
 
         yield update
 
@@ -265,12 +260,7 @@ def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], No
 
 
 @contextmanager
-def progress_of(unit: str, quiet: bool = False) -> Iterator[Callable[[Status], None]]:
-    """How many of the ``unit`` of a measurement are done, and the time that is left, as :func:`progress_lines`."""
+def progress_of(unit: str, quiet: bool = False) -> Iterator[Show]:
+    """How many of the ``unit`` of a part of a measurement are done, as :func:`progress_lines`."""
     with progress_lines(quiet) as draw:
-
-        def show(status: Status) -> None:
-            left = "" if status.seconds_left is None else f", {duration(status.seconds_left)} left"
-            draw(status.done, status.total, f"{status.part}: {unit} {status.done} of {status.total}{left}")
-
-        yield show
+        yield lambda part, done, total: draw(done, total, f"{part}: {unit} {done} of {total}")

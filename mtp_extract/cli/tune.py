@@ -29,7 +29,6 @@ from mtp_extract.cli.terminal import (
     write_json,
 )
 from mtp_extract.errors import escape
-from mtp_extract.evaluate.pace import duration
 from mtp_extract.options import About
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
@@ -160,14 +159,14 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[Status], None]]:
-    """How far the text and the training are, with the time that is left."""
+    """How far the text and the training are."""
     with progress_lines(quiet) as show:
 
         def tell(status: Status) -> None:
             line = f"{status.kind} {status.done} of {status.total}"
             if status.loss is not None:
                 line += f", loss {status.loss:.3f}, mean accepted length {status.watched:.3f} on watched texts"
-            show(status.done, status.total, f"{line}, {duration(status.seconds_left)} left")
+            show(status.done, status.total, line)
 
         yield tell
 

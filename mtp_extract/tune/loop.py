@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,7 +145,6 @@ def train(
     prepared, optimizer = accelerator.prepare(module, optimizer)
     run = _Run(latents, drafter, recipe, watch, folder, fingerprint, accelerator, optimizer)
     run.begin()
-    began, first = time.monotonic(), run.done
     interrupted = False
     while not run.finished:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -176,8 +174,7 @@ def train(
         if recipe.evaluates(run.done):
             run.evaluate()
             run.save()
-        left = (time.monotonic() - began) / (run.done - first) * (recipe.steps - run.done)
-        tell(Status("step", run.done, recipe.steps, left, mean, run.watched))
+        tell(Status("step", run.done, recipe.steps, mean, run.watched))
         if run.done < recipe.steps and _any(accelerator, stop()):
             run.save()
             interrupted = True

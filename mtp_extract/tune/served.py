@@ -9,7 +9,6 @@ sampled text by how likely it is to it, beside what that base writes itself.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -116,7 +115,7 @@ class Served(Writing):
     def _ask_for(
         self, server: Server, missing: Sequence[tuple[Prompt, Encoded]], total: int, tell: Callable[[Status], None]
     ) -> None:
-        began, waiting, done = time.monotonic(), list[Mapping[str, Any]](), 0
+        waiting, done = list[Mapping[str, Any]](), 0
 
         async def ask(at: int) -> Answer:
             nonlocal done
@@ -129,8 +128,7 @@ class Served(Writing):
                 self._keep(waiting)
                 waiting.clear()
             done += 1
-            pace = (time.monotonic() - began) / done
-            tell(Status("text", total - len(missing) + done, total, pace * (len(missing) - done)))
+            tell(Status("text", total - len(missing) + done, total))
             return answer
 
         try:

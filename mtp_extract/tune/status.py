@@ -12,6 +12,5 @@ class Status:
     kind: str  # "text" or "step"
     done: int  # texts of this process, or steps
     total: int  # likewise
-    seconds_left: float  # at the pace so far
     loss: float | None = None  # of the last step
     watched: float | None = None  # mean accepted length on the watched texts

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -65,12 +64,11 @@ class Writing:
             (seed, prompts) for seed, prompts in batches if any(self._name(prompt) not in stored for prompt in prompts)
         ]
         total, left = (sum(len(prompts) for _, prompts in some) for some in (batches, missing))
-        began, written = time.monotonic(), 0
+        written = 0
         for seed, prompts in missing:
             self._write(seed, prompts)
             written += len(prompts)
-            pace = (time.monotonic() - began) / written
-            tell(Status("text", total - left + written, total, pace * (left - written)))
+            tell(Status("text", total - left + written, total))
 
     def texts(self, items: Sequence[Prompt | Encoded]) -> list[Text]:
         """The text of each, once every process has prepared its share."""

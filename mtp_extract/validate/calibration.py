@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.evaluate.extras import require
-from mtp_extract.evaluate.pace import Pace, Status
+from mtp_extract.evaluate.progress import Say, Show, counter, silent
 from mtp_extract.formats import format_of
 from mtp_extract.insert.activations import Range, Ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TEXT, _DRAFTS = "the base's text", "drafting along it"
 _BATCH = 16
 _STEPS = 4  # drafts after each token: later ones start from the drafter's own state
 
@@ -30,8 +28,8 @@ def measure_ranges(
     new_tokens: int = 48,
     device: str = "auto",
     chat_template: bool = True,
-    say: Callable[[str], None] = lambda line: None,
-    show: Callable[[Status], None] = lambda status: None,
+    say: Say = silent,
+    show: Show = silent,
 ) -> Ranges:
     """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
 
@@ -66,14 +64,12 @@ def measure_ranges(
     matrices = [r.name for r in roles_of(format_of(folder).read_config(folder).num_layers) if r.kind == MATRIX]
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
-        pace = Pace({_TEXT: -(-len(chosen) // _BATCH)}, show, {})
-        written = continue_greedily(
-            generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=partial(pace.done, _TEXT)
-        )
+        done = counter(show, "the base's text", -(-len(chosen) // _BATCH))
+        written = continue_greedily(generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=done)
         hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
-        done = partial(Pace({_DRAFTS: len(written.usable)}, show, {}).done, _DRAFTS)
+        done = counter(show, "drafting along it", len(written.usable))
         measure_agreements(generator.base, [Asked(drafter)], written, _STEPS, batch=1, done=done)
     for hook in hooks:
         hook.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
-from mtp_extract.evaluate.pace import Status, silent
+from mtp_extract.evaluate.progress import Say, Show, counter, silent
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.repository import checkpoint_path, public_name
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from mtp_extract.validate.result import Validation
 
 _MOST_SAMPLES = 4096
-
-Say = Callable[[str], None]
-Show = Callable[[Status], None]
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def sample_plan(plan: ValidationPlan) -> ValidationPlan:
     )
 
 
-def run_validation(plan: ValidationPlan, say: Say = lambda line: None, show: Show = lambda status: None) -> Validation:
+def run_validation(plan: ValidationPlan, say: Say = silent, show: Show = silent) -> Validation:
     """Measure what ``plan`` asks for.
 
     Args:
@@ -254,10 +251,10 @@ def _beside_base(
     """``result`` with everything that needs the base; and from its states, cases for parity with ``source``."""
     from mtp_extract.evaluate.agreement import continue_greedily
     from mtp_extract.evaluate.base_model import load_base, memory_guard
+    from mtp_extract.evaluate.batches import groups
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
-    from mtp_extract.validate.acceptance.controls import CONTROLS, draft_together, thinned
+    from mtp_extract.validate.acceptance.controls import draft_together
     from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
-    from mtp_extract.validate.acceptance.effort import Effort
     from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.notes import notes_of
     from mtp_extract.validate.parity.cases import base_cases
@@ -278,22 +275,14 @@ def _beside_base(
     steps = sorted(set(plan.draft_steps))
     drafters: list[DrafterFigures] = []
     networks = [network for network, _ in pairs]
-    # Of the controls more is known when the texts are there.
-    after = len(prompts) * (plan.new_tokens - 1)
-    sampled = after // thinned(after, steps[-1], generator.base, plan.control_positions)
-    effort = Effort(
-        networks,
-        len(prompts),
-        plan.batch,
-        ways=len(steps) + len(plan.wanted),
-        drafts=steps[-1] * (len(networks) * after + len(CONTROLS) * sampled),
-        say=say,
-        show=show,
-    )
+    batches = len(list(groups([0] * len(prompts), plan.batch)))
+    ways = len(pairs) * (len(steps) + len(plan.wanted))
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
         sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
-        written = continue_greedily(generator, prompts, encoded, **sizes, done=effort.text())
+        written = continue_greedily(
+            generator, prompts, encoded, **sizes, done=counter(show, "the base's text", batches)
+        )
         say("drafting after every token of them, and with one thing broken at a time")
         drafted = draft_together(
             generator.base,
@@ -302,9 +291,9 @@ def _beside_base(
             steps[-1],
             batch=plan.batch,
             most=plan.control_positions,
-            done=effort.agreement(),
+            done=counter(show, "drafts after every token", batches),
         )
-        first, generated = drafted.agreements[0], effort.generation()
+        first, generated = drafted.agreements[0], counter(show, "text with drafts", batches * ways)
         for known, (network, own), agreement in zip(facts, pairs, drafted.agreements, strict=True):
             say(f"generating with {_rounds(steps, plan.wanted)}{f' with {known.name}' if plan.beside else ''}")
             drafters.append(

@@ -40,7 +40,6 @@ from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.load import Client, Load, load, poisson
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
-from mtp_extract.evaluate.pace import Status
 from mtp_extract.report.page import NOT_MEASURED
 
 PAGES = ("bench.html", "bench.json", "bench.md")
@@ -88,12 +87,14 @@ def drafts_of(side: Side) -> tuple[int | None, ...]:
 @pytest.mark.parametrize("pair", sorted(set(MANNERS) - {"unknown"}), indirect=True)
 def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: Path, concurrency: int) -> None:
     """Told in answers or on the page, by text or by group: the sums are the same."""
-    shown = list[Status]()
-    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, repeat=2), show=shown.append)
+    shown = list[tuple[int, int]]()
+    found = run_benchmark(
+        plan(prompts, *pair, concurrency=concurrency, repeat=2), show=lambda part, *batches: shown.append(batches)
+    )
     checked(found)
     # After each window of both sides, until all are done.
     windows = len(found.windows["server"])
-    assert [(status.done, status.total) for status in shown] == [(done + 1, windows) for done in range(windows)]
+    assert shown == [(done + 1, windows) for done in range(windows)]
     # Of what rolls, a page of counters tells no workload.
     together = concurrency > 1 and found.servers["server"].kind.name in ("llama-server", "vLLM")
     told = found.servers["server"].kind.name != "vLLM"

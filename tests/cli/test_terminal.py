@@ -99,17 +99,30 @@ def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
     assert drawn.rstrip("\x1b[?25h").endswith("\x1b[2K")
 
 
-def test_bytes_come_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_what_is_worth_showing(monkeypatch: pytest.MonkeyPatch) -> None:
     on_screen(monkeypatch)
-    now = iter([0.0, *(10.0 * step for step in range(99))])
-    monkeypatch.setattr("mtp_extract.cli.terminal.time.monotonic", lambda: next(now))
     shown: list[str] = []
     monkeypatch.setattr("mtp_extract.cli.terminal._redrawn", lambda: nullcontext(lambda *line: shown.append(line[2])))
     with terminal.progress() as tick:
         tick(100_000_000, 1_000_000_000)
         tick(200_000_000, 1_000_000_000)
         tick(1, 1000)
-    assert shown == ["100.0 MB of 1.00 GB, 1 min 30 s left", "200.0 MB of 1.00 GB, 1 min 20 s left"]
+    assert shown == ["100.0 MB of 1.00 GB", "200.0 MB of 1.00 GB"]
+
+
+def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the pace of this part of the work, whatever the one before it took."""
+    now = 0.0
+    screen = on_screen(monkeypatch)
+    monkeypatch.setattr("rich.console.monotonic", lambda: now)
+    with terminal.progress_of("batch") as show:
+        for part, seconds in (("text", 600.0), ("drafts", 60.0)):
+            for done in range(4):
+                now += seconds
+                show(part, done, 10)
+    drawn = screen.getvalue()
+    assert "drafts: batch 3 of 10" in drawn
+    assert drawn.rindex("07:00") > drawn.rindex("text: batch")
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,7 @@ def test_progress_beside_json(terminal: bool, tmp_path: Path, monkeypatch: pytes
     def tuned(plan: TuningPlan, say: Callable[[str], None], tell: Callable[[Status], None], stop: object) -> Outcome:
         told.append(plan.setting.states_memory)
         say("loading the base")
-        tell(Status("step", 1, 2, 60))
+        tell(Status("step", 1, 2))
         return Outcome(tmp_path, (), Mock(), Mock(), {"mode": "qat"}, ())
 
     monkeypatch.setattr("mtp_extract.cli.tune.run_tuning", tuned)
@@ -191,7 +191,7 @@ def test_progress_beside_json(terminal: bool, tmp_path: Path, monkeypatch: pytes
     assert (ended.value.code, told) == (0, [1_500_000_000])
     assert json.loads(sys.stdout.getvalue())["tuning"] == {"mode": "qat"}  # type: ignore[attr-defined]
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert ("loading the base" in shown and "step 1 of 2, 1 min 0 s left" in shown) if terminal else not shown
+    assert ("loading the base" in shown and "step 1 of 2" in shown) if terminal else not shown
 
 
 def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:

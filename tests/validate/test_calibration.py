@@ -8,7 +8,6 @@ import torch
 from helpers.first_pair import first_base
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluate.pace import Status
 from mtp_extract.validate.calibration import measure_ranges
 
 
@@ -16,15 +15,21 @@ def test_ranges_hold_what_the_matrices_can_do(checkpoint: Path, tmp_path: Path) 
     prompts, more = tmp_path / "one.txt", tmp_path / "more.txt"
     prompts.write_text("class Foo(object):\n")
     more.write_text("class Foo(object):\nimport os\n")
-    shown = list[Status]()
+    shown = list[tuple[int, int]]()
     few, many = (
         measure_ranges(
-            checkpoint, str(first_base()), path, new_tokens=12, device="cpu", chat_template=False, show=shown.append
+            checkpoint,
+            str(first_base()),
+            path,
+            new_tokens=12,
+            device="cpu",
+            chat_template=False,
+            show=lambda part, *batches: shown.append(batches),
         )
         for path in (prompts, more)
     )
     # A batch of the base's text, and each text by itself.
-    assert [(status.done, status.total) for status in shown] == [(1, 1), (1, 1), (1, 1), (1, 2), (2, 2)]
+    assert shown == [(1, 1), (1, 1), (1, 1), (1, 2), (2, 2)]
     drafter = load_drafter(checkpoint, dtype=torch.float32)
     matrices = {name: m for name, m in drafter.named_modules() if isinstance(m, torch.nn.Linear)}
     assert few.keys() == many.keys() == matrices.keys()
