@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
-from mtp_extract.formats import FORMATS, SERVES, choose
+from mtp_extract.formats import ENGINES, FORMATS, choose
 from mtp_extract.io.address import HubAddress, as_address, parse_address
 from mtp_extract.report.markdown import plain, table
 
@@ -41,7 +41,7 @@ LIMITS = (
 
 BY_ENGINE = "automatic"
 FORMAT_CHOICES = [BY_ENGINE, *(name for name, listed in FORMATS.items() if not listed.variant)]
-ENGINE_CHOICES = list(SERVES)
+ENGINE_CHOICES = list(ENGINES)
 _WORKER = Path(__file__).with_name("worker.py")
 
 

@@ -15,7 +15,7 @@ from mtp_extract.doctor.fields import Check, Engine, Identity, Made
 from mtp_extract.drafter.load import Network
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.base_model import LoadedBase
-from mtp_extract.formats import ENGINES, EVERY, format_of
+from mtp_extract.formats import ENGINES, EVERY, engines_for, format_of, variant_for
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
@@ -26,7 +26,7 @@ from mtp_extract.validate.acceptance.drafters import facts_of
 
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _ADAPTER = "adapter_config.json"
-_ENGINES = {"vLLM": "vllm", "SGLang": "sglang", "llama-server": "llama_cpp", "mlx-vlm": "mlx_vlm"}
+_ENGINES = {"vLLM": "vllm", "SGLang": "sglang", "llama-server": "llama.cpp", "mlx-vlm": "mlx-vlm"}
 """Kind of a server → the engine, as formats call it."""
 
 
@@ -54,10 +54,10 @@ def engines_of(place: Path, kind: str | None) -> Iterator[Engine]:
         CheckpointError: it is damaged.
     """
     layout, asked = format_of(place).name, _ENGINES.get(kind or "")
-    for engine in (asked,) if asked else ENGINES:
-        same = (name for name, other in EVERY.items() if other.architecture == EVERY[layout].architecture)
-        others = [name for name in same if engine in EVERY[name].engines and not EVERY[name].variant]
-        if engine in EVERY[layout].engines:
+    for engine in (asked,) if asked else ("transformers", *_ENGINES.values()):
+        same = (name for name in ENGINES[engine].formats if EVERY[name].architecture == EVERY[layout].architecture)
+        others = [name for name in same if variant_for(name, engine) == name]
+        if engine in engines_for(layout):
             yield Engine(engine, True, f"loads the {layout} layout")
         elif others:
             yield Engine(engine, False, f"does not load the {layout} layout: convert it to {' or '.join(others)}")

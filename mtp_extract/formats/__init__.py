@@ -1,10 +1,10 @@
-"""The formats, one module each. What ``FORMATS`` lists is what there is to choose from; of EAGLE-3 heads, ``HEADS``."""
+"""What there is to choose from: ``FORMATS`` of MTP drafters, ``HEADS`` of EAGLE-3, ``ENGINES`` that load them."""
 
 from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -22,104 +22,75 @@ class Listed:
     """A format as the list of choices has it. Its module is imported when it is chosen: a list costs nothing."""
 
     module: str
+    instance: str  # its name in the module
     dtypes: tuple[str, ...]  # output types, the default first
     about: str  # one line for users
-    engines: tuple[str, ...] = ()  # those of ENGINES that load it
     library: str = ""  # what the Hub calls the library it is for
     rules: tuple[str, ...] = ()  # those of checkpoint.rounding.RULES whose codes it holds, the usual one first
-    provenance_inside: bool = False  # whether the weights file has room for where it came from
-    tokenizer_inside: bool = False  # and for the base's tokenizer
+    tokenizer_inside: bool = False  # whether the weights file has room for the base's tokenizer
     activations: bool = False  # whether it holds the static quantization of activations
     architecture: str = GEMMA4_MTP
-    instance: str = "FORMAT"  # its name in the module
-    otherwise: Mapping[str, str] = field(default_factory=dict)  # engine → the name under which it is written for it
-    variant: bool = False  # whether it is chosen by engine and not by name
+    variant_of: tuple[str, str] = ("", "")  # the format that it is, as an engine wants it; and that engine
+
+    @property
+    def variant(self) -> bool:
+        """Whether it is chosen by engine and not by name."""
+        return bool(self.variant_of[0])
 
 
-ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
-"""What loads a drafter, by the name of its section in a model card."""
-
+_CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
 # Those whose scales are never negative.
 _POSITIVE = ("q8_0", "int8", "int4")
+_INTEGERS, _EAGLE3 = f"{__name__}.integers", f"{__name__}.eagle3"
 
 FORMATS = {
     "transformers": Listed(
-        module=f"{__name__}.transformers",
-        dtypes=("bf16", "f16", "f32"),
-        about="floats, for every engine but llama.cpp",
-        engines=("transformers", "vllm", "sglang", "mlx_vlm"),
-        library="transformers",
+        f"{__name__}.transformers", "FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"
     ),
-    "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": Listed(
-        f"{__name__}.integers",
-        ("codes",),
-        "integers for mlx-vlm",
-        instance="MLX",
-        engines=("mlx_vlm",),
-        library="mlx",
-        rules=_POSITIVE,
-    ),
+    "litert": Listed(f"{__name__}.litert", "FORMAT", ("f32",), "one F32 tensor per stored constant"),
+    "mlx": Listed(_INTEGERS, "MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),
     "compressed-tensors": Listed(
-        f"{__name__}.integers",
-        ("codes",),
-        "integers for vLLM and transformers",
-        instance="COMPRESSED_TENSORS",
-        engines=("transformers", "vllm"),
-        library="transformers",
-        rules=_POSITIVE,
-        otherwise={"sglang": "compressed-tensors-sglang"},
+        _INTEGERS, "COMPRESSED_TENSORS", _CODES, "integers for vLLM and transformers", "transformers", _POSITIVE
     ),
     "compressed-tensors-sglang": Listed(
-        f"{__name__}.integers",
-        ("codes",),
+        _INTEGERS,
+        "SGLANG",
+        _CODES,
         "the same with a head of floats",
-        engines=("transformers", "vllm", "sglang"),
-        library="transformers",
-        rules=_POSITIVE,
-        instance="SGLANG",
-        variant=True,
+        "transformers",
+        _POSITIVE,
+        variant_of=("compressed-tensors", "sglang"),
     ),
     "gguf": Listed(
         f"{__name__}.gguf",
+        "FORMAT",
         ("codes", "f32", "bf16", "f16"),
         "one file for llama.cpp, with the stored integers",
-        engines=("llama_cpp",),
-        library="gguf",
-        rules=("q8_0", "q4_0"),
-        provenance_inside=True,
+        "gguf",
+        ("q8_0", "q4_0"),
         tokenizer_inside=True,
     ),
     "gemma": Listed(
-        f"{__name__}.integers",
-        ("codes",),
+        _INTEGERS,
+        "GEMMA",
+        _CODES,
         "integers for transformers, with static scales of activations",
-        instance="GEMMA",
-        engines=("transformers",),
-        library="transformers",
-        rules=("int8", "int4"),
+        "transformers",
+        ("int8", "int4"),
         activations=True,
     ),
 }
 """Every format of an MTP drafter by name."""
 
 HEADS = {
-    "eagle3": Listed(
-        f"{__name__}.eagle3",
-        ("bf16", "f16", "f32"),
-        "an EAGLE-3 head for SGLang and vLLM",
-        engines=("vllm", "sglang"),
-        architecture=EAGLE3,
-        instance="EAGLE",
-    ),
+    "eagle3": Listed(_EAGLE3, "EAGLE", _FLOATS, "an EAGLE-3 head for SGLang and vLLM", architecture=EAGLE3),
     "speculators": Listed(
-        f"{__name__}.eagle3",
-        ("bf16", "f16", "f32"),
+        _EAGLE3,
+        "SPECULATORS",
+        _FLOATS,
         "an EAGLE-3 head for vLLM, which serves it by itself",
-        engines=("vllm",),
-        library="speculators",
+        "speculators",
         architecture=EAGLE3,
-        instance="SPECULATORS",
     ),
 }
 """Every layout of an EAGLE-3 head by name."""
@@ -129,32 +100,44 @@ EVERY: Mapping[str, Listed] = ChainMap(FORMATS, HEADS)
 
 
 @dataclass(frozen=True)
-class Serves:
+class Engine:
     """What an engine loads: formats, the best first; or why it loads none."""
 
     formats: tuple[str, ...] = ()
     none: str = ""
 
 
-SERVES = {
-    "transformers": Serves(("transformers", "compressed-tensors", "gemma")),
-    "vllm": Serves(("transformers", "compressed-tensors", "speculators", "eagle3")),
-    "sglang": Serves(("transformers", "compressed-tensors", "eagle3")),
+ENGINES = {
+    "transformers": Engine(("transformers", "compressed-tensors", "gemma")),
+    "vllm": Engine(("transformers", "compressed-tensors", "speculators", "eagle3")),
+    "sglang": Engine(("transformers", "compressed-tensors", "eagle3")),
     # The bundle's integers, which it runs on as they are, in a third of the bytes.
-    "mlx-vlm": Serves(("mlx", "transformers")),
-    "llama.cpp": Serves(("gguf",)),
-    "tensorrt-llm": Serves(("transformers",)),
-    "ollama": Serves(("transformers",)),
-    "litert-lm": Serves(
+    "mlx-vlm": Engine(("mlx", "transformers")),
+    "llama.cpp": Engine(("gguf",)),
+    "tensorrt-llm": Engine(("transformers",)),
+    "ollama": Engine(("transformers",)),
+    "litert-lm": Engine(
         none="LiteRT-LM drafts with what its bundle holds, so nothing is to be written for it. To change that, put a "
         "drafter into the bundle."
     ),
-    "lm-studio": Serves(
+    "lm-studio": Engine(
         none="LM Studio does not draft with a Gemma 4 drafter, whatever its format (seen in 0.4.20: its draft models "
         "are whole models). Its llama.cpp does by itself: choose llama.cpp, and llama-server."
     ),
 }
 """What a user may call what is to serve the drafter → what that loads."""
+
+
+def variant_for(name: str, engine: str | None) -> str:
+    """The name under which the format ``name`` is written for ``engine``: mostly its own."""
+    return next((variant for variant, listed in FORMATS.items() if listed.variant_of == (name, engine)), name)
+
+
+def engines_for(name: str) -> tuple[str, ...]:
+    """The engines that load what is written under ``name``; none where there is no format of that name."""
+    asked = EVERY[name].variant_of[0] or name if name in EVERY else ""
+    loads = (engine for engine, known in ENGINES.items() if asked in known.formats)
+    return tuple(engine for engine in loads if variant_for(asked, engine) in (asked, name))
 
 
 def format_named(name: str) -> Format:
@@ -183,21 +166,15 @@ def choose(name: str | None, engine: str | None, architecture: str = GEMMA4_MTP)
         format_named(name)
     if engine is None:
         return name or next(known for known, listed in EVERY.items() if listed.architecture == architecture)
-    if engine not in SERVES:
-        raise ValueError(f"engine {escape(engine)!r}: expected {either(SERVES)}.{nearest(engine, SERVES)}")
-    serves = SERVES[engine]
-    if serves.none:
-        raise ValueError(f"engine {engine!r}: {serves.none}")
-    loads = [known for known in serves.formats if name or EVERY[known].architecture == architecture]
+    if engine not in ENGINES:
+        raise ValueError(f"engine {escape(engine)!r}: expected {either(ENGINES)}.{nearest(engine, ENGINES)}")
+    if none := ENGINES[engine].none:
+        raise ValueError(f"engine {engine!r}: {none}")
+    loads = [known for known in ENGINES[engine].formats if name or EVERY[known].architecture == architecture]
     if not loads or (name is not None and name not in loads):
         what = f"loads {either(loads)}, and {name} is none of them" if loads else f"loads no {architecture}"
         raise ValueError(f"engine {engine!r}: {what}. Leave one of the two out.")
     return name or loads[0]
-
-
-def variant_for(name: str, engine: str | None) -> str:
-    """The name under which the format ``name`` is written for ``engine``: mostly its own."""
-    return name if engine is None else EVERY[name].otherwise.get(engine, name)
 
 
 def format_of(directory: Path) -> Format:
@@ -211,19 +188,13 @@ def format_of(directory: Path) -> Format:
         if found.recognizes(directory):
             return found
     if not directory.exists():
-        raise CheckpointError(
-            f"{escape(directory)}: expected a checkpoint's directory or an id of the Hugging Face Hub, found neither. "
-            "Check the path."
-        )
-    if directory.is_file():
-        raise CheckpointError(
-            f"{escape(directory)}: expected a checkpoint's directory or a .gguf, found another file. Extract a "
-            "bundle's drafter first."
-        )
-    raise CheckpointError(
-        f"{escape(directory)}: expected {either(dict.fromkeys(f.marker for f in formats))} there, found none of them. "
-        "Give the directory of a drafter's checkpoint."
-    )
+        what = "a checkpoint's directory or an id of the Hugging Face Hub, found neither. Check the path"
+    elif directory.is_file():
+        what = "a checkpoint's directory or a .gguf, found another file. Extract a bundle's drafter first"
+    else:
+        markers = either(dict.fromkeys(f.marker for f in formats))
+        what = f"{markers} there, found none of them. Give the directory of a drafter's checkpoint"
+    raise CheckpointError(f"{escape(directory)}: expected {what}.")
 
 
 def weights_of(format_: Format, names: Iterable[str]) -> str | None:

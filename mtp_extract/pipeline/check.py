@@ -140,7 +140,7 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
 def _otherwise(folder: Path, record: dict[str, Any]) -> Iterator[str]:
     """Where ``record`` calls what lies in ``folder`` by the name of another format, or of another drafter."""
     found, layout = format_of(folder), record["layout"]
-    if layout not in (found.name, *EVERY[found.name].otherwise.values()):
+    if found.name not in (layout, EVERY[layout].variant_of[0]):
         yield f"the layout is {found.name}, not {layout}"
         return
     config = json.loads(json.dumps(found.read_config(folder).as_json()))

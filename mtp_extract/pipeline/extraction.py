@@ -81,7 +81,7 @@ def extract(
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format: a name in :data:`mtp_extract.formats.FORMATS`; by default the best that ``engine`` loads, and without
             an engine "transformers".
-        engine: a name in :data:`mtp_extract.formats.SERVES`: what is to serve the drafter.
+        engine: a name in :data:`mtp_extract.formats.ENGINES`: what is to serve the drafter.
         dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
         codes: write the integers, scales and zero points of what is written in floats, too
             (``codes/codes.safetensors``).

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import either
-from mtp_extract.formats import EVERY, FORMATS, SERVES, choose
+from mtp_extract.formats import ENGINES, EVERY, FORMATS, choose
 from mtp_extract.options import About, check_values
 
 _RULES = "; ".join(
@@ -27,7 +27,7 @@ class WritingPlan:
 
     engine: Annotated[
         str | None,
-        About("Choose the format by what is to serve the drafter.", names=("--for",), choices=tuple(SERVES)),
+        About("Choose the format by what is to serve the drafter.", names=("--for",), choices=tuple(ENGINES)),
     ] = None
     dtype: Annotated[
         str | None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY
+from mtp_extract.formats import engines_for
 from mtp_extract.report.markdown import code
 
 _TRANSFORMERS = """\
@@ -66,7 +66,7 @@ llama-server -m target.gguf -md WEIGHTS --spec-type draft-mtp --spec-draft-n-max
 ```
 """
 
-_ENGINES = {"transformers": _TRANSFORMERS, "vllm": _VLLM, "sglang": _SGLANG, "mlx_vlm": _MLX}
+_ENGINES = {"transformers": _TRANSFORMERS, "vllm": _VLLM, "sglang": _SGLANG, "mlx-vlm": _MLX}
 """Of engines that load a directory, by their name in :data:`~mtp_extract.formats.ENGINES`."""
 
 _HEAD_VLLM = """\
@@ -107,8 +107,7 @@ def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, source: st
         head: whether it is an EAGLE-3 head.
         source: how to name its bundle on a command line, as one shell word; None for a checkpoint of unknown origin.
     """
-    format_ = EVERY.get(record["layout"])
-    engines = format_.engines if format_ else ()
+    engines = engines_for(record["layout"])
     intro = (
         "`DRAFTER` is this directory or its id on the Hub. Greedy text is the base's own in F32; in BF16 it may part "
         "from it where two tokens of the base nearly tie. "
@@ -132,7 +131,7 @@ def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, source: st
                 f"`mtp-validate` and the Python API of mtp-extract read the {code(record['layout'])} format. Engines "
                 f"read others:\n\n```sh\n{again} --format transformers\n```\n"
             )
-        if "llama_cpp" in engines:
+        if "llama.cpp" in engines:
             weights = next(name for name in record["files"] if name.endswith(".gguf"))
             parts.append(_LLAMA.replace("WEIGHTS", shell_word(f"DRAFTER/{weights}")))
         else:

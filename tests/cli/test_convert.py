@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mtp_extract import extract
 from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli import convert, inspect
-from mtp_extract.formats import EVERY, FORMATS, SERVES, choose
+from mtp_extract.formats import ENGINES, FORMATS, choose, engines_for, variant_for
 
 RUNNER = CliRunner()
 
@@ -134,17 +134,12 @@ def test_the_format_is_what_the_engine_is_served_best_with(
     assert (f"For {engine}: the {written} format" in result.stdout) == (format_ is None)
 
 
-def test_what_engines_load_is_what_formats_say() -> None:
-    """Two tables, one of formats for a card and one of engines for a choice."""
-    spelled = {"transformers": "transformers", "vllm": "vllm", "sglang": "sglang"}
-    spelled |= {"mlx-vlm": "mlx_vlm", "llama.cpp": "llama_cpp"}
-    for engine, section in spelled.items():
-        listed = {name for name, one in EVERY.items() if section in one.engines}
-        variants = {variant for one in EVERY.values() for variant in one.otherwise.values()}
-        loads = {name for name in SERVES[engine].formats if section in EVERY[name].engines}
-        assert listed - variants == loads
-        others = set(SERVES[engine].formats) - loads
-        assert all(EVERY[name].otherwise.get(engine) in listed for name in others)
+def test_what_is_written_for_an_engine_is_what_it_loads() -> None:
+    for engine, known in ENGINES.items():
+        assert all(engine in engines_for(variant_for(name, engine)) for name in known.formats)
+    assert engines_for("compressed-tensors") == ("transformers", "vllm")
+    assert engines_for("compressed-tensors-sglang") == ("transformers", "vllm", "sglang")
+    assert engines_for("litert") == engines_for("another") == ()
 
 
 def test_an_engine_chooses_a_layout_for_a_head() -> None:

@@ -296,13 +296,13 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
 
 def test_engines_are_told_by_layout(directory: Path) -> None:
     (said,) = engines_of(directory, "llama-server")
-    assert (said.engine, said.loads) == ("llama_cpp", False)
+    assert (said.engine, said.loads) == ("llama.cpp", False)
     assert "convert it to gguf" in said.what
     assert [said.engine for said in engines_of(directory, None) if said.loads] == [
         "transformers",
         "vllm",
         "sglang",
-        "mlx_vlm",
+        "mlx-vlm",
     ]
 
 

@@ -71,7 +71,7 @@ FORMAT = ToyFormat()
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMATS, FORMAT.name, Listed(__name__, ("f32", "bf16"), "a toy"))
+    monkeypatch.setitem(FORMATS, FORMAT.name, Listed(__name__, "FORMAT", ("f32", "bf16"), "a toy"))
 
 
 @pytest.mark.usefixtures("registered")
