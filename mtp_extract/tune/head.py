@@ -109,7 +109,6 @@ def run_ordered_head(
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus, divided
     from mtp_extract.tune.kinds import OWN, Material
-    from mtp_extract.tune.memory import Demand
     from mtp_extract.tune.ordered import Kept, Reached, build_head, dense, head_of, ordered, ranks_of
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
@@ -118,7 +117,7 @@ def run_ordered_head(
 
     # Too few prompts are no reason to load a base.
     divided(plan.setting)
-    pair = Pair(plan.setting, say, Demand(None, states=plan.most_states))
+    pair = Pair(plan.setting, say)
     if pair.share[1] > 1:
         raise MtpExtractError(f"expected one process to make an ordered head, found {pair.share[1]}; start only one")
     before = dense(pair.origin.checkpoint)

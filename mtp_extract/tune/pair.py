@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -18,8 +17,7 @@ from xxhash import xxh3_128
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.drafter.load import Network, network_of
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard, placement, read_size
-from mtp_extract.evaluate.base_size import free_on, give_back
+from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.repository import public_name
 from mtp_extract.options import Bytes
@@ -29,8 +27,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
-from mtp_extract.tune.memory import Demand, estimate, processes_here
-from mtp_extract.tune.new_head import NoDrafter, head_for
+from mtp_extract.tune.new_head import NoDrafter
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.states import Room, States
 from mtp_extract.tune.work import locked
@@ -45,8 +42,6 @@ class Pair:
 
     Args:
         say: told what is being done; of several processes by the first.
-        demand: what it is loaded for, so that the memory which that takes is said, and there, before anything is
-            loaded.
 
     Attributes:
         accelerator: accelerate's; it says which process this is.
@@ -60,9 +55,7 @@ class Pair:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
 
-    def __init__(
-        self, setting: Setting, say: Callable[[str], None] = lambda line: None, demand: Demand | None = None
-    ) -> None:
+    def __init__(self, setting: Setting, say: Callable[[str], None] = lambda line: None) -> None:
         self.setting = setting
         self.accelerator = Accelerator(cpu=setting.device == "cpu")
         self.say = say if self.accelerator.is_main_process else lambda line: None
@@ -74,8 +67,6 @@ class Pair:
             )
         if setting.directory is not None:
             self.origin = ReadDirectory.of(setting.directory)
-        if demand is not None:
-            self._check_memory(demand)
         self.say(f"loading the base {setting.base}")
         several = processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(setting.base, str(self.accelerator.device) if several else setting.device)
@@ -85,17 +76,6 @@ class Pair:
                 self.generator = SpeculativeGenerator(base, NoDrafter.beside(base), self.loaded.tokenizer)
             else:
                 self._join()
-
-    def _check_memory(self, demand: Demand) -> None:
-        setting = self.setting
-        base = read_size(setting.base)
-        config = self.origin.checkpoint.config if setting.directory else head_for(base.config, demand.draft_vocab, None)
-        found = estimate(setting, demand, base, config, setting.items)
-        device = placement(setting.device)
-        free = free_on(device)
-        there = f"; {Bytes(free)} are free" if free < math.inf else ""
-        self.say(found.line() + there + ("" if base.weights else "; the base is not counted, as its size is unknown"))
-        found.check(device, processes_here(self.share[1]))
 
     def take(self, directory: Path) -> None:
         """Put the drafter in ``directory`` beside the base, where there was none.
@@ -176,8 +156,6 @@ class Pair:
             temperature=self.setting.temperature if temperature is None else temperature,
             batch=self.setting.batch,
         )
-        # Forwards of a base leave hundreds of megabytes in the heap, in pieces too small for what comes next.
-        give_back()
         part = dataclasses.replace(part, text=part.text * processes + number)
         if processes == 1:
             return part

@@ -129,7 +129,6 @@ def run_tuning(
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus, divided
-    from mtp_extract.tune.memory import Demand
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
@@ -138,7 +137,7 @@ def run_tuning(
     new = plan.setting.directory is None
     # Too few prompts are no reason to load a base.
     divided(plan.setting)
-    pair = Pair(plan.setting, say, Demand(plan.trained_mode, plan.recipe().objective, plan.draft_vocab))
+    pair = Pair(plan.setting, say)
     with memory_guard("tuning"), ExitStack() as stack:
         # What cannot be written is refused before anything is kept.
         latents = None if new else _latents(plan, pair)
