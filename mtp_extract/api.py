@@ -21,8 +21,8 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.evaluate.progress import silent
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline import inspection
 from mtp_extract.pipeline.check import Verification, verify, with_record

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
@@ -16,8 +15,8 @@ from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.names import NameCheck, check_names
-from mtp_extract.io.address import as_address
 from mtp_extract.io.file_kinds import HEAD, kind_of
+from mtp_extract.io.opening import open_source
 from mtp_extract.io.source import LocalSource, Progress, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
@@ -224,43 +223,6 @@ class Opened(AbstractContextManager["Opened"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def open_source(
-    source: str | os.PathLike[str] | Source, *, token: str | bool | None = None, progress: Progress | None = None
-) -> Source:
-    """Open what the user named, as bytes.
-
-    Args:
-        source: a path; an id of the Hugging Face Hub, ``org/name[/file][@revision]``, with or without ``hf://`` before
-            it; a URL of the Hub's site, or any other ``https://`` URL. Of a repository without a file, the one bundle
-            in it. What is open already is returned as it is.
-        token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
-        progress: called with bytes done and bytes in all while a remote range is fetched ahead.
-
-    Raises:
-        SourceError: it does not exist or cannot be read.
-    """
-    if isinstance(source, Source):
-        return source
-    from mtp_extract.io.repository import cached_address, neither, not_here
-
-    text = os.fspath(source)
-    address = as_address(text)
-    if address != text and os.path.lexists(text):
-        if cached_address(Path(text)) is None:
-            return LocalSource(text)
-        from mtp_extract.io.remote import open_local
-
-        return open_local(Path(text))
-    if address is None:
-        raise SourceError(not_here(text))
-    from mtp_extract.io.remote import open_remote
-
-    try:
-        return open_remote(address, token=token, progress=progress)
-    except SourceError as error:
-        raise (neither(text, error) if address == f"hf://{text}" else error) from None
 
 
 def open_bundle(

@@ -63,11 +63,11 @@ def command(
     if format is not None:
         checked_format(plan, format)
 
-    from mtp_extract.io.repository import checkpoint_path
+    from mtp_extract.io.opening import checkpoint_here
     from mtp_extract.pipeline.check import with_record
     from mtp_extract.pipeline.conversion import convert
 
-    directory = checkpoint_path(directory)
+    directory = Path(checkpoint_here(directory))
     name = checked_format(plan, format, GEMMA4_MTP if format else architecture_of(with_record(directory)))
     with progress(quiet=print_json) as tick:
         result = convert(

@@ -35,7 +35,7 @@ def command(
     Of a .litertlm, say in one line whether it holds a drafter, which, and for which base; exit status 1 where it holds
     none.
     """
-    from mtp_extract.io.repository import checkpoint_here
+    from mtp_extract.io.opening import checkpoint_here
 
     path = Path(checkpoint_here(plan.place, or_bundle=True))
     if not (path.is_dir() or path.suffix == ".gguf"):

@@ -16,8 +16,8 @@ from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, files_of
-from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.options import About, ChatTemplate
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ def command(
     print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
-    from mtp_extract.io.repository import checkpoint_here
+    from mtp_extract.io.opening import checkpoint_here
 
     source = checkpoint_here(source, or_bundle=True)
     is_checkpoint = os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +54,6 @@ def command(
         force=force,
         dry_run=dry_run,
         card=card,
-        progress=not print_json and sys.stderr.isatty(),
     )
     if print_json:
         write_json(

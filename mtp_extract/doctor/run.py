@@ -20,7 +20,7 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
-from mtp_extract.io.repository import public_name
+from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
 from mtp_extract.speculate.generate import SpeculativeGenerator
 

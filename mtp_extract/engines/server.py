@@ -17,7 +17,7 @@ from mtp_extract.engines.answer import Answer, EndedError, Reading, json_object,
 from mtp_extract.engines.connection import Connection
 from mtp_extract.engines.kinds import Counters, at, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
-from mtp_extract.io.address import WebAddress, origin_of
+from mtp_extract.io.address import WebAddress
 
 T = TypeVar("T")
 
@@ -267,8 +267,8 @@ def _parse(url: str) -> tuple[str, tuple[str, ...]]:
     """A URL without login, query and what the API adds to it; user and password."""
     login: tuple[str, ...] = ()
     try:
-        scheme, host, _ = origin_of(url)
         parts = urlsplit(url)
+        scheme, host, _ = parts.scheme, parts.hostname, parts.port
         if parts.username is not None:
             login = unquote(parts.username), unquote(parts.password or "")
     except ValueError:

@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
-from mtp_extract.io.http_library import HUB_STATUSES, bars, hide_queries, http_library
+from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
 from mtp_extract.pipeline.check import changed_card, files_in, verify
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import LEGAL
@@ -139,7 +139,6 @@ def upload(
     dry_run: bool = False,
     token: str | None = None,
     card: CardWords = UNSAID,
-    progress: bool = True,
 ) -> UploadResult:
     """Publish a checkpoint directory.
 
@@ -157,7 +156,6 @@ def upload(
         dry_run: check and list, and ask nobody.
         token: None for the one that ``hf auth login`` or ``HF_TOKEN`` left.
         card: what the card is to say.
-        progress: show huggingface_hub's progress bars.
 
     Raises:
         CheckpointError: the directory does not match its ``extraction.json``.
@@ -175,7 +173,7 @@ def upload(
     if dry_run:
         return UploadResult(repo_id, url, None, private, True, None, paths, files, notes)
     secret = _token(token)
-    with bars(progress), _explained(repo_id, secret):
+    with _explained(repo_id, secret):
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         held = _repository_files(api, repo_id)

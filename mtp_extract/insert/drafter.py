@@ -33,8 +33,8 @@ from mtp_extract.insert.fit import base_misfits, check_geometry
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.laid import Laid, LaidSource, Piece, copied
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike
-from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.threads import Job, on_all_cores
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt

@@ -1,9 +1,10 @@
-"""What a user may write for a remote file, taken apart."""
+"""What a user may write for a remote file, taken apart; and what a path in the Hub's cache is a copy of."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from mtp_extract.errors import SourceError, escape
@@ -15,17 +16,12 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_REPOSITORY = rf"(?:(?P<kind>datasets|spaces|models)/(?=.*/))?(?P<repository>{_NAME}/{_NAME})"
 # refs/pr/1 is the one kind of revision whose slashes need no escape.
 _REVISION = r"(?P<revision>refs/[^/]+/[^/]+|[^/]+)"
-_HF = re.compile(
-    rf"(?:(?P<kind>datasets|spaces|models)/(?=.*/))?(?P<repository>{_NAME}/{_NAME})(?:@{_REVISION})?(?:/(?P<path>.*))?"
-)
-_SITE = re.compile(
-    rf"/(?:(?P<kind>datasets|spaces)/)?(?P<repository>{_NAME}/{_NAME})"
-    rf"(?:/?|/(?P<page>resolve|blob|raw|blame|tree)/{_REVISION}(?:/(?P<path>.*))?)"
-)
-_OF_THE_SITE = ("api", "docs", "collections", "papers", "organizations", "settings")
-"""What begins an address of the Hub's site and is nobody's name."""
+_PATH = r"(?:/(?P<path>.*))?"
+_ID = re.compile(rf"{_REPOSITORY}(?:@{_REVISION})?{_PATH}")
+_PAGE = re.compile(rf"/{_REPOSITORY}(?:/(?P<page>resolve|blob|raw|blame|tree)/{_REVISION}{_PATH})?")
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,6 @@ class WebAddress:
         return escape(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
 
 
-def origin_of(url: str) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port of ``url``: what must be the same for a token to be sent.
-
-    Raises:
-        ValueError: it is no URL.
-    """
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-
-
 def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     """``hf://org/repo[/path][@revision]``, ``hf://org/repo@revision/path`` or an ``https://`` URL.
 
@@ -111,24 +97,20 @@ def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     if text.startswith("hf://"):
         return _hub(text)
     try:
-        origin = scheme, host, _ = origin_of(text)
+        parts, hub = urlsplit(text), urlsplit(endpoint)
     except ValueError as error:
         raise SourceError(f"Expected an https:// URL, found one that cannot be read: {error}.") from None
-    if scheme not in ("https", "http") or not host:
+    if parts.scheme not in ("https", "http") or not parts.hostname:
         shown = escape(text.partition("?")[0].rpartition("@")[2])
         raise SourceError(f"Expected a path, hf://org/repo/file.litertlm[@revision] or an https:// URL, found {shown}.")
-    path = urlsplit(text).path
-    if origin == origin_of(endpoint):
-        path = path.removeprefix(urlsplit(endpoint).path.rstrip("/"))
-    elif scheme != "https" or host not in _HUB_HOSTS:
+    path = parts.path.removeprefix(hub.path.rstrip("/"))
+    if parts[:2] != hub[:2] and not (parts.scheme == "https" and parts.netloc in _HUB_HOSTS):
         return WebAddress(text)
-    found = _SITE.fullmatch(path)
-    if found is None or path.split("/")[1] in _OF_THE_SITE or found["repository"].endswith(_MODEL_FILES):
+    found = _PAGE.fullmatch(path.rstrip("/"))
+    if found is None or found["repository"].endswith(_MODEL_FILES):
         return WebAddress(text)
-    repository, file, revision = (unquote(found[part] or "") for part in ("repository", "path", "revision"))
-    if found["page"] == "tree" and file:
-        file = f"{file.rstrip('/')}/"
-    return HubAddress(repository, file, revision or None, _kind(found))
+    file = unquote(found["path"] or "") + "/" * (found["page"] == "tree" and bool(found["path"]))
+    return _address(found, file, found["revision"])
 
 
 def is_hub_id(text: str) -> bool:
@@ -136,7 +118,7 @@ def is_hub_id(text: str) -> bool:
 
     A path with one folder that ends as a bundle does (``models/a.litertlm``) is a path: no repository is called so.
     """
-    found = _HF.fullmatch(text)
+    found = _ID.fullmatch(text)
     return found is not None and (bool(found["path"]) or not found["repository"].endswith(_MODEL_FILES))
 
 
@@ -150,7 +132,7 @@ def as_address(text: str) -> str | None:
 
 
 def _hub(text: str) -> HubAddress:
-    found = _HF.fullmatch(text.removeprefix("hf://"))
+    found = _ID.fullmatch(text.removeprefix("hf://"))
     path, revision = (found["path"] or "", found["revision"]) if found else ("", None)
     if revision is None and "@" in path and not path.endswith(_MODEL_FILES):
         path, _, revision = path.rpartition("@")
@@ -160,8 +142,43 @@ def _hub(text: str) -> HubAddress:
             "Expected hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision, found "
             f"{escape(text)}."
         )
-    return HubAddress(found["repository"], path, revision and unquote(revision), _kind(found))
+    return _address(found, path, revision)
 
 
-def _kind(found: re.Match[str]) -> str:
-    return (found["kind"] or "models").removesuffix("s")
+def _address(found: re.Match[str], path: str, revision: str | None) -> HubAddress:
+    kind = (found["kind"] or "models").removesuffix("s")
+    return HubAddress(found["repository"], path, unquote(revision) if revision else None, kind)
+
+
+def cached_address(path: Path) -> HubAddress | None:
+    """What a file or folder in the Hub's cache is a copy of; None for any other."""
+    parts = path.absolute().parts
+    for at, name in enumerate(parts[:-2]):
+        kind, *repository = name.split("--")
+        snapshots, commit = parts[at + 1 : at + 3]
+        if kind in ("models", "datasets", "spaces") and snapshots == "snapshots" and COMMIT.fullmatch(commit):
+            return HubAddress("/".join(repository), "/".join(parts[at + 3 :]), commit, kind.removesuffix("s"))
+    return None
+
+
+def is_cached(path: Path) -> bool:
+    """Whether ``path`` is a link as the Hub's cache has one for each file: to what it keeps of that repository."""
+    address = cached_address(path)
+    if address is None:
+        return False
+    repository = path.absolute().parents[2 + address.path.count("/")]
+    return path.resolve().parent == repository.resolve() / "blobs"
+
+
+def name_of(place: Path) -> str:
+    """What a checkpoint is called: by its file or folder, in the Hub's cache by its repository."""
+    address = cached_address(place)
+    if address is None:
+        return place.resolve().name
+    return (address.path or address.repository).rpartition("/")[2]
+
+
+def public_name(place: str) -> str:
+    """What to call ``place`` where others read it: of a directory its name alone, as its place is its owner's."""
+    path = Path(place)
+    return name_of(path) if path.is_dir() else place

@@ -11,8 +11,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -31,7 +29,9 @@ HUB_STATUSES: Mapping[int, str] = MappingProxyType(
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that may go away by themselves."""
 
-_OFFLINE = "Unset it, or give the path of a local copy"
+OFFLINE = (
+    "offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. Unset it, or give the path of a local copy."
+)
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
@@ -51,12 +51,35 @@ class FaultError(Exception):
 
     Attributes:
         wait: seconds the server asked to be left alone; None if it did not say.
-        kind: "unreachable", "expired" (another address may do) or "".
+        unreachable: no server answered.
     """
 
-    def __init__(self, what: str, wait: float | None = None, kind: str = "") -> None:
+    def __init__(self, what: str, wait: float | None = None, unreachable: bool = False) -> None:
         super().__init__(what)
-        self.wait, self.kind = wait, kind
+        self.wait, self.unreachable = wait, unreachable
+
+
+# By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
+_FINAL = {
+    "OfflineModeIsEnabled": OFFLINE,
+    "LocalEntryNotFoundError": OFFLINE,
+    "HFValidationError": "this is not a repository's name.",
+    "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}.",
+    "RevisionNotFoundError": "the repository has no such revision: check what follows the @.",
+    "RemoteEntryNotFoundError": "the repository has no such file: check the path.",
+    "DisabledRepoError": "the Hub has disabled access to the repository.",
+    "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}.",
+    "InvalidURL": "this is not an address that can be requested.",
+    "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://.",
+    "TooManyRedirects": "the server redirects in circles.",
+}
+_PASSING = {
+    "TimeoutException": "the server does not answer in time",
+    "ConnectError": "the server cannot be reached",
+    "ProxyError": "the server cannot be reached",
+    "RemoteProtocolError": "the connection was lost, or what came over it is not HTTP",
+    "TransportError": "the connection was lost",
+}
 
 
 @contextmanager
@@ -76,84 +99,36 @@ def faults(name: str) -> Iterator[None]:
         raise known from None
 
 
-# By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
-_FINAL = {
-    "OfflineModeIsEnabled": f"offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. {_OFFLINE}",
-    "HFValidationError": "this is not a repository's name",
-    "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}",
-    "RevisionNotFoundError": "the repository has no such revision: check what follows the @",
-    "RemoteEntryNotFoundError": "the repository has no such file: check the path",
-    "DisabledRepoError": "the Hub has disabled access to the repository",
-    "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}",
-    "InvalidURL": "this is not an address that can be requested",
-    "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://",
-    "TooManyRedirects": "the server redirects in circles",
-}
-_PASSING = {
-    "TimeoutException": ("the server does not answer in time", "unreachable"),
-    "ConnectError": ("the server cannot be reached", "unreachable"),
-    "ProxyError": ("the server cannot be reached", "unreachable"),
-    "RemoteProtocolError": ("the connection was lost, or what came over it is not HTTP", ""),
-    "TransportError": ("the connection was lost", ""),
-}
-
-
 def _known_error(name: str, error: Exception) -> Exception | None:
     from huggingface_hub.errors import HfHubHTTPError
 
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    kinds = [kind.__name__ for kind in type(error).__mro__]
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     if isinstance(error, HfHubHTTPError) and status in BUSY:
         return busy_fault(error.response)
-    for kind, text in _FINAL.items():
-        if kind in kinds:
-            return SourceError(f"{name}: {text}.")
+    for text in (_FINAL[kind] for kind in _FINAL if kind in kinds):
+        return SourceError(f"{name}: {text}")
     if status:
         return SourceError(f"{name}: {HUB_STATUSES.get(status, f'the Hub answered {status}')}.")
-    for kind, (text, what) in _PASSING.items():
-        if kind in kinds:
-            why = f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""
-            return FaultError(text + why, kind=what)
+    for text in (_PASSING[kind] for kind in _PASSING if kind in kinds):
+        why = f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""
+        return FaultError(text + why, unreachable=text.startswith("the server"))
     if isinstance(error, ValueError):
         return SourceError(f"{name}: the server's answer cannot be read, or it redirects to what is no address.")
     return None
 
 
 def busy_fault(response: Any) -> FaultError:
-    """The fault of an answer whose status is one of :data:`BUSY`."""
-    status = int(response.status_code)
+    """The fault of an answer whose status is one of :data:`BUSY`; of a Retry-After, seconds count and no date."""
+    status, wait = int(response.status_code), response.headers.get("retry-after", "").strip()
     what = "limits the rate of requests" if status == 429 else "is not available"
-    return FaultError(f"the server {what} ({status})", _asked_wait(response.headers.get("retry-after", "").strip()))
+    return FaultError(f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
 
 
-def _asked_wait(text: str) -> float | None:
-    """Seconds that a Retry-After asks for; None for what is neither a number nor a date that there can be."""
-    if _SECONDS.fullmatch(text):
-        return float(text)
-    date = date_of(text)
-    return None if date is None else max(0.0, date.timestamp() - datetime.now(timezone.utc).timestamp())
-
-
-def date_of(text: str) -> datetime | None:
-    """The time that a header names, if it does."""
-    try:
-        date = parsedate_to_datetime(text)
-        date = date.replace(tzinfo=date.tzinfo or timezone.utc)
-        date.timestamp()
-    except (ArithmeticError, IndexError, TypeError, ValueError):  # years, days and zones that there are none of
-        return None
-    return date
-
-
-class _HideSecrets(logging.Filter):
-    """Cuts queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
-        return True
-
-
-_HIDE = _HideSecrets()
+def _hide(record: logging.LogRecord) -> bool:
+    """Cut queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
+    record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
+    return True
 
 
 def hide_queries() -> None:
@@ -162,19 +137,4 @@ def hide_queries() -> None:
     core = library.replace("httpx", "httpcore")
     parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
     for name in (library, *parts, "huggingface_hub.utils._http"):
-        logging.getLogger(name).addFilter(_HIDE)  # adding it twice adds it once
-
-
-@contextmanager
-def bars(shown: bool) -> Iterator[None]:
-    """Whether huggingface_hub shows its progress bars."""
-    from huggingface_hub import utils
-
-    hidden = not (shown or utils.are_progress_bars_disabled())  # type: ignore[attr-defined]  # public, not in __all__
-    if hidden:
-        utils.disable_progress_bars()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if hidden:
-            utils.enable_progress_bars()  # type: ignore[attr-defined]
+        logging.getLogger(name).addFilter(_hide)  # adding it twice adds it once

@@ -15,7 +15,7 @@ from mtp_extract.checkpoint.record import sha256_of_file
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, weights_of
-from mtp_extract.io.repository import is_cached
+from mtp_extract.io.address import is_cached
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
 

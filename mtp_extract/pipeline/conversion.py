@@ -23,8 +23,9 @@ from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_of, format_of
+from mtp_extract.io.address import name_of
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, files_of
-from mtp_extract.io.repository import checkpoint_path, name_of
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.chains import how_derived
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
@@ -78,7 +79,7 @@ def convert(
     if format is None and engine is None:
         raise ValueError("format: expected one, or an engine to choose it by; found neither.")
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
-    directory = checkpoint_path(directory)
+    directory = Path(checkpoint_here(directory))
     place = with_record(directory)
     name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
     choice = Choice.of(name, plan, overwrite=overwrite)
@@ -122,7 +123,7 @@ class ReadDirectory:
         Raises:
             CheckpointError: it is damaged, or holds no drafter.
         """
-        directory = with_record(checkpoint_path(directory))
+        directory = with_record(Path(checkpoint_here(directory)))
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
         if old is None:
             require_manifest(directory, REPORT_FILES)

@@ -19,7 +19,7 @@ from mtp_extract.drafter.load import Network, network_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.io.repository import public_name
+from mtp_extract.io.address import public_name
 from mtp_extract.options import Bytes
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate.generate import SpeculativeGenerator

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, counter, silent
+from mtp_extract.io.address import public_name
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.io.repository import checkpoint_path, public_name
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
@@ -138,8 +139,8 @@ def run_validation(plan: ValidationPlan, say: Say = silent, show: Show = silent)
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     _check(plan)
-    own = None if plan.directory is None else checkpoint_path(plan.directory)
-    plan = replace(plan, directory=own, beside=tuple(map(checkpoint_path, plan.beside)))
+    own = None if plan.directory is None else Path(checkpoint_here(plan.directory))
+    plan = replace(plan, directory=own, beside=tuple(Path(checkpoint_here(place)) for place in plan.beside))
     with ExitStack() as stack:
         directory = plan.directory
         if directory is None:

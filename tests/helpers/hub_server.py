@@ -66,6 +66,7 @@ class Repo:
     files: dict[str, tuple[Content, bool]] = field(default_factory=dict)
     """Path -> content, whether it is in LFS."""
     commit: str = "c" * 40
+    older: dict[str, dict[str, tuple[Content, bool]]] = field(default_factory=dict)
     private: bool = False
     gated: bool = False
 
@@ -358,13 +359,14 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.reachable(name)
         if repo is None:
             return
-        if revision not in ("main", repo.commit):
+        held = repo.files if revision in ("main", repo.commit) else repo.older.get(revision)
+        if held is None:
             self.refuse(404, "RevisionNotFound")
-        elif file not in repo.files:
+        elif file not in held:
             self.refuse(404, "EntryNotFound")
         else:
-            content, lfs = repo.files[file]
-            headers = {"X-Repo-Commit": repo.commit}
+            content, lfs = held[file]
+            headers = {"X-Repo-Commit": revision if revision in repo.older else repo.commit}
             if not lfs:
                 self.content(content, fault, ETag=f'"{content.git}"', **headers)
                 return

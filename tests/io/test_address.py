@@ -30,7 +30,7 @@ HUB = "https://huggingface.co"
         (f"{HUB}/org/repo/tree/main", HubAddress("org/repo", "", "main")),
         (f"{HUB}/org/repo/tree/v1/sub", HubAddress("org/repo", "sub/", "v1")),
         (f"{HUB}/datasets/org/repo", HubAddress("org/repo", "", None, "dataset")),
-        (f"{HUB}/docs/hub", WebAddress(f"{HUB}/docs/hub")),
+        (f"{HUB}/org/repo/discussions/1", WebAddress(f"{HUB}/org/repo/discussions/1")),
         ("https://example.org/x/a.litertlm?k=1", WebAddress("https://example.org/x/a.litertlm?k=1")),
     ],
 )

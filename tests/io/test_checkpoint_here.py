@@ -13,7 +13,8 @@ from helpers.hub_server import HubServer
 import mtp_extract
 from mtp_extract.cli.inspect import app
 from mtp_extract.errors import MtpExtractError, SourceError
-from mtp_extract.io.repository import checkpoint_here, name_of
+from mtp_extract.io.address import name_of
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.pipeline.check import files_in, verify
 
 REPO = "org/gemma-mtp"
@@ -98,7 +99,7 @@ def test_what_begins_alike_is_another(published: HubServer) -> None:
 
 
 def test_a_base_is_not_fetched(published: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_extract.io.repository._LARGEST", 1000)
+    monkeypatch.setattr("mtp_extract.io.opening._LARGEST", 1000)
     published.requests.clear()
     with pytest.raises(
         SourceError, match=r"expected a drafter's checkpoint, found 0\.0 GB, which is more than any has"

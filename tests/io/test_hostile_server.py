@@ -14,10 +14,10 @@ from helpers.hub_fixtures import Patient, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
 from helpers.raw_server import RawServer, Say, drip, raw_server
 
+from mtp_extract.bundle import open_source
 from mtp_extract.engines.server import Server
 from mtp_extract.errors import MtpExtractError, SourceError
-from mtp_extract.io import http_library, remote
-from mtp_extract.io.remote import open_remote
+from mtp_extract.io import remote
 
 DATA = random.Random(7).randbytes(1 << 18)
 SIZE = len(DATA)
@@ -30,7 +30,7 @@ Script = Callable[[str, Say], None] | bytes
 @pytest.fixture
 def soon(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines of the real clock, short ones."""
-    monkeypatch.setattr(remote, "_CONNECT_TIMEOUT", 2 * WINDOW)
+    monkeypatch.setattr(remote, "CONNECT_TIMEOUT", 2 * WINDOW)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 2 * WINDOW)
 
 
@@ -90,7 +90,7 @@ def fits(message: str) -> None:
 
 
 def read_all(url: str) -> bytes:
-    with open_remote(url) as source:
+    with open_source(url) as source:
         source.prefetch(0, source.size)
         return source.read(0, source.size)
 
@@ -115,7 +115,7 @@ NEVER = {
 
 def test_silence_is_ended(soon: None, patience: Patient) -> None:
     with raw_server(silent) as server, pytest.raises(SourceError, match="does not answer in time") as caught:
-        open_remote(server.url + "/a.litertlm")
+        open_source(server.url + "/a.litertlm")
     fits(str(caught.value))
     assert patience.waits == [0.5, 1.0]
 
@@ -123,7 +123,7 @@ def test_silence_is_ended(soon: None, patience: Patient) -> None:
 def test_a_body_that_trickles_is_ended(soon: None, patience: Patient) -> None:
     patience.per_look = 61.0
     with raw_server(trickle) as server, pytest.raises(SourceError, match="too slow: 1 bytes in 61 seconds") as caught:
-        open_remote(server.url + "/a.litertlm")
+        open_source(server.url + "/a.litertlm")
     fits(str(caught.value))
     assert len(patience.waits) == 5
 
@@ -135,7 +135,7 @@ def test_a_hub_that_is_silent(soon: None, patience: Patient, monkeypatch: pytest
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         with pytest.raises(SourceError, match="does not answer in time") as caught:
-            open_remote("hf://org/repo/a.litertlm")
+            open_source("hf://org/repo/a.litertlm")
     fits(str(caught.value))
 
 
@@ -205,7 +205,7 @@ LIES = {
 @pytest.mark.parametrize(("script", "message"), LIES.values(), ids=LIES)
 def test_what_makes_no_sense_is_one_line(soon: None, patience: Patient, script: Script, message: str) -> None:
     with raw_server(script) as server, pytest.raises(SourceError, match=message) as caught:
-        open_remote(server.url + "/a.litertlm?sig=" + SIGNATURE)
+        open_source(server.url + "/a.litertlm?sig=" + SIGNATURE)
     fits(str(caught.value))
     assert len(patience.waits) <= 5
 
@@ -233,19 +233,9 @@ def test_a_retry_after_of_any_kind(soon: None, patience: Patient, status: str, w
     """Obeyed where it is sensible, and never for long."""
     answer = head(status, Retry_After=wait, Content_Length=0, Connection="close")
     with raw_server(answer) as server, pytest.raises(SourceError, match=r"Try again") as caught:
-        open_remote(server.url + "/a.litertlm")
+        open_source(server.url + "/a.litertlm")
     fits(str(caught.value))
     assert all(0 <= wait <= remote._LONGEST_WAIT for wait in patience.waits)
-
-
-def test_dates_that_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http_library._asked_wait("30") == 30.0
-    assert http_library._asked_wait("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
-    far = http_library._asked_wait("Fri, 31 Dec 9998 23:59:59 GMT")
-    assert far is not None
-    assert far > 1e11
-    told = {text: http_library._asked_wait(text) for text in ABSURD}
-    assert {text for text, wait in told.items() if wait is not None} == {*ABSURD[6:8], ABSURD[-1]}
 
 
 # --- one file
@@ -280,7 +270,7 @@ LATER = "Sat, 21 Nov 2026 10:00:01 GMT"
         ({"ETag": 'W/"a"', "Last_Modified": TIME}, {"ETag": 'W/"a"', "Last_Modified": LATER}, "another Last-Modified"),
         ({"ETag": 'W/"a"', "Last_Modified": TIME}, {"ETag": 'W/"b"', "Last_Modified": TIME}, "another ETag"),
         ({"ETag": '"a"', "Last_Modified": TIME}, {"ETag": '"a"', "Last_Modified": LATER}, "another Last-Modified"),
-        ({"ETag": '"a"'}, {"ETag": '"a"', "Content_Range": "bytes 65536-262143/262145"}, "262144 bytes by one answer"),
+        ({"ETag": '"a"'}, {"ETag": '"a"', "Content_Range": "bytes 65536-262143/262145"}, "another size"),
     ],
 )
 def test_a_file_that_changes_between_ranges(
@@ -293,15 +283,13 @@ def test_a_file_that_changes_between_ranges(
     fits(str(caught.value))
 
 
-@pytest.mark.parametrize(
-    "told", [{}, {"ETag": 'W/"a"'}, {"ETag": '""'}, {"ETag": "unquoted"}, {"Last_Modified": "today"}]
-)
+@pytest.mark.parametrize("told", [{}, {"ETag": 'W/"a"'}, {"ETag": '""'}, {"ETag": "unquoted"}])
 def test_a_server_without_a_validator_is_refused(soon: None, told: dict[str, object]) -> None:
     with (
         raw_server(lambda request, say: say(part(request, **told))) as server,
         pytest.raises(SourceError, match=r"neither a strong ETag nor a date.* Download the file yourself") as caught,
     ):
-        open_remote(server.url + "/a.litertlm")
+        open_source(server.url + "/a.litertlm")
     fits(str(caught.value))
 
 
@@ -320,15 +308,11 @@ def test_all_of_the_file_in_place_of_a_range(soon: None, etag: str | None) -> No
 
 
 def test_a_redirect_to_less_safety() -> None:
-    remote._check_redirects("a", ["https://localhost/a", "https://elsewhere/b"])
-    remote._check_redirects("a", ["http://localhost/a", "https://elsewhere/b", "https://third/c"])
-    for way in (
-        ["https://localhost/a", "http://elsewhere/b"],
-        ["http://a/", "https://a/", "http://a/"],
-        ["http://a/", "file:///a"],
-    ):
-        with pytest.raises(SourceError, match="expected a redirect to https://, found one to"):
-            remote._check_redirects("a", way)
+    remote.check_redirects("a", "https://localhost/a", "https://elsewhere/b")
+    remote.check_redirects("a", "http://localhost/a", "https://elsewhere/b", "https://third/c")
+    for way in (["https://localhost/a", "http://elsewhere/b"], ["https://a/", "http://a/", "https://a/"]):
+        with pytest.raises(SourceError, match="redirects to an address without https"):
+            remote.check_redirects("a", *way)
 
 
 # --- what the Hub says
@@ -339,7 +323,7 @@ def test_a_redirect_to_less_safety() -> None:
     [
         ({"X-Repo-Commit": "../../../../etc"}, "to name the file's commit, found"),
         ({"X-Repo-Commit": "c" * 39 + "\u00e9"}, "to name the file's commit, found"),
-        ({"Location": "file:///etc/passwd"}, "expected a redirect to https://, found one to file://"),
+        ({"Location": "file:///etc/passwd"}, "none of http:// or https://"),
         ({"Location": "http://[::1"}, "it redirects to what is no address|not an address"),
         ({"Location": "http://localhost:99999/"}, "it redirects to what is no address|not an address"),
         ({"Location": f"http://{'a' * 300}/"}, "no address|cannot be reached|not an address"),
@@ -349,7 +333,7 @@ def test_a_redirect_to_less_safety() -> None:
         ),
         ({"X-Linked-Size": "-5"}, None),
         ({"X-Linked-Size": "many"}, None),
-        ({"X-Linked-Size": "7"}, "7 bytes by one answer"),
+        ({"X-Linked-Size": "7"}, "another size"),
     ],
 )
 def test_a_hub_that_lies(hub: HubServer, patience: Patient, headers: dict[str, str], message: str | None) -> None:

@@ -16,7 +16,7 @@ from huggingface_hub.utils._http import default_client_factory
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import SourceError, TruncatedError
 from mtp_extract.io.http_library import http_library
-from mtp_extract.io.remote import RemoteSource, open_remote
+from mtp_extract.io.remote import RemoteSource
 from mtp_extract.io.source import LocalSource
 
 REPO = "litert-community/gemma-4-E4B-it-litert-lm"
@@ -34,7 +34,7 @@ def bundle(hub: HubServer) -> HubServer:
 
 def fails(url: str, patience: Patient) -> str:
     """The message of the error that opening ``url`` and reading from it ends in."""
-    with pytest.raises(SourceError) as caught, open_remote(url) as source:
+    with pytest.raises(SourceError) as caught, open_source(url) as source:
         source.prefetch(1 << 20, 1 << 20)
         source.read(0, 2 << 20)
     for secret in (TOKEN, SIGNATURE):
@@ -43,7 +43,7 @@ def fails(url: str, patience: Patient) -> str:
 
 
 def whole(url: str, patience: Patient) -> bytes:
-    with open_remote(url) as source:
+    with open_source(url) as source:
         source.prefetch(0, source.size)
         return source.read(0, source.size)
 
@@ -52,7 +52,7 @@ def whole(url: str, patience: Patient) -> bytes:
 
 
 def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL) as source:
+    with open_source(URL) as source:
         assert source.size == len(DATA)
         for offset, length in [(0, 0), (0, 1), (65_530, 20), (len(DATA) - 3, 3), (100_000, 1_500_000), (7, 2 << 20)]:
             assert source.read(offset, length) == DATA[offset : offset + length]
@@ -62,7 +62,7 @@ def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
 
 
 def test_small_reads_fetch_each_block_once(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL) as source:
+    with open_source(URL) as source:
         assert isinstance(source, RemoteSource)
         assert bundle.sent["storage"] == 64 * KIB
         for offset in range(0, 300 * KIB, 1000):
@@ -74,7 +74,7 @@ def test_small_reads_fetch_each_block_once(bundle: HubServer, patience: Patient)
 
 def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Patient) -> None:
     seen: list[tuple[int, int]] = []
-    with open_remote(URL, progress=lambda done, size: seen.append((done, size))) as source:
+    with open_source(URL, progress=lambda done, size: seen.append((done, size))) as source:
         source.prefetch(1_000_001, 1_200_000)
         before = len(bundle.requests)
         for offset in range(1_000_001, 2_200_001 - 999, 997):
@@ -85,12 +85,13 @@ def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Pat
         assert seen[-1] == (1_200_000, 1_200_000)
         assert len(bundle.requests) == before
         source.prefetch(900_000, 200_000)
-        assert bundle.requests[-1].range == "bytes=900000-1000000"
-    assert bundle.sent["storage"] == 64 * KIB + 1_200_000 + 100_001
+        # The blocks before the first one that is here.
+        assert bundle.requests[-1].range == f"bytes={13 * 64 * KIB}-{15 * 64 * KIB - 1}"
+    assert bundle.sent["storage"] == (1 + 19 + 2) * 64 * KIB
 
 
 def test_what_identifies_a_file_of_the_hub(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(f"{URL}@main") as source:
+    with open_source(f"{URL}@main") as source:
         assert source.name == f"hf://{REPO}@main/{FILE}"
         digest = hashlib.sha256(DATA).hexdigest()
         assert source.provenance == {
@@ -105,7 +106,7 @@ def test_what_identifies_a_file_of_the_hub(bundle: HubServer, patience: Patient)
 
 def test_a_file_outside_lfs(hub: HubServer, patience: Patient) -> None:
     content = hub.add("org/small", "a.tflite", DATA[:100_000], lfs=False)
-    with open_remote("hf://org/small/a.tflite") as source:
+    with open_source("hf://org/small/a.tflite") as source:
         assert source.read(0, source.size) == DATA[:100_000]
         assert source.provenance["etag"] == content.git
         assert "sha256" not in source.provenance
@@ -134,7 +135,7 @@ def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> N
 
 
 def test_no_token_when_none_is_wanted(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL, token=False) as source:
+    with open_source(URL, token=False) as source:
         assert source.read(0, 8) == DATA[:8]
     assert {request.authorization for request in bundle.requests} == {None}
 
@@ -153,12 +154,12 @@ def test_a_busy_server_is_asked_again(bundle: HubServer, patience: Patient, wher
 @pytest.mark.parametrize("where", ["resolve", "storage"])
 def test_retry_after_is_obeyed(bundle: HubServer, patience: Patient, where: str) -> None:
     bundle.fault(where, status=429, headers={"Retry-After": "7"})
-    bundle.fault(where, status=503, headers={"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"})
+    bundle.fault(where, status=503, headers={"Retry-After": "0"})
     assert whole(URL, patience) == DATA
     assert patience.waits == [7.0, 0.0]
 
 
-@pytest.mark.parametrize("asked", ["soon", "\u00b2", "-1", "1e9"])
+@pytest.mark.parametrize("asked", ["soon", "\u00b2", "-1", "1e9", "Thu, 01 Jan 1970 00:00:00 GMT"])
 def test_a_retry_after_that_says_nothing(bundle: HubServer, patience: Patient, asked: str) -> None:
     bundle.fault("storage", status=503, headers={"Retry-After": asked})
     assert whole(URL, patience) == DATA
@@ -177,8 +178,9 @@ def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience
     assert whole(URL, patience) == DATA
     ranges = [request.range for request in bundle.requests if request.server == "storage"]
     begins = [int(text.removeprefix("bytes=").partition("-")[0]) for text in ranges if text]
-    assert begins == [0, 65_536, *[1_065_536] * 3]
-    assert bundle.sent["storage"] == len(DATA)
+    # What had come of a block is fetched again.
+    assert begins == [0, 65_536, *[16 * 65_536] * 3]
+    assert bundle.sent["storage"] == len(DATA) + 1_065_536 - 16 * 65_536
 
 
 def test_a_connection_that_breaks_again_and_again_gets_there_if_it_brings_enough(
@@ -193,8 +195,9 @@ def test_a_connection_that_breaks_again_and_again_gets_there_if_it_brings_enough
 def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", status=403, skip=1)
     assert whole(URL, patience) == DATA
-    assert [request.method for request in bundle.requests] == ["HEAD", "GET", "GET", "HEAD", "GET"]
-    assert "/resolve/" + "c" * 40 in [request for request in bundle.requests if request.method == "HEAD"][1].path
+    of_hub = [request for request in bundle.requests if request.server == "hub"]
+    assert [request.method for request in of_hub] == ["HEAD", "GET", "GET", "GET"]
+    assert all("/resolve/" + "c" * 40 in request.path for request in of_hub[1:])
 
 
 def test_a_wrong_length_is_noticed_and_asked_again(bundle: HubServer, patience: Patient) -> None:
@@ -253,25 +256,20 @@ def test_another_etag_between_ranges(bundle: HubServer, patience: Patient) -> No
     assert "changed while it was being read" in fails(URL, patience)
 
 
-def test_another_file_when_asked_again(bundle: HubServer, patience: Patient) -> None:
-    bundle.fault("storage", status=403, skip=1)
-    bundle.fault("resolve", etag="d" * 64, skip=1)
-    assert "changed while it was being read" in fails(URL, patience)
-
-
 def test_another_size(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", total=1)
-    assert f"{len(DATA)} bytes by one answer and {len(DATA) + 1} by another" in fails(URL, patience)
+    assert "changed while it was being read (another size)" in fails(URL, patience)
 
 
 def test_another_size_of_a_plain_url(hub: HubServer, patience: Patient) -> None:
     hub.plain["/a"] = hub.add("x/y", "z", DATA)
     hub.fault("plain", total=1, skip=1)
-    assert f"{len(DATA)} bytes by one answer and {len(DATA) + 1} by another" in fails(hub.url() + "/a", patience)
+    assert "changed while it was being read (another size)" in fails(hub.url() + "/a", patience)
 
 
 def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL) as source:
+    with open_source(URL) as source:
+        bundle.repos[REPO].older["c" * 40] = dict(bundle.repos[REPO].files)
         bundle.add(REPO, FILE, DATA[::-1])
         bundle.repos[REPO].commit = "d" * 40
         assert source.read(1 << 20, 100) == DATA[1 << 20 : (1 << 20) + 100]
@@ -319,7 +317,7 @@ def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: 
 
 def test_storage_that_refuses_for_good(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", status=403, times=99)
-    assert "storage behind the Hub refuses access (403)" in fails(URL, patience)
+    assert "the server refuses access (403)" in fails(URL, patience)
 
 
 def test_nobody_there(patience: Patient, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,11 +344,11 @@ def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -
 
 
 def test_a_copy_in_the_hubs_cache_is_used(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL) as source:
+    with open_source(URL) as source:
         first = source.provenance
     huggingface_hub.hf_hub_download(REPO, FILE)
     sent = bundle.sent["storage"]
-    with open_remote(URL) as source:
+    with open_source(URL) as source:
         assert isinstance(source, LocalSource)
         assert source.name == URL
         assert source.provenance == first
@@ -360,12 +358,12 @@ def test_a_copy_in_the_hubs_cache_is_used(bundle: HubServer, patience: Patient) 
 
 def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub.hf_hub_download(REPO, FILE)
-    with open_remote(URL) as source:
+    with open_source(URL) as source:
         online = source.provenance
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     asked = len(bundle.requests)
     for url in (URL, f"{URL}@main", f"{URL}@{'c' * 40}"):
-        with open_remote(url) as source:
+        with open_source(url) as source:
             assert source.read(0, 100) == DATA[:100]
             assert {**source.provenance, "revision": "main"} == online
     assert "offline mode is on (HF_HUB_OFFLINE)" in fails(f"hf://{REPO}/other.litertlm", patience)

@@ -1,0 +1,272 @@
+"""From what the user named, a path, an id of the Hub or a URL, to its bytes; or to a checkpoint's directory here."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.errors import SourceError, escape, few, nearest
+from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, as_address, cached_address, parse_address
+from mtp_extract.io.http_library import FaultError, faults, hide_queries
+from mtp_extract.io.source import LocalSource, Progress, Source
+
+_CONFIG, _GGUF = "config.json", ".gguf"
+_PATIENCE = 60.0
+"""Seconds that may pass until the next bytes of a listing come."""
+_LARGEST = 4_000_000_000
+"""Bytes of a checkpoint that is fetched: a drafter has far less, and a base that is named by mistake more."""
+
+
+def open_source(
+    source: str | os.PathLike[str] | Source, *, token: str | bool | None = None, progress: Progress | None = None
+) -> Source:
+    """Open what the user named, as bytes.
+
+    Args:
+        source: a path; an id of the Hugging Face Hub, ``org/name[/file][@revision]``, with or without ``hf://`` before
+            it; a URL of the Hub's site, or any other ``https://`` URL. Of a repository without a file, the one bundle
+            in it. What is open already is returned as it is.
+        token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
+        progress: called with bytes done and bytes in all while a remote range is fetched ahead.
+
+    Raises:
+        SourceError: it does not exist or cannot be read; of a remote file, it is refused, not reachable, without byte
+            ranges, or offline and not in the Hub's cache.
+    """
+    if isinstance(source, Source):
+        return source
+    text = os.fspath(source)
+    address = as_address(text)
+    if address != text and os.path.lexists(text):
+        return _open_local(Path(text))
+    if address is None:
+        raise SourceError(_not_here(text))
+    try:
+        return _open_remote(address, token, progress or (lambda done, total: None))
+    except SourceError as error:
+        raise _neither(text, error) from None
+
+
+def _open_local(path: Path) -> LocalSource:
+    """A file here; of one in the Hub's cache, the provenance is the Hub's."""
+    source = LocalSource(path)
+    address = cached_address(path)
+    if address is not None:
+        # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
+        blob = path.resolve()
+        source.name = address.name
+        source.provenance = address.record(address.revision or "", blob.name if blob.parent.name == "blobs" else None)
+    return source
+
+
+def _open_remote(text: str, token: str | bool | None, progress: Progress) -> Source:
+    """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file."""
+    from huggingface_hub import constants, hf_hub_url
+
+    from mtp_extract.io.remote import RemoteSource, retried
+
+    address = parse_address(text, constants.ENDPOINT)
+    hide_queries()
+    if isinstance(address, WebAddress):
+        remote = RemoteSource(address.name, address.url, _headers(False), None, progress)
+        told = {"etag": str(remote.told["ETag"]), "last_modified": str(remote.told["Last-Modified"])}
+        remote.provenance = {"url": address.name, **{key: value for key, value in told.items() if value}}
+        return remote
+    if not address.is_file:
+        address = _file_of(address, token)
+    # A commit names the same bytes for ever, so the Hub need not be asked.
+    known = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(address.revision or "")
+    if known and (copy := _copy_of(address, address.revision)):
+        return copy
+    found = retried(address.name, lambda: _ask_hub(address, token))
+    if copy := _copy_of(address, found.commit_hash):
+        return copy
+    url = hf_hub_url(address.repository, address.path, repo_type=address.kind, revision=found.commit_hash)
+    remote = RemoteSource(address.name, url, _headers(token), found.size, progress)
+    remote.provenance = address.record(found.commit_hash, found.etag)
+    return remote
+
+
+def _headers(token: str | bool | None) -> dict[str, str]:
+    """Headers of a request, as huggingface_hub makes them. ``token=False`` leaves the token out."""
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
+
+    # A compressed answer would have other offsets.
+    return {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
+
+
+def _ask_hub(address: HubAddress, token: str | bool | None) -> Any:
+    """Commit, size and ETag of a file now, as huggingface_hub has them."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    from mtp_extract.io.remote import CONNECT_TIMEOUT
+
+    url = hf_hub_url(address.repository, address.path, repo_type=address.kind, revision=address.revision)
+    found = get_hf_file_metadata(url, token=token, timeout=CONNECT_TIMEOUT)
+    if not COMMIT.fullmatch(found.commit_hash or ""):
+        raise SourceError(
+            f"{address.name}: expected the Hub to name the file's commit, found "
+            f"{escape(found.commit_hash or 'none', 60)}. Check HF_ENDPOINT, or a proxy that drops headers."
+        )
+    return replace(found, size=found.size if (found.size or -1) >= 0 else None)
+
+
+def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
+    """The copy in the Hub's cache, if there is one of that revision, by the name that the user gave it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    with faults(address.name):
+        found = try_to_load_from_cache(address.repository, address.path, revision=revision, repo_type=address.kind)
+    if not isinstance(found, str):
+        return None
+    source = _open_local(Path(found))
+    source.name = address.name
+    source.provenance |= {"revision": address.revision or "main"}
+    return source
+
+
+def _file_of(address: HubAddress, token: str | bool | None) -> HubAddress:
+    """The address of the one ``.litertlm`` in the repository or folder that ``address`` names."""
+    paths = _sizes(address, token)
+    found = sorted(path for path in paths if path.endswith(BUNDLE))
+    if len(found) == 1:
+        return replace(address, path=found[0])
+    if found:
+        listed = few((replace(address, path=path).name for path in found), most=20)
+        raise SourceError(f"{address.name}: expected one {BUNDLE}, found {len(found)}. Name one of them: {listed}.")
+    what = f"expected a {BUNDLE}, found none among {few(sorted(paths)) or 'no files'}"
+    raise SourceError(f"{address.name}: {what}. Name another, such as litert-community/gemma-4-E4B-it-litert-lm.")
+
+
+def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) -> str:
+    """The path of a checkpoint: of one on the Hub that in the Hub's cache, into which it is fetched; else ``source``.
+
+    On the Hub it is a repository or folder with a ``config.json``, or with one ``mtp-*.gguf``, or a ``.gguf``.
+
+    Args:
+        or_bundle: ``source`` may also mean a bundle, and stays as it is where it does.
+
+    Raises:
+        SourceError: the Hub has none of that name, or more than one; or it is too large for a drafter; or the address
+            is of another site.
+    """
+    # A Path has lost one of its slashes.
+    text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
+    found = None if os.path.lexists(text) else as_address(text)
+    if found is None:
+        return text
+    from huggingface_hub import constants
+
+    address = parse_address(found, constants.ENDPOINT)
+    may_be_bundle = or_bundle and not text.endswith(_GGUF)
+    if may_be_bundle and (isinstance(address, WebAddress) or address.is_file):
+        return text
+    if isinstance(address, WebAddress):
+        raise SourceError(
+            f"{address.name}: expected a checkpoint's directory or an id of the Hugging Face Hub, found the address of "
+            "another site. Download it first, and give its path."
+        )
+    hide_queries()
+    try:
+        sizes = _sizes(address, None)
+        if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
+            return text
+        return str(_fetched(address, sizes))
+    except SourceError as error:
+        raise _neither(text, error) from None
+
+
+def _fetched(address: HubAddress, sizes: Mapping[str, int]) -> Path:
+    """The checkpoint that ``address`` names, in the Hub's cache: a directory, or a GGUF.
+
+    Args:
+        sizes: path → bytes of the files that begin with its path.
+    """
+    if address.path in sizes:
+        files = [address.path]
+    else:
+        # A folder may be named without its slash; what begins alike is another.
+        address = replace(address, path=f"{address.path.rstrip('/')}/" if address.path else "")
+        files = _checkpoint_in(address, [path for path in sizes if path.startswith(address.path)])
+    if (size := sum(sizes[path] for path in files)) > _LARGEST:
+        raise SourceError(
+            f"{address.name}: expected a drafter's checkpoint, found {size / 1e9:.1f} GB, which is more than any "
+            "has. Name the drafter's folder or file."
+        )
+    return _snapshot(address, files) / (files[0] if files[0].endswith(_GGUF) and len(files) == 1 else address.path)
+
+
+def _checkpoint_in(folder: HubAddress, paths: list[str]) -> list[str]:
+    """The files of the checkpoint in ``folder``, among ``paths``: all of them, or one GGUF."""
+    if f"{folder.path}{_CONFIG}" in paths:
+        return paths
+    found = [path for path in paths if path.endswith(_GGUF) and "mtp-" in path]
+    if len(found) == 1:
+        return found
+    several = f"{len(found)}: {few(found)}" if found else few(sorted(paths)) or "no files"
+    raise SourceError(f"{folder.name}: expected a {_CONFIG} or one mtp-*.gguf, found {several}. Name what is meant.")
+
+
+def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
+    """Path → bytes of all files of the repository that ``address`` names, or whose paths begin as it says."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        folder = _snapshot(address)
+        sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*")}
+        sizes = {path: size for path, size in sizes.items() if (folder / path).is_file()}
+    else:
+        about: dict[str, Any] = {"revision": address.revision, "repo_type": address.kind, "files_metadata": True}
+        try:
+            with faults(address.name):
+                # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+                api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
+                listed = api.repo_info(address.repository, timeout=_PATIENCE, **about).siblings
+        except FaultError as fault:
+            raise SourceError(f"{address.name}: {fault}. Run it again, or name the file's path here.") from fault
+        sizes = {one.rfilename: one.size or 0 for one in listed or ()}
+    return {path: size for path, size in sizes.items() if path.startswith(address.path)}
+
+
+def _snapshot(address: HubAddress, files: Iterable[str] | None = None) -> Path:
+    """The folder of the Hub's cache with that revision, and ``files`` of it in there; None for what is there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        with faults(address.name):
+            return Path(
+                snapshot_download(
+                    address.repository,
+                    revision=address.revision,
+                    repo_type=address.kind,
+                    allow_patterns=None if files is None else [*map(glob.escape, files)],
+                    local_files_only=files is None,
+                )
+            )
+    except FaultError as fault:
+        raise SourceError(f"{address.name}: {fault}. Run it again to resume.") from fault
+
+
+def _neither(text: str, error: SourceError) -> SourceError:
+    """``error`` of what may have been meant as a path, where it is written as an id of the Hub."""
+    if "://" in text:
+        return error
+    return SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies)
+
+
+def _not_here(text: str) -> str:
+    """What is said of a path at which there is nothing, with the nearest name in that folder, if one is near."""
+    folder, name = os.path.split(text)
+    try:
+        names = [found for found in os.listdir(folder or ".") if found.isprintable()]
+    except OSError:
+        names = []
+    path = text.startswith(("/", ".", "~"))
+    what = nearest(name, names) or " Check the path."
+    no_id = "" if path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
+    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{what}"
