@@ -21,36 +21,25 @@ def require(*modules: str) -> None:
         MtpExtractError: one is not installed, or cannot be imported.
     """
     for module in modules:
-        _require(module)
-
-
-def _require(module: str) -> None:
-    try:
-        import_module(module)
-    except ImportError as error:
-        package = _PACKAGES.get(module, module)
-        found = "it is not installed" if error.name == module else f"importing it fails: {error}"
-        raise MtpExtractError(
-            f"expected the package {package}, but {found}. Validation and tuning need more packages than extraction: "
-            "pip install 'mtp-extract[validate]'"
-        ) from error
+        if why := unusable(module):
+            package = _PACKAGES.get(module, module)
+            raise MtpExtractError(
+                f"expected the package {package}, but {why}. Validation and tuning need more packages than "
+                "extraction: pip install 'mtp-extract[validate]'"
+            )
 
 
 def unusable(module: str, *names: str) -> str:
-    """Why ``module`` cannot be imported or lacks ``names``, for a check that is left out then; empty where it can."""
+    """Why ``module`` cannot be imported or lacks ``names``, as a clause; empty where it can."""
     top = module.partition(".")[0]
-    package = _PACKAGES.get(top, top)
     try:
-        import_module(top)
         found = import_module(module)
-        lacking = [name for name in names if not hasattr(found, name)]
-    except ModuleNotFoundError as error:
-        if error.name == top:
-            return f"{package} is not installed"
-        return f"{package} cannot be imported: {escape(error)}"
     except Exception as error:  # noqa: BLE001 - a broken installation raises whatever it likes
-        return f"{package} cannot be imported: {escape(' '.join(str(error).split()))}"
-    return f"{package} is of a release that has no {', '.join(lacking)}" if lacking else ""
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == top:
+            return "it is not installed"
+        return f"importing it fails: {escape(' '.join(str(error).split()))}"
+    lacking = [name for name in names if not hasattr(found, name)]
+    return f"this release of it has no {', '.join(lacking)}" if lacking else ""
 
 
 @contextmanager

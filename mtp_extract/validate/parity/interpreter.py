@@ -157,7 +157,7 @@ def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[O
     """
     name = source.model.region.source.name
     if why := unusable("ai_edge_litert.interpreter", "Interpreter"):
-        raise UnsupportedError(f"{name}: Google's interpreter cannot be asked: {why}.")
+        raise UnsupportedError(f"{name}: Google's interpreter (ai-edge-litert) cannot be asked: {why}.")
     if source.model.weights is not None:
         raise UnsupportedError(
             f"{name}: the drafter's weights lie in a section of their own, which the interpreter cannot be given. "

@@ -36,7 +36,7 @@ def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check
     if format_of(directory).name != "transformers":
         return Check("transformers", _WHAT, None, "this is asked of the transformers format only")
     if why := unusable("transformers", "Gemma4AssistantForCausalLM"):
-        return Check("transformers", _WHAT, None, f"{why}; {TRANSFORMERS} works")
+        return Check("transformers", _WHAT, None, f"transformers: {why}; {TRANSFORMERS} works")
     passed, evidence = _examined(directory, drafter, seed)
     if not passed and (why := _unreliable(seed)):
         return Check("transformers", _WHAT, None, f"{why}, so it cannot be asked; {TRANSFORMERS} works")

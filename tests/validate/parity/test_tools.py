@@ -60,8 +60,8 @@ def test_a_transformers_that_constructs_no_assistant(checkpoint: Path, monkeypat
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (None, "transformers is not installed"),
-        (ModuleType("transformers"), "is of a release that has no Gemma4AssistantForCausalLM"),
+        (None, "transformers: it is not installed"),
+        (ModuleType("transformers"), "this release of it has no Gemma4AssistantForCausalLM"),
     ],
 )
 def test_no_transformers(
@@ -132,7 +132,7 @@ def test_no_interpreter(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
     found = validated(checkpoint)
     assert found.parity is None
-    is_not_checked(found, "interpreter", "cannot be asked: ai-edge-litert is not installed")
+    is_not_checked(found, "interpreter", "cannot be asked: it is not installed")
     (table,) = measurements(as_json(found))
     assert [row[2] for row in table.rows if row[0] == "interpreter"] == ["not checked"]
 
@@ -177,10 +177,10 @@ def test_an_interpreter_that_computes_another_thing(
 
 def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert unusable("json", "loads") == ""
-    assert unusable("no_such_module") == "no_such_module is not installed"
-    assert unusable("json", "eat") == "json is of a release that has no eat"
+    assert unusable("no_such_module") == "it is not installed"
+    assert unusable("json", "eat") == "this release of it has no eat"
     (tmp_path / "broken_one.py").write_text("raise RuntimeError('no\\nlibrary')")
     (tmp_path / "lacking_one.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
-    assert unusable("broken_one") == "broken_one cannot be imported: no library"
-    assert unusable("lacking_one") == "lacking_one cannot be imported: No module named 'no_such_module'"
+    assert unusable("broken_one") == "importing it fails: no library"
+    assert unusable("lacking_one") == "importing it fails: No module named 'no_such_module'"
