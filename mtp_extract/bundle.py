@@ -209,7 +209,7 @@ class Opened(AbstractContextManager["Opened"]):
         name = self.source.name
         if self.bundle is None:
             kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
-            return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind.name}. {kind.advice}"
+            return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind}"
         kinds = ", ".join(map(escape, sorted({s.model_type for s in self.sections if s.model_type})))
         return (
             f"{name}: no section holds an MTP drafter. Models in it: {kinds or 'none'}. Files for GPU and web (one "

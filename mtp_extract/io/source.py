@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +105,6 @@ class FileSource(Source):
                 raise SourceError(f"{self.name}: reading at byte {offset} failed: {error.strerror}.") from error
             if not piece:
                 raise TruncatedError(f"{self.name}: the file shrank while it was being read (at byte {offset}).")
-            if len(piece) == length and not pieces:
-                return piece
             pieces.append(piece)
             offset += len(piece)
             length -= len(piece)
@@ -146,7 +143,7 @@ class Region:
     begin: int
     size: int
     what: str
-    _pages: OrderedDict[int, bytes] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _pages: dict[int, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def read(self, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset`` within the region.
@@ -162,31 +159,16 @@ class Region:
         if length > _PAGE:
             return self.source.read(self.begin + offset, length)
         index, start = divmod(offset, _PAGE)
-        page = self.page(index)
+        page = self._page(index)
         if start + length <= len(page):
             return page[start : start + length]
-        return page[start:] + self.page(index + 1)[: start + length - len(page)]
+        return page[start:] + self._page(index + 1)[: start + length - len(page)]
 
-    def page(self, index: int) -> bytes:
-        """Page ``index`` of the region, from the cache if it is there."""
+    def _page(self, index: int) -> bytes:
         page = self._pages.get(index)
         if page is None:
             offset = index * _PAGE
-            page = self.source.read(self.begin + offset, min(_PAGE, self.size - offset))
-            self._pages[index] = page
+            page = self._pages[index] = self.source.read(self.begin + offset, min(_PAGE, self.size - offset))
             if len(self._pages) > _PAGES_KEPT:
-                self._pages.popitem(last=False)
+                del self._pages[next(iter(self._pages))]
         return page
-
-    def part(self, begin: int, end: int, what: str) -> Region:
-        """The region ``[begin, end)`` of this one.
-
-        Raises:
-            TruncatedError: it leaves this region.
-        """
-        if not 0 <= begin <= end <= self.size:
-            raise TruncatedError(
-                f"{self.source.name}: {what} spans bytes {begin}…{end} of {self.what}, which has {self.size} bytes. "
-                "The file is damaged or incomplete: fetch it again."
-            )
-        return Region(self.source, self.begin + begin, end - begin, what)

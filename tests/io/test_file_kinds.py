@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import pickle
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -19,7 +18,6 @@ import safetensors.numpy
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import NoDrafterError, SourceError
-from mtp_extract.io.file_kinds import HEAD, kind_of
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 3655827456\n" % (b"0" * 64)
 
@@ -45,26 +43,21 @@ FILES = {
     "page": (b"\n<!DOCTYPE html>\n<html class=''>\n<head>", "an HTML page. Fetch the file itself"),
     "page without a declaration": (b"<HTML><body>404</body></HTML>", "an HTML page"),
     "refusal of a storage": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "an XML text"),
-    "zip": (_zip("config.json", zipfile.ZIP_DEFLATED), "a zip archive. Unpack it"),
-    "empty zip": (b"PK\x05\x06" + bytes(18), "a zip archive"),
+    "zip": (_zip("config.json", zipfile.ZIP_DEFLATED), "an archive. Unpack it"),
+    "empty zip": (b"PK\x05\x06" + bytes(18), "an archive"),
     "torch.save": (_zip("archive/data.pkl"), "a PyTorch checkpoint. The drafter comes out of a LiteRT file"),
-    "old torch.save": (pickle.dumps({"w": 1}, 2), "a Python pickle, as of a PyTorch checkpoint"),
+    "old torch.save": (pickle.dumps({"w": 1}, 2), "a PyTorch checkpoint"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file. The drafter comes out"),
     "safetensors": (safetensors.numpy.save({"w": np.zeros(9, np.float32)}), "a safetensors file. The drafter"),
-    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(99), "an HDF5 file"),
-    "gzip": (gzip.compress(b"x"), "a gzip file. Unpack it"),
-    "xz": (lzma.compress(b"x"), "an xz file"),
-    "bzip2": (bz2.compress(b"x"), "a bzip2 file"),
-    "Zstandard": (b"\x28\xb5\x2f\xfd\x24\x01", "a Zstandard file"),
-    "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\4", "a 7-Zip archive"),
-    "tar": (_tar(), "a tar archive. Unpack it"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(99), "an image. Check"),
-    "JPEG": (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "an image"),
-    "WebP": (b"RIFF\x24\0\0\0WEBPVP8 ", "an image"),
-    "PDF": (b"%PDF-1.7\n", "a PDF document"),
-    "program": (Path(sys.executable).resolve().read_bytes()[:HEAD], "a program or library"),
+    "gzip": (gzip.compress(b"x"), "a compressed file. Unpack it"),
+    "xz": (lzma.compress(b"x"), "a compressed file"),
+    "bzip2": (bz2.compress(b"x"), "a compressed file"),
+    "Zstandard": (b"\x28\xb5\x2f\xfd\x24\x01", "a compressed file"),
+    "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\4", "an archive"),
+    "tar": (_tar(), "an archive. Unpack it"),
+    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(99), "another kind of file"),
     "a download that was begun": (bytes(1 << 12), "zeros at its beginning. The download is probably incomplete"),
-    "config.json": (json.dumps({"model_type": "gemma4"}, indent=2).encode(), "a JSON text"),
+    "config.json": (json.dumps({"model_type": "gemma4"}, indent=2).encode(), "a text. Check"),
     "text": ("Grüße\n".encode() * 200, "a text. Check"),
     "a text that is cut in a letter": (b"x" + "ü".encode() * 400, "a text"),
     "noise": (bytes(range(240, 256)) * 9, "another kind of file (first bytes f0 f1 f2 f3 f4 f5 f6 f7). Check"),
@@ -92,7 +85,6 @@ def test_an_empty_file(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(SourceError, match=r"found an empty file\. Fetch it again"):
         open_bundle(path)
-    assert kind_of(b"").name == "an empty file"
 
 
 def test_a_drafter_inside_an_archive_is_still_found(sample: Path, tmp_path: Path) -> None:
