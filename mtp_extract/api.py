@@ -29,7 +29,7 @@ from mtp_extract.pipeline.check import Verification, verify, with_record
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.report.tables import REPORT_FILES, REPORT_LISTED
+from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
@@ -199,9 +199,9 @@ def validate(asked: Validating) -> Validation:
     plan = asked if asked.directory is None else replace(asked, directory=Path(asked.directory))
     found = run_validation(plan, asked.say, asked.show)
     if asked.report is not None:
-        from mtp_extract.validate.report.pages import write_report
+        from mtp_extract.validate.page import write_validation
 
-        write_report(found, Path(asked.report), **to)
+        write_validation(found, Path(asked.report), **to)
     return found
 
 

@@ -28,15 +28,9 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-BY_OTHER_TESTS = {"records.md"}
-"""Pages that are made, and held, by scripts and tests of their own."""
-RUN = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    *(page for page in sorted(DOCS.glob("*.md")) if page.name not in BY_OTHER_TESTS),
-]
+RUN = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 """Pages whose blocks are run here."""
-READ = [*RUN, *(DOCS / name for name in sorted(BY_OTHER_TESTS)), ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+READ = [*RUN, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 
 BUNDLE, DRAFTER, BASE = "gemma-4-E4B-it.litertlm", "gemma-4-E4B-it-mtp-drafter", "google/gemma-4-E4B-it"
 HUB = "litert-community/gemma-4-E4B-it-litert-lm"
@@ -325,7 +319,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("page", [*RUN, DOCS / "records.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_form(page: Path) -> None:
     """Lines fit; rows of a table cannot be broken, but those of the README fit, too. Every block says what it is.
 

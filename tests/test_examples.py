@@ -111,17 +111,17 @@ def test_both_loops_write_the_text_of_the_base_in_fewer_passes(run: Run) -> None
 def test_a_validation_is_read_from_its_report(
     run: Run, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtp_extract.report.web.draw", lambda *_: [])
+    monkeypatch.setattr("mtp_extract.validate.page.find_spec", lambda name: None)
     printed = run("validate_pair", "--prompts", str(few), "--new-tokens", "8")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
-    assert report["proven"] and not report["refuted"]
-    assert "\nProven: the checkpoint is the drafter of sample.litertlm" in printed
-    steps = re.findall(r"^draft (\d) stands in ([\d.]+)% of (\d+) places \(95 %: ([\d.?]+)", printed, re.MULTILINE)
+    assert report["verified"] and not report["refuted"]
+    assert "\nVerified: the checkpoint is the drafter of sample.litertlm" in printed
+    steps = re.findall(r"^draft (\d) stands in ([\d.]+)% of (\d+) places \(95 %: ([\w.]+)", printed, re.MULTILINE)
     assert [(int(step), int(n)) for step, _, n, _ in steps] == [
-        (step["step"], step["n"]) for step in report["agreement"]["steps"]
+        (step["step"], step["conditional"]["n"]) for step in report["drafters"][0]["agreement"]["steps"]
     ]
-    first = report["agreement"]["steps"][0]
-    assert 0 < first["top1"] == first["unconditional"] <= first["top5"]
+    first = report["drafters"][0]["agreement"]["steps"][0]
+    assert 0 < first["top1"]["value"] == first["conditional"]["value"] <= first["top5"]["value"]
     assert float(steps[0][1]) == pytest.approx(100 * first["top1"], abs=0.06)
 
 

@@ -5,6 +5,7 @@ python docs/examples/validate_pair.py litert-community/gemma-4-E4B-it-litert-lm 
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import mtp_extract
@@ -32,7 +33,8 @@ mtp_extract.validate(
 
 report = json.loads(Path("report/report.json").read_text(encoding="utf-8"))
 print(report["verdict"])
-for step in report["agreement"]["steps"]:
-    interval = step["ci95"]["unconditional"] or ["?", "?"]  # there is none over fewer than five texts
-    low, high = (end if end == "?" else f"{end:.1%}" for end in interval)
-    print(f"draft {step['step']} stands in {step['unconditional']:.1%} of {step['n']} places (95 %: {low} to {high})")
+for step in report["drafters"][0]["agreement"]["steps"]:
+    accepted = step["conditional"]  # of the places at which all drafts before it were accepted
+    low, high = accepted["ci95"] or (math.nan, math.nan)  # there is no interval over fewer than five texts
+    interval = f"95 %: {low:.1%} to {high:.1%}"
+    print(f"draft {step['step']} stands in {accepted['value']:.1%} of {accepted['n']} places ({interval})")

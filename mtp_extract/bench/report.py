@@ -1,8 +1,8 @@
-"""The report of a benchmark: ``bench.json``, two pages, and the tables that pages and terminal show."""
+"""The report of a benchmark: ``bench.json``, its page, and the tables that page and terminal show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,23 +10,20 @@ from typing import Any
 from mtp_extract._version import __version__
 from mtp_extract.bench import fields
 from mtp_extract.bench.fields import Figures, Side
-from mtp_extract.bench.pictures import PICTURES, drawings
 from mtp_extract.bench.run import Benchmark
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
-from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, number, percent, share
-from mtp_extract.report.columns import named as by_name
-from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, pages_of, plain_json, within
-from mtp_extract.report.tables import words
-from mtp_extract.report.web import write_pages
+from mtp_extract.report.numbers import DASH, number, percent
+from mtp_extract.report.page import Page, Table, plain_json
+from mtp_extract.report.page import write_report as write_page
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-BENCH_LISTED = listing("bench.json", pages_of("bench", PICTURES))
+BENCH_LISTED = listing("bench.json", frozenset({"bench.json", "bench.html"}))
 """Everything that a report of a benchmark consists of, and that may be replaced."""
 _VERSION = 2
-_SETTING = "What was asked, and what a second run needs."
 _NOT_TOLD = "not told"
 _MOST_NAMED = 8  # prompts of a workload
+_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 
 def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
@@ -37,7 +34,7 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
     """
     report = as_json(found)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
-        return write_pages(page_of(report), stage, "bench")
+        return write_page(stage, "bench", report, page_of(report))
 
 
 def page_of(report: Mapping[str, Any]) -> Page:
@@ -45,37 +42,7 @@ def page_of(report: Mapping[str, Any]) -> Page:
     servers = [f"{side}: {_named(server)}" for side, server in _sides(report).items()]
     about = f"{'; '.join(servers)}; {report['total']['texts']} prompts"
     title, shown = f"Benchmark of {report['servers']['server']['url']}", list(tables(report))
-    return Page(title, about, report, headlines(report), shown, PICTURES, drawings())
-
-
-def headlines(report: Mapping[str, Any]) -> list[Headline]:
-    """The large figures of its head: speed, speedup, tokens a round, texts that stay."""
-    total, asked = report["total"], report["settings"]
-    server, baseline = total["server"], total["baseline"]
-    load = f"{asked['rate']:g} requests a second" if asked["rate"] else f"{asked['concurrency']} in flight"
-    speed, speedup, length = (
-        within(of[f"{name}_ci95"], form)
-        for of, name, form in (
-            (server, "tokens_per_s", ".1f"),
-            (total, "speedup", ".2f"),
-            (server, "mean_accepted_length", ".2f"),
-        )
-    )
-    untimed, alone = "no answer tells the time of its tokens", "no baseline was asked"
-    untold = "the server drafted nothing" if server["drafted"] == 0 else "the server does not tell its rounds"
-    same = None if total["identical"] is None else f"{total['identical']} of {total['compared']}"
-    drawn = "answers were drawn, at a temperature" if baseline else alone
-    of_one, over = (
-        "Of one answer, from its first text on.",
-        "The baseline's time for as many tokens, over the server's.",
-    )
-    stays = "Answers that are the baseline's, letter for letter; where tokens nearly tie, rounding may part them."
-    return [
-        measured("Tokens a second", server["tokens_per_s"], "{:.1f}", f"{speed}; {load}", untimed, of_one),
-        measured("Speedup", total["speedup"], "{:.2f}×", speedup, untimed if baseline else alone, over),
-        measured("Tokens a round", server["mean_accepted_length"], "{:.2f}", length, untold, TOKENS_A_ROUND),
-        measured("Same text", same, "{}", "greedy answers beside the baseline's", drawn, stays),
-    ]
+    return Page(title, about, report["verdict"], shown, findings=report["findings"], notes=report["notes"])
 
 
 def _sides(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -115,7 +82,7 @@ def _verdict(total: Figures) -> str:
             speed += f", {number(total.speedup, '.2f', total.speedup_ci95, unit='×')}"
     drafts = "drafts are not told"
     if server.drafted is not None:
-        rate = f", {share(server.acceptance, server.acceptance_ci95)} %" if server.drafted else ""
+        rate = f", {percent(server.acceptance, server.acceptance_ci95)} %" if server.drafted else ""
         drafts = f"{server.accepted} of {server.drafted} drafts accepted{rate}"
     same = ""
     if total.identical is not None:
@@ -211,115 +178,126 @@ def _in_flight(found: Benchmark, side: str) -> Iterator[str]:
 
 
 def _rate(side: Side) -> str:
-    return number(side.tokens_per_s, ".1f", side.tokens_per_s_ci95, none=_NOT_TOLD)
-
-
-def _mean_length(row: Row) -> str:
-    mean = decimal("mean_accepted_length", ".2f", "mean_accepted_length_ci95")
-    return str(mean(row)) if row["rounds"] else "–"
-
-
-_SPEED: Sequence[Column] = (
-    ("workload", item("name")),
-    ("texts", item("texts")),
-    ("tokens/s", decimal("server.tokens_per_s", ".1f", "server.tokens_per_s_ci95")),
-)
-_BESIDE: Sequence[Column] = (
-    ("baseline tokens/s", decimal("baseline.tokens_per_s", ".1f", "baseline.tokens_per_s_ci95")),
-    ("speedup", decimal("speedup", ".2f", "speedup_ci95")),
-    ("same text", lambda row: f"{row['identical']}/{row['compared']}" if row["compared"] else DASH),
-)
-"""Of a server, and beside a baseline."""
-
-_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
-
-
-def _latency(name: str, path: str, interval: str = "") -> Cell:
-    """Of a row, a number of its latency; a dash where there is none."""
-    cell = decimal(path, ".1f", interval)
-    return lambda row: cell(row[name]) if row[name] else DASH
-
-
-_LATENCY: Sequence[Column] = (
-    ("workload", item("workload")),
-    ("side", item("side")),
-    *(
-        column
-        for name, shown in _LATENCIES.items()
-        for column in (
-            (f"{shown} ms mean", _latency(f"{name}_ms", "mean", "ci95")),
-            (f"{shown} median", _latency(f"{name}_ms", "median")),
-            (f"{shown} p99", _latency(f"{name}_ms", "p99")),
-        )
-    ),
-)
-
-_THROUGHPUT: Sequence[Column] = (
-    ("side", item("side")),
-    ("requests", item("requests")),
-    ("request throughput (req/s)", decimal("request_throughput", ".2f")),
-    ("output token throughput (tok/s)", decimal("output_throughput", ".1f")),
-    ("request goodput (req/s)", decimal("request_goodput", ".2f")),
-)
-
-_DRAFTS: Sequence[Column] = (
-    ("workload", item("workload")),
-    ("side", item("side")),
-    ("answers counted", item("counted")),
-    ("accepted", decimal("accepted", "d")),
-    ("drafted", decimal("drafted", "d")),
-    ("acceptance %", percent("acceptance", "acceptance_ci95")),
-    ("rounds", decimal("rounds", "d")),
-    ("mean length", _mean_length),
-)
+    return _NOT_TOLD if side.tokens_per_s is None else number(side.tokens_per_s, ".1f", side.tokens_per_s_ci95)
 
 
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of a ``bench.json``: what was measured with what, speed, drafts."""
     servers = _sides(report)
     named = {side: _named(server) for side, server in servers.items()}
-    settings = {name.replace("_", " "): words(value) for name, value in report["settings"].items() if value is not None}
-    yield Table(title="Setting", columns=("", ""), rows=(*named.items(), *settings.items()), what=_SETTING)
+    settings = {
+        name.replace("_", " "): _words(value) for name, value in report["settings"].items() if value is not None
+    }
+    rows = [*named.items(), *settings.items()]
+    yield Table("Setting", ("", ""), rows, what="What was asked, and what a second run needs.", folded=True)
     workloads = {**report["workloads"], "all": report["total"]}
-    rows = [{**of[side], "workload": name, "side": side} for name, of in workloads.items() for side in servers]
-    yield Table.of(
+    yield _speed(workloads, "baseline" in servers)
+    yield _throughput(report["total"], list(servers))
+    yield _latency(workloads, list(servers))
+    if any(of[side]["counted"] for of in workloads.values() for side in servers):
+        drafting = [side for side in servers if any(of[side]["drafted"] for of in workloads.values())]
+        yield _drafts(workloads, drafting or ["server"])
+
+
+def _words(value: Any) -> str:
+    """A setting: numbers by name, or one."""
+    return ", ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _speed(workloads: Mapping[str, Any], beside: bool) -> Table:
+    def compared(of: Mapping[str, Any]) -> tuple[str, str, str]:
+        base = of["baseline"]
+        same = f"{of['identical']}/{of['compared']}" if of["compared"] else DASH
+        speed = number(of["speedup"], ".2f", of["speedup_ci95"])
+        return number(base["tokens_per_s"], ".1f", base["tokens_per_s_ci95"]), speed, same
+
+    return Table(
         "Speed",
-        (*_SPEED, *(_BESIDE if "baseline" in servers else ())),
-        by_name(workloads),
+        ("workload", "texts", "tokens/s", *(("baseline tokens/s", "speedup", "same text") if beside else ())),
+        [
+            (
+                name,
+                of["texts"],
+                number(of["server"]["tokens_per_s"], ".1f", of["server"]["tokens_per_s_ci95"]),
+                *(compared(of) if beside else ()),
+            )
+            for name, of in workloads.items()
+        ],
         what="How fast the text of an answer comes, with the drafter and without.",
         about=(
-            "Tokens as the server counts them, and times, both added up over all answers. Same text: greedy answers "
-            "that are the baseline's, character for character; where two tokens nearly tie, rounding may part them. In "
-            f"brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
+            "Tokens as the server counts them, and times from first text to last event, both added up over all "
+            "answers. Speedup: the time that the baseline takes for as many tokens, over the server's. Same text: "
+            "greedy answers that are the baseline's, character for character; where two tokens nearly tie, rounding "
+            f"may part them. In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
         ),
-        figures=("speed_by_workload",),
-        first=True,
     )
-    yield Table.of(
+
+
+def _throughput(total: Mapping[str, Any], sides: list[str]) -> Table:
+    return Table(
         "Throughput",
-        _THROUGHPUT,
-        [row for row in rows if row["workload"] == "all"],
+        ("side", "requests", "requests/s", "output tokens/s", "good requests/s"),
+        [
+            (
+                side,
+                total[side]["requests"],
+                number(total[side]["request_throughput"], ".2f"),
+                number(total[side]["output_throughput"], ".1f"),
+                number(total[side]["request_goodput"], ".2f"),
+            )
+            for side in sides
+        ],
         what="What the server does in all, over the time in which requests were under way.",
-        figures=("over_time",),
     )
-    yield Table.of(
+
+
+def _latency(workloads: Mapping[str, Any], sides: list[str]) -> Table:
+    def cells(of: Mapping[str, Any]) -> Iterator[str]:
+        for found in (of[f"{name}_ms"] for name in _LATENCIES):
+            yield number(found["mean"], ".1f", found["ci95"]) if found else DASH
+            yield from (number(found[name], ".1f") if found else DASH for name in ("median", "p99"))
+
+    columns = [
+        column for name in _LATENCIES.values() for column in (f"{name} ms mean", f"{name} median", f"{name} p99")
+    ]
+    return Table(
         "Latency",
-        _LATENCY,
-        rows,
+        ("workload", "side", *columns),
+        [(name, side, *cells(of[side])) for name, of in workloads.items() for side in sides],
         what="How long a user waits, as vllm bench serve has it; a drafter's server sends several tokens in one text.",
+        about=(
+            "TTFT: time to first token, from request to first text. TPOT: time per output token of an answer, after "
+            "its first text. ITL: between two texts, each of one or several tokens. E2EL: from request to the end of "
+            "the answer."
+        ),
+        folded=True,
     )
-    drafting = [side for side in servers if any(row["drafted"] for row in rows if row["side"] == side)]
-    if not any(row["counted"] for row in rows):
-        return
-    yield Table.of(
+
+
+def _drafts(workloads: Mapping[str, Any], sides: list[str]) -> Table:
+    def length(of: Mapping[str, Any]) -> str:
+        known = of["mean_accepted_length"] if of["rounds"] else None
+        return number(known, ".2f", of["mean_accepted_length_ci95"])
+
+    return Table(
         "Drafts",
-        _DRAFTS if len(drafting) > 1 else [column for column in _DRAFTS if column[0] != "side"],
-        [row for row in rows if row["side"] in (drafting or ["server"])],
+        ("workload", "side", "answers counted", "accepted", "drafted", "acceptance %", "rounds", "tokens per round"),
+        [
+            (
+                name,
+                side,
+                of[side]["counted"],
+                *(number(of[side][key], "d") for key in ("accepted", "drafted")),
+                percent(of[side]["acceptance"], of[side]["acceptance_ci95"]),
+                number(of[side]["rounds"], "d"),
+                length(of[side]),
+            )
+            for name, of in workloads.items()
+            for side in sides
+        ],
         what="How many drafts the base takes, as the server counts them.",
         about=(
-            "Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over windows of requests "
-            f"where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
+            "Tokens per round, as served: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over windows "
+            f"of requests where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
         ),
-        figures=("acceptance_by_workload", "acceptance_by_position"),
-        first=True,
     )

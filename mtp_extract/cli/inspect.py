@@ -132,7 +132,7 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, print_json: boo
     from mtp_extract.pipeline.inspection import inspect_checkpoint
     from mtp_extract.pipeline.staging import RECORD
     from mtp_extract.pipeline.unexpected import require_manifest
-    from mtp_extract.report.tables import REPORT_FILES
+    from mtp_extract.report.files import REPORT_FILES
 
     place = with_record(place)
     result: Verification | None = None

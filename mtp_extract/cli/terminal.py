@@ -24,7 +24,7 @@ from mtp_extract.evaluate.progress import Show
 from mtp_extract.io.source import Progress
 
 if TYPE_CHECKING:
-    from mtp_extract.report.columns import Table
+    from mtp_extract.report.page import Table
 
 _BAR = 20
 """Columns of a bar."""
@@ -53,13 +53,13 @@ def say_all(text: str) -> None:
 
 
 def say_verdict(text: str) -> None:
-    """As :func:`say_all`, with colours on the words that decide: refuted, proven, not proven."""
+    """As :func:`say_all`, with colours on the words that decide: refuted, verified, not verified."""
     shown = _folded(escape(text, longest=len(text)), _room())
     _line(sys.stdout, _DECIDING.sub(lambda word: coloured(word[0], _COLOURS[word[0].lower()], sys.stdout), shown))
 
 
-_COLOURS = {"refuted": "31", "proven": "32", "not proven": "33"}
-_DECIDING = re.compile(r"\b(?:refuted|not proven|proven)(?=:)", re.IGNORECASE)
+_COLOURS = {"refuted": "31", "verified": "32", "not verified": "33"}
+_DECIDING = re.compile(r"\b(?:refuted|not verified|verified)(?=:)", re.IGNORECASE)
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,6 @@ from mtp_extract.cli.terminal import (
     error,
     progress_of,
     say,
-    say_all,
     say_notes,
     say_verdict,
     table,
@@ -25,6 +24,9 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.options import About
 from mtp_extract.validate.run import Validating, run_validation, sample_plan
 
+if TYPE_CHECKING:
+    from mtp_extract.validate.result import Validation
+
 # What a control means is said in a sentence.
 _LONGEST_TEXT = 1000
 
@@ -32,6 +34,7 @@ _LONGEST_TEXT = 1000
 def command(
     plan: Validating,
     sample: Annotated[bool, About("Validate the sample that comes with mtp-extract.")] = False,
+    controls: Annotated[bool, About("Show what it reaches with one thing broken at a time, too.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Validate a drafter: proof that it is the file's (--source), measurements beside the base (--base).
@@ -60,18 +63,20 @@ def command(
         require("matplotlib")
 
     from mtp_extract.io.place import check_place
-    from mtp_extract.report.tables import REPORT_LISTED
-    from mtp_extract.validate.report.document import as_json
-    from mtp_extract.validate.report.pages import write_report
+    from mtp_extract.report.files import REPORT_LISTED
+    from mtp_extract.report.page import as_json
+    from mtp_extract.validate.page import write_validation
 
     if out is not None:
         check_place(out, **to, listed=REPORT_LISTED)
     with progress_of("batch", print_json) as show:
         found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json), show)
-    report = as_json(found)
     # Before it is written: what took hours is then seen where a disk is full.
-    (write_json if print_json else _show)(report)
-    files = write_report(found, out, **to) if out is not None else []
+    if print_json:
+        write_json(json.loads(as_json(found)))
+    else:
+        _show(found, controls)
+    files = write_validation(found, out, **to) if out is not None else []
     if files and not print_json:
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
     if found.refuted:
@@ -79,20 +84,21 @@ def command(
         raise typer.Exit(1)
 
 
-def _show(report: Mapping[str, Any]) -> None:
-    from mtp_extract.report.tables import measurements
+def _show(found: Validation, controls: bool) -> None:
+    """The verdict, what to know of it, and one table; with ``controls`` those too."""
+    from mtp_extract.validate import page
 
-    say_verdict(report["verdict"])
-    for part in measurements(report):
-        if not part.detail:
-            say(part.title)
-            table(part.rows, part.columns, longest=_LONGEST_TEXT)
-            if part.after:
-                say_all(f"  {part.after}")
-    say_notes(report["notes"])
-    if report["parity"] is None:
+    say_verdict(found.verdict)
+    shown = [page.worth(found.drafters)] if found.drafters else [page.checks(found)]
+    if controls and found.controls:
+        shown.append(page.controls(found))
+    for one in shown:
+        say(one.title)
+        table(one.rows, one.columns, longest=_LONGEST_TEXT)
+    say_notes(found.notes)
+    if found.source is None:
         say("With --source FILE.litertlm it is compared with the file it came from.")
-    if report["agreement"] is None:
+    if not found.drafters:
         say("With --base MODEL it is run beside the model it drafts for.")
 
 

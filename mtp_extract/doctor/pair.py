@@ -20,7 +20,7 @@ from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.unexpected import unexpected_in
-from mtp_extract.report.tables import REPORT_FILES
+from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.speculate.target import Base
 from mtp_extract.validate.acceptance.drafters import facts_of
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mtp_extract.doctor.diagnosis import Diagnosis
 from mtp_extract.doctor.faults import FAULTS, POSITION
 from mtp_extract.doctor.likelihood import SOUND
-from mtp_extract.report.columns import number, share
+from mtp_extract.report.numbers import number, percent
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
@@ -151,7 +151,7 @@ def _by_rate(found: Diagnosis) -> Verdict | None:
     steps = found.settings["drafts"]
     wanted = (mean.value - 1) / steps
     interval = Interval(*mean.interval).scaled(1 / steps, -1 / steps) if mean.interval else None
-    told = f"served {share(served, None)} % of drafts, to be expected {share(wanted, interval)} %"
+    told = f"served {percent(served, None)} % of drafts, to be expected {percent(wanted, interval)} %"
     if interval is not None and served < interval.low - _PLAIN:
         return Verdict(BELOW, f"Below: {told}. One number does not say why.", _COUNTING)
     if interval is not None and served >= wanted - _IN_LINE:
@@ -250,7 +250,7 @@ def _served(found: Diagnosis) -> str:
     assert found.serving is not None
     if found.serving.rates is None:
         rate = found.serving.acceptance
-        return "drafts are not told" if rate is None else f"served: {share(rate, None)} % of drafts accepted"
+        return "drafts are not told" if rate is None else f"served: {percent(rate, None)} % of drafts accepted"
     length = found.serving.rates.mean_accepted_length
     return f"served: {_rates(length.value, length.interval, found)}"
 

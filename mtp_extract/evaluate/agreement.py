@@ -13,6 +13,7 @@ which are independent, and not over positions; a text that repeats another is no
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.batches import generate_in_batches, groups
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.speculate.arithmetic import Proportion
+from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval
@@ -73,30 +74,22 @@ class Continuations:
         return tuple(dict.fromkeys(prompt.workload for prompt in self.prompts))
 
 
-@dataclass(frozen=True)
-class Share(Proportion):
-    """A proportion of positions, with its 95 % interval over texts; None with too few."""
+class Step(Record):
+    """One draft of a round, at every position that has a target there."""
 
-    interval: Interval | None
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    top1: Share
-    top5: Share
-    conditional: Share
-    unconditional: Share
+    step: Positive  #: 1 is the first draft
+    top1: Figure  #: the draft is the base's token
+    top5: Figure  #: the base's token is among the drafter's five likeliest
+    conditional: Figure  #: the draft is accepted, of the positions at which all before it were
 
 
-@dataclass(frozen=True)
-class WorkloadFigures:
-    """All steps of a workload, or of all."""
+class Workload(Record):
+    """Drafts after the tokens of the base's own texts, of one workload or of all."""
 
-    texts: int
-    anchors: int
-    steps: tuple[StepFigures, ...]
-    mean_accepted_length: float
-    mean_accepted_interval: Interval | None
+    texts: Count  #: texts that repeat no other
+    n: Count  #: positions from which was drafted
+    teacher_forced: Figure  #: tokens per round, from every position that has a target at every step
+    steps: list[Step]  #: by draft step
 
 
 def continue_greedily(
@@ -196,16 +189,23 @@ def at_every(agreement: Agreement, continuations: Continuations, every: int) -> 
     return Agreement(*(getattr(agreement, f.name)[kept] for f in dataclasses.fields(Agreement)))
 
 
-def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:
+def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workload:
+    """What ``agreement`` comes to, over all texts or those of these indices."""
     part = agreement if texts is None else agreement.of(texts)
-    steps = tuple(_step(part, index) for index in range(part.steps))
     rounds, count = of_agreement(part), len(set(part.text.tolist()))
-    return WorkloadFigures(count, len(part.anchor), steps, rounds.mean_accepted_length, rounds.interval)
+    forced = figure(rounds.mean_accepted_length, len(rounds.anchor), rounds.interval)
+    return Workload(count, len(part.anchor), forced, [_step(part, index) for index in range(part.steps)])
 
 
-def _step(part: Agreement, step: int) -> StepFigures:
+def figure(value: float, n: int, interval: Interval | None) -> Figure:
+    """As a record has it."""
+    return Figure(None if math.isnan(value) else value, n, list(interval) if interval else None)
+
+
+def _step(part: Agreement, step: int) -> Step:
+    counted = part.counted(step)
     found = {}
-    for name, (hit, among) in part.counted(step).items():
-        rate = part.rate(name, step)
-        found[name] = Share(rate.successes, rate.trials, share_over_texts(part.text[among], hit[among]))
-    return StepFigures(**found)
+    for name in ("top1", "top5", "conditional"):
+        (hit, among), rate = counted[name], part.rate(name, step)
+        found[name] = figure(rate.value, rate.trials, share_over_texts(part.text[among], hit[among]))
+    return Step(step + 1, **found)

@@ -23,7 +23,7 @@ import numpy as np
 from mtp_extract.checkpoint.keys import anything, is_number, is_text, off, some
 from mtp_extract.checkpoint.packing import row_bytes
 from mtp_extract.checkpoint.planned import DTYPE_SIZES
-from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed, Part
+from mtp_extract.formats.packed import EMBEDDING, HEAD, Packed, PackedFormat, Part
 
 GROUPS = (128, 64, 32)
 """Neighbouring elements of a row that may share a scale, in the kernels of engines."""
@@ -52,7 +52,7 @@ def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[s
     return {**next(iter(entries.values())), **entries}
 
 
-MLX = DirectoryFormat(
+MLX = PackedFormat(
     name="mlx",
     key="quantization",
     parts=_mlx_parts,
@@ -116,8 +116,8 @@ def _target(module: str, fused: bool) -> str:
     return f"re:.*{escaped}$"
 
 
-def _compressed(name: str, floats_head_for: str = "") -> DirectoryFormat:
-    return DirectoryFormat(
+def _compressed(name: str, floats_head_for: str = "") -> PackedFormat:
+    return PackedFormat(
         name=name,
         key="quantization_config",
         parts=_compressed_parts,
@@ -163,7 +163,7 @@ def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict
     }
 
 
-GEMMA = DirectoryFormat(
+GEMMA = PackedFormat(
     name="gemma",
     key="quantization_config",
     parts=_gemma_parts,

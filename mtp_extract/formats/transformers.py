@@ -7,7 +7,7 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
+from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, Role, shapes_of
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import (
     AllowedKeys,
-    allow,
     anything,
     at,
     is_number,
@@ -29,9 +30,13 @@ from mtp_extract.checkpoint.keys import (
     require_keys,
     some,
 )
+from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.stored import common_dtype, stored_weight
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
 from mtp_extract.formats import reading
+from mtp_extract.formats.holding import hold_floats, plan_weight
 from mtp_extract.formats.reading import Activation, Number, Share, Size
 
 GENERATION_FILE = "generation_config.json"
@@ -42,11 +47,69 @@ UNUSED_WINDOW = 512
 """Written of a drafter without sliding layers."""
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_LM_HEAD = "lm_head.weight"
 _OWN_NAMES = (
     *("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_activation"),
     "max_position_embeddings",
 )
 """Keys of ``text_config`` that are fields of a DrafterConfig under their own names."""
+
+
+class TransformersFormat:
+    """``config.json``, ``generation_config.json`` and ``model.safetensors``."""
+
+    name = "transformers"
+    marker = "config.json"
+    weights_file = "model.safetensors"
+    further_files = (GENERATION_FILE,)
+
+    def recognizes(self, directory: Path) -> bool:
+        return reading.kind_of(directory / self.marker) == ""
+
+    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        config = checkpoint.mtp
+        tensors = tuple(
+            plan_weight(checkpoint, role, shape, role.names[self.name], dtype)
+            for role, shape in shapes_of(config).items()
+        )
+        return [
+            OutputFile(self.weights_file, tensors=tensors),
+            OutputFile(self.marker, text=json_text(config_document(config, DTYPES[dtype].transformers))),
+            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
+        ]
+
+    def read_config(self, directory: Path) -> DrafterConfig:
+        path = directory / self.marker
+        document = read_object(path)
+        with reading.naming(path):
+            config = parse_config(document)
+            made = config_document(config, "")
+        require_documents(directory, document, config, made)
+        return config
+
+    def read(self, directory: Path) -> Checkpoint:
+        config = self.read_config(directory)
+        stored = reading.read_shards(directory, self.weights_file)
+        shapes = shapes_of(config)
+        tensors = reading.weights_of(shapes, {role: role.names[self.name] for role in shapes}, stored, (_LM_HEAD,))
+        if _LM_HEAD in stored:
+            _check_tied(stored_weight(*stored[_LM_HEAD]), tensors["lm_head"])
+        dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+
+
+FORMAT = TransformersFormat()
+
+
+def _check_tied(copy: Weight, original: Weight) -> None:
+    same = copy.shape == original.shape and all(
+        bool((a == b).all()) for a, b in zip(copy.chunks(), original.chunks(), strict=True)
+    )
+    if not same:
+        raise reading.mismatch([f"{_LM_HEAD}: expected the same values as model.embed_tokens.weight, found others"])
 
 
 def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
@@ -139,48 +202,50 @@ GENERATION: Mapping[str, Any] = {
 }
 """``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
 
-_ANY_BOOL = some(True, False, None)
-
 UNCOMPUTED: AllowedKeys = MappingProxyType(
     {
         # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
-        **allow(some(None, *(dtype.transformers for dtype in DTYPES.values())), "dtype torch_dtype"),
-        **allow(is_whole, "*_token_id *_token_index max_position_embeddings"),
-        **allow(is_number, "initializer_range attention_dropout"),
-        **allow(is_text, "transformers_version _name_or_path problem_type"),
+        **dict.fromkeys(("dtype", "torch_dtype"), some(None, *(dtype.transformers for dtype in DTYPES.values()))),
+        **dict.fromkeys(("*_token_id", "*_token_index", "max_position_embeddings"), is_whole),
+        **dict.fromkeys(("initializer_range", "attention_dropout"), is_number),
+        **dict.fromkeys(("transformers_version", "_name_or_path", "problem_type"), is_text),
         # What a model gives beside its result, of which a drafter has none.
-        **allow(off, "output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder"),
-        **allow(anything, "id2label label2id"),
-        **allow(_ANY_BOOL, "use_cache return_dict"),
+        **dict.fromkeys(("output_attentions", "output_hidden_states", "chunk_size_feed_forward"), off),
+        "is_encoder_decoder": off,
+        **dict.fromkeys(("id2label", "label2id"), anything),
+        **dict.fromkeys(("use_cache", "return_dict"), some(True, False, None)),
     }
 )
 """Keys of transformers' configurations from which nothing is computed."""
 
-_IN_TEXT: AllowedKeys = {
-    # What transformers takes where they are missing is what is read.
-    **allow(some(None), "hidden_activation rms_norm_eps global_head_dim model_type rope_parameters.*.rope_type"),
-    # Of experts, of which there is no block.
-    **allow(is_whole, "num_experts top_k_experts moe_intermediate_size"),
-    # 0 is what transformers takes for all, before it is filled in.
-    "num_kv_shared_layers": some(0, None),
-    "attention_k_eq_v": _ANY_BOOL,
-    # In other words, all of which are read: by layer, or as what is on or off.
-    "per_layer_config": anything,
-    **allow(some(1, None), "rope_parameters.*.factor rope_parameters.*.partial_rotary_factor"),
-}
-
 _TOLERATED: AllowedKeys = MappingProxyType(
     {
         **at(("", "text_config."), UNCOMPUTED),
-        # What a drafter has not, in other words. In the base "vision" is said of images, of which a drafter sees none.
-        **at(("", "text_config."), allow(some(False, None), "attention_bias enable_moe_block use_double_wide_mlp")),
-        **at(("", "text_config."), {"use_bidirectional_attention": some(False, "vision")}),
-        **at(("text_config.",), _IN_TEXT),
+        # What a drafter has not, in other words.
+        **at(
+            ("", "text_config."),
+            {
+                **dict.fromkeys(("attention_bias", "enable_moe_block", "use_double_wide_mlp"), some(False, None)),
+                # In the base "vision" is said of images, of which a drafter sees none.
+                "use_bidirectional_attention": some(False, "vision"),
+            },
+        ),
         "hidden_size_per_layer_input": some(0),
         "architectures": some(None, ["Gemma4UnifiedAssistantForCausalLM"]),
         "model_type": some(*_TYPES),
-        **allow(is_whole, "num_centroids centroid_intermediate_top_k"),
+        **dict.fromkeys(("num_centroids", "centroid_intermediate_top_k"), is_whole),
+        # Read as what transformers takes where they are missing.
         "use_ordered_embeddings": some(None),
+        **{f"text_config.{key}": some(None) for key in ("hidden_activation", "rms_norm_eps", "global_head_dim")},
+        **{f"text_config.{key}": some(None) for key in ("model_type", "rope_parameters.*.rope_type")},
+        # Of experts, of which there is no block.
+        **{f"text_config.{key}": is_whole for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
+        # 0 is what transformers takes for all, before it is filled in.
+        "text_config.num_kv_shared_layers": some(0, None),
+        "text_config.attention_k_eq_v": some(True, False, None),
+        # In other words, all of which are read: by layer, or as what is on or off.
+        "text_config.per_layer_config": anything,
+        **{f"text_config.rope_parameters.*.{key}": some(1, None) for key in ("factor", "partial_rotary_factor")},
     }
 )
 """What ``config.json`` may say otherwise than it is written here."""
@@ -188,11 +253,13 @@ _TOLERATED: AllowedKeys = MappingProxyType(
 _GENERATION: AllowedKeys = MappingProxyType(
     {
         **UNCOMPUTED,
+        "_from_model_config": some(True, False, None),
         "is_assistant": some(None),
         # How many drafts a round has, and how tokens are drawn: not what is drafted from.
-        **allow(is_number, "num_assistant_tokens assistant_confidence_threshold temperature top_k top_p"),
+        **dict.fromkeys(("num_assistant_tokens", "assistant_confidence_threshold"), is_number),
         "num_assistant_tokens_schedule": is_text,
-        **allow(_ANY_BOOL, "_from_model_config do_sample"),
+        "do_sample": some(True, False, None),
+        **dict.fromkeys(("temperature", "top_k", "top_p"), is_number),
     }
 )
 """What ``generation_config.json`` may say otherwise."""
@@ -218,11 +285,11 @@ def require_documents(
     """
     tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
     if SLIDING not in config.rope:  # what is said of them is not read
-        tolerated |= allow(anything, f"text_config.rope_parameters.{SLIDING}")
-        tolerated |= allow(is_whole, "text_config.sliding_window text_config.head_dim")
+        tolerated |= {f"text_config.rope_parameters.{SLIDING}": anything}
+        tolerated |= dict.fromkeys(("text_config.sliding_window", "text_config.head_dim"), is_whole)
     if made["tie_word_embeddings"]:  # which is what engines take where nothing is said
-        tolerated |= allow(some(None), "tie_word_embeddings text_config.tie_word_embeddings")
-    require_keys(directory / "config.json", document, made, tolerated)
+        tolerated |= dict.fromkeys(("tie_word_embeddings", "text_config.tie_word_embeddings"), some(None))
+    require_keys(directory / FORMAT.marker, document, made, tolerated)
     path = directory / GENERATION_FILE
     if path.is_file():
         require_keys(path, read_object(path), GENERATION, _GENERATION)

@@ -42,7 +42,7 @@ from mtp_extract.litertlm.writer import Added, bundle_with
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.proof.proof import Proof
-from mtp_extract.report.tables import REPORT_FILES
+from mtp_extract.report.files import REPORT_FILES
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Records as types: the JSON files that are written, their schemas and their page in the docs have one definition.
 
 An object of such a file is a :class:`Record`. Its fields are the object's, in order; their types have the bounds, a
-comment ``#:`` behind or above a field says what it means, the docstring what the object is. ``scripts/records.py``
-makes ``docs/*.schema.json`` and the tables of ``docs/records.md`` from them. A field that may be left out is
-``UNSET`` then.
+comment ``#:`` behind or above a field says what it means, the docstring what the object is;
+:mod:`mtp_extract.schemas` makes JSON schemas of them. A field that may be left out is ``UNSET`` then.
 """
 
 from __future__ import annotations
@@ -33,6 +32,14 @@ class Tool(Record):
 
     name: str  #: `mtp-extract`
     version: str  #: its version
+
+
+class Figure(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
+    """A share or a mean over positions or rounds, with its interval over texts."""
+
+    value: float | None  #: null where there is nothing that it could be of
+    n: Count  #: of so many positions or rounds
+    ci95: Bounds | None = None  #: 95 % over texts; null with too few, and then nothing is decided
 
 
 def fill(kind: type[Record], source: object = None, /, **more: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import RECORD, recorded
 from mtp_extract.pipeline.unexpected import require_manifest
-from mtp_extract.report.tables import REPORT_FILES
+from mtp_extract.report.files import REPORT_FILES
 
 
 def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002

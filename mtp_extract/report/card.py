@@ -180,10 +180,12 @@ def _measured(report: Mapping[str, Any] | None) -> str:
         return ""
     said = "**A validation refutes this copy.** " if report["refuted"] else "Validated: "
     said += paragraph(report["verdict"])
-    if report["arithmetic"] and (drafts := report["arithmetic"]["best_draft_steps"]):
-        found, speed = report["generation"][str(drafts)], report["arithmetic"]["speedups"][str(drafts)]["measured"]
-        length = _with_interval(found["mean_accepted_length"], found["mean_accepted_length_ci95"])
-        said += f" Beside {code(report['base']['name'])}, rounds of {drafts} drafts gave **{length} tokens each**"
+    if report["drafters"]:
+        generation = report["drafters"][0]["generation"]
+        best = generation["worth"][generation["best"]]
+        length, speed = best["tokens_per_round"], best["measured_speedup"]
+        said += f" Beside {code(report['base']['name'])}, rounds of {best['drafts']} drafts gave "
+        said += f"**{_with_interval(length['value'], length['ci95'])} tokens each**"
         said += f" and **{speed:.2f} times the speed** of the base in mtp-extract's own loop." if speed else "."
     return f"{said} All figures are in `report.json`.\n\n"
 

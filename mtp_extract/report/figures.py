@@ -1,242 +1,155 @@
-"""The figures of a report, drawn from what ``report.json`` holds; and that of a training.
+"""The pictures of reports, drawn with matplotlib as SVG, narrow enough to be read on a phone.
 
-The real drafter is drawn heavier, and direct labels stand where a legend would cover data.
+Colours are after Okabe and Ito, told apart by readers of every colour vision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.report.colours import light
-from mtp_extract.report.drawing import (
-    MARKERS,
-    OTHERS,
-    Draw,
-    Line,
-    bars,
-    beside_bars,
-    by_row,
-    by_step,
-    dots,
-    legend,
-    panel,
-    pyplot,
-    short,
+from mtp_extract.errors import escape
+from mtp_extract.report.numbers import Ends
+
+BLUE, PALE, GREY, INK, GRID = "#0072b2", "#9cc9e6", "#555555", "#000000", "#e3e3e3"
+_LOOKS = (
+    (BLUE, "o"),
+    ("#d55e00", "s"),
+    ("#009e73", "^"),
+    (GREY, "D"),
+    ("#cc79a7", "v"),
+    ("#c48800", "P"),
+    ("#3596d0", "X"),
+    ("#8c6d1f", "*"),
 )
-from mtp_extract.report.tables import FIGURES, best_methods, method, summary_rows
-
-
-def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int], list[float], list[list[float] | None]]:
-    """The steps that have a rate, the rate and its interval, in percent; None where there is none."""
-    known = [step for step in steps if step[rate] is not None]
-    values, intervals = [100 * step[rate] for step in known], [step["ci95"][rate] for step in known]
-    return [step["step"] for step in known], values, [found and [100 * end for end in found] for found in intervals]
-
-
-def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, **style: Any) -> None:
-    places, values, intervals = _percents(steps, rate)
-    axes.errorbar(places, values, yerr=bars(values, intervals), capsize=2.5, elinewidth=1, **style)
-
-
-def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
-    axes.set_xlabel("draft step")
-    axes.set_xticks([step["step"] for step in steps])
-
-
-def _methods(report: Mapping[str, Any], plots: Any) -> Any:
-    """What a round yields: of the only drafter by all that it drafted, of several by the best of each."""
-    drafters = report["drafters"] or []
-    rows = [row for row in summary_rows(drafters) if row["mean_accepted_length"] is not None]
-    if not rows:
-        return None
-    figure, axes = panel(plots, 1.3 + 0.5 * len(rows))
-    best = best_methods(drafters[0])[0]
-    _bar(axes, len(rows), "the base alone", 1.0, None, "1", "faint")
-    for place, row in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
-        mean, speedup = row["mean_accepted_length"], row["speedups"]["measured"]
-        label = (f"{short(row['drafter']['name'])}: " if len(drafters) > 1 else "") + method(short(row["method"]))
-        text = f"{mean:.2f}" + ("" if speedup is None else f", {speedup:.2f}×")
-        stands_above = row["method"] == best and row["drafter"] is drafters[0]
-        interval = row["mean_accepted_length_ci95"]
-        _bar(axes, place, label, mean, interval, text, "blue" if stands_above else "pale")
-    axes.set_ylim(-0.4, len(rows) + 0.8)
-    axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
-    axes.set_yticks([])
-    axes.spines["left"].set_color(light("faint"))
-    axes.set_xlabel("tokens a round, and the measured speedup")
-    return figure
-
-
-def _bar(
-    axes: Any, place: int, label: str, value: float, interval: Sequence[float] | None, text: str, colour: str
-) -> None:
-    """A bar from 0 with its label above and what it comes to beside it."""
-    axes.barh(place, value, color=light(colour), height=0.34)
-    axes.annotate(label, (0, place), (0, 10), textcoords="offset points", va="bottom", fontsize=10)
-    if interval:
-        dots(axes, value, interval, place, color=light("ink"), elinewidth=1)
-    end = (interval or [value])[-1]
-    axes.annotate(text, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10)
-
-
-_RATES = {
-    "top5": ("faint", "D", "top-5: the base's token is among five"),
-    "conditional": ("green", "^", "conditional acceptance"),
-    "top1": ("blue", "o", "top-1: the draft is the base's token"),
-    "unconditional": ("vermilion", "s", "unconditional acceptance"),
+_WIDTH = 4.6  # inches
+_LONGEST = 28  # characters of a label
+_STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+    # Text stays text: also what looks like mathematics in a name.
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    # The same data gives the same file.
+    "svg.hashsalt": "mtp-extract",
 }
 
-
-def _acceptance(report: Mapping[str, Any], plots: Any) -> Any:
-    """The drafter's rates by step."""
-    if report["agreement"] is None:
-        return None
-    steps = report["agreement"]["steps"]
-    figure, axes = panel(plots, 4.2)
-    for rate, (colour, marker, label) in _RATES.items():
-        places, values, intervals = _percents(steps, rate)
-        axes.plot(places, values, color=light(colour), marker=marker, markersize=5, label=label)
-        below, above = bars(values, intervals)
-        low, high = ([v + d for v, d in zip(values, ends, strict=True)] for ends in ([-b for b in below], above))
-        axes.fill_between(places, low, high, color=light(colour), alpha=0.18, linewidth=0)
-    axes.set_ylabel("rate (%); bands: 95 % intervals")
-    axes.set_ylim(0, 103)
-    _by_step(axes, steps)
-    legend(figure)
-    return figure
+Point = tuple[float, Ends]
+"""A value with its interval."""
 
 
-def _controls(report: Mapping[str, Any], plots: Any) -> Any:
-    """Its top-1 beside every control's."""
-    controls = {name: found["steps"] for name, found in (report["controls"] or {}).items() if found["steps"]}
-    if not controls:
-        return None
-    real = report["agreement"]["steps"]
-    figure, axes = panel(plots, 4.6)
-    # Wide and light, underneath: a control that scores as well is then seen, not covered.
-    style: dict[str, Any] = {"color": light("pale"), "marker": "o", "linewidth": 7, "markersize": 11, "zorder": 1}
-    _line(axes, real, "top1", label="real drafter", **style)
-    for index, (name, steps) in enumerate(controls.items()):
-        colour, marker = light(OTHERS[index % len(OTHERS)]), MARKERS[index % len(MARKERS)]
-        label = name.replace("_", " ")
-        _line(axes, steps, "top1", label=label, color=colour, marker=marker, linewidth=1.2, markersize=4.5)
-    axes.set_ylabel("top-1 agreement (%)")
-    axes.set_ylim(0, 103)
-    _by_step(axes, real)
-    legend(figure, 2)
-    return figure
+def bars(rows: Sequence[tuple[str, Point, str]], strong: str, label: str) -> str:
+    """Horizontal bars from 0, each with its name above and a text beside it; the one named ``strong`` stands out."""
+    with _drawing() as plots:
+        figure, axes = plots.subplots(figsize=(_WIDTH, 0.8 + 0.5 * len(rows)), layout="constrained")
+        for place, (name, (value, ends), text) in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
+            colour = GREY if ends is None and place == len(rows) - 1 else BLUE if name == strong else PALE
+            axes.barh(place, value, color=colour, height=0.34)
+            axes.annotate(_short(name), (0, place), (0, 10), textcoords="offset points", va="bottom", fontsize=10)
+            if ends:
+                axes.errorbar([value], [place], xerr=_arms([(value, ends)]), color=INK, elinewidth=1, capsize=3)
+            end = ends[1] if ends else value
+            axes.annotate(text, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10)
+        axes.set(xlabel=label, yticks=[], ylim=(-0.4, len(rows) - 0.2))
+        axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
+        return _address(figure, plots)
 
 
-def _rows(agreement: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The workloads that have a position, and all."""
-    return {name: found for name, found in (*agreement["workloads"].items(), ("all", agreement)) if found["n"]}
+def dots(series: Mapping[str, Mapping[str, Point]], label: str, left: float = 0.0) -> str:
+    """A row a name, the first on top; in it of each of ``series`` the value with its interval."""
+    names = list(dict.fromkeys(name for rows in series.values() for name in rows))
+    with _drawing() as plots:
+        height = 1.2 + (0.36 + 0.14 * len(series)) * len(names)
+        figure, axes = plots.subplots(figsize=(_WIDTH, height), layout="constrained")
+        for index, (which, rows) in enumerate(series.items()):
+            places = [len(names) - 1 - names.index(name) + 0.6 * (0.5 - (index + 0.5) / len(series)) for name in rows]
+            values, arms = [value for value, _ in rows.values()], _arms(list(rows.values()))
+            axes.errorbar(values, places, xerr=arms, linestyle="none", **_look(index, which))
+        axes.set_yticks(range(len(names) - 1, -1, -1), [_short(name) for name in names])
+        axes.set(xlabel=f"{label}; bars: 95 % intervals", ylim=(-0.6, len(names) - 0.4))
+        axes.set_xlim(left=left)
+        axes.grid(visible=False, axis="y")
+        axes.locator_params(axis="x", nbins=6)
+        if len(series) > 1:
+            figure.legend(loc="outside lower left")
+        return _address(figure, plots)
 
 
-def _look(index: int) -> dict[str, Any]:
-    """Of one drafter among several; the first is the one that is validated."""
-    colours, markers = ("blue", *OTHERS), ("o", *MARKERS)
-    return {"color": light(colours[index % len(colours)]), "marker": markers[index % len(markers)]}
-
-
-def _lengths(report: Mapping[str, Any], plots: Any) -> Any:
-    """Mean accepted length by workload, of every drafter."""
-    drafters = report["drafters"]
-    if not drafters or all(drafter["agreement"]["mean_accepted_length"] is None for drafter in drafters):
-        return None
-    rows = _rows(drafters[0]["agreement"])
-    figure, axes = panel(plots, 1.2 + (0.36 + 0.14 * len(drafters)) * len(rows))
-    for index, drafter in enumerate(drafters):
-        found = _rows(drafter["agreement"])
-        shift = 0.6 * (0.5 - (index + 0.5) / len(drafters))
-        for place, name in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
-            mean, interval = found[name]["mean_accepted_length"], found[name]["mean_accepted_length_ci95"]
-            if mean is not None:
-                dots(axes, mean, interval, place + shift, markersize=5, **_look(index))
-        if len(drafters) > 1:
-            axes.plot([], [], linestyle="none", label=short(drafter["name"]), **_look(index))
-    by_row(axes, [short(name) for name in rows])
-    axes.set_xlabel(f"tokens a round, {len(drafters[0]['agreement']['steps'])} drafts; bars: 95 % intervals")
-    axes.set_xlim(left=1)
-    if len(drafters) > 1:
-        legend(figure)
-    return figure
-
-
-def _drafters(report: Mapping[str, Any], plots: Any) -> Any:
-    """Conditional acceptance by step, a line a drafter."""
-    drafters = report["drafters"] or []
-    if len(drafters) < 2:
-        return None
-    lines = []
-    for index, drafter in enumerate(drafters):
-        known = [step for step in drafter["agreement"]["steps"] if step["conditional"] is not None]
-        shares, intervals = [step["conditional"] for step in known], [step["ci95"]["conditional"] for step in known]
-        lines.append(Line(short(drafter["name"]), shares, intervals, _look(index)))
-    return by_step(plots, lines, "draft step", "conditional acceptance (%)")
-
-
-def _measured(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By what was drafted, where it was timed."""
-    return {name: found for name, found in (report["generation"] or {}).items() if found["draft_ms"] is not None}
-
-
-def _speeds(report: Mapping[str, Any], plots: Any) -> Any:
-    """Tokens a second, by what was drafted."""
-    measured = _measured(report)
-    if not measured:
-        return None
-    base = next(iter(measured.values()))["base_tokens_per_s"]
-    speeds = [base, *(found["speculative_tokens_per_s"] for found in measured.values())]
-    figure, axes = panel(plots, 0.9 + 0.36 * len(speeds))
-    colours = [light("faint"), *([light("blue")] * len(measured))]
-    axes.barh(range(len(speeds) - 1, -1, -1), speeds, color=colours, height=0.62)
-    axes.axvline(base, color=light("faint"), linewidth=1, linestyle="--")
-    texts = [f"{base:.3g}", *(f"{speed:.3g}, {speed / base:.2f}×" for speed in speeds[1:])]
-    beside_bars(axes, ["base alone", *map(method, map(short, measured))], speeds, texts)
-    axes.set_xlabel("tokens a second, batch of one")
-    return figure
-
-
-def _rounds(report: Mapping[str, Any], plots: Any) -> Any:
-    """Where the time of a round goes, and what it yields."""
-    measured = _measured(report)
-    if not measured:
-        return None
-    base = report["arithmetic"]["base_ms"]
-    verify = [base, *(found["verify_ms"] for found in measured.values())]
-    draft = [0.0, *(found["draft_ms"] for found in measured.values())]
-    figure, axes = panel(plots, 1.3 + 0.36 * len(verify))
-    places = range(len(verify) - 1, -1, -1)
-    axes.barh(places, verify, color=light("vermilion"), height=0.62, label="verify: the base")
-    axes.barh(places, draft, left=verify, color=light("blue"), height=0.62, label="draft: the drafter")
-    texts = ["1 token", *(f"{found['mean_accepted_length']:.2f} tokens" for found in measured.values())]
-    ends = [first + second for first, second in zip(verify, draft, strict=True)]
-    beside_bars(axes, ["base alone", *map(method, map(short, measured))], ends, texts)
-    axes.set_xlabel("time of a round (ms)")
-    legend(figure, 2)
-    return figure
-
-
-_DRAWN = (_methods, _acceptance, _controls, _lengths, _speeds, _rounds, _drafters)
-DRAWINGS: Mapping[str, Draw] = dict(zip(FIGURES, _DRAWN, strict=True))
-"""How each of :data:`FIGURES` is drawn."""
+def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
+    """Shares by draft step, from the first, in percent; a line for each of ``series``."""
+    with _drawing() as plots:
+        figure, axes = plots.subplots(figsize=(_WIDTH, 3.2 + 0.2 * len(series)), layout="constrained")
+        for index, (name, points) in enumerate(series.items()):
+            # Beside each other: bars of those that are nearly alike would hide one another.
+            places = [at + 1 + 0.08 * (index - (len(series) - 1) / 2) for at in range(len(points))]
+            scaled = [(100 * value, ends and [100 * end for end in ends]) for value, ends in points]
+            axes.errorbar(places, [value for value, _ in scaled], yerr=_arms(scaled), **_look(index, name))
+        axes.set(xlabel="draft step; bars: 95 % intervals", ylabel=label, ylim=(0, 103))
+        axes.set_xticks(range(1, max(map(len, series.values())) + 1))
+        figure.legend(loc="outside lower left", ncols=2 if len(series) > 4 else 1)
+        return _address(figure, plots)
 
 
 def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Of a training: loss by step, and mean accepted length on the watched texts where it was measured, as a PNG."""
-    plots = pyplot()
+    """Of a training: loss by step, and teacher-forced tokens per round on the watched texts, as a PNG."""
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     lengths = [(entry["step"], entry["mean_accepted_length"]) for entry in history if "loss" not in entry]
-    figure, (left, right) = plots.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes, points, colour, marker, title in (
-        (left, losses, "blue", "", "loss of a step"),
-        (right, lengths, "vermilion", "o", "mean accepted length, watched texts"),
-    ):
-        axes.plot(*zip(*points, strict=True) if points else ([], []), color=light(colour), marker=marker, linewidth=1.2)
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("step")
-        axes.grid(color=light("line"))
-    figure.savefig(path, dpi=120)
+    with _drawing() as plots:
+        figure, panels = plots.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        titles = ("loss of a step", "teacher-forced tokens per round, watched texts")
+        for axes, points, title in zip(panels, (losses, lengths), titles, strict=True):
+            axes.plot(*zip(*points, strict=True) if points else ([], []), color=BLUE, linewidth=1.2)
+            axes.set_title(title, loc="left")
+            axes.set_xlabel("step")
+        figure.savefig(path, dpi=120)
+        plots.close(figure)
+
+
+@contextmanager
+def _drawing() -> Iterator[Any]:
+    """Matplotlib's drawing functions, for files alone, in our style."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plots
+
+    with plots.rc_context(_STYLE), warnings.catch_warnings():
+        # It is the reader's font that has the letters, or has not.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield plots
+
+
+def _address(figure: Any, plots: Any) -> str:
+    """A figure as the address of a picture, which a page can hold."""
+    file = BytesIO()
+    figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     plots.close(figure)
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _look(index: int, name: str) -> dict[str, Any]:
+    colour, marker = _LOOKS[index % len(_LOOKS)]
+    return {"color": colour, "marker": marker, "markersize": 5, "label": _short(name), "capsize": 2.5, "elinewidth": 1}
+
+
+def _arms(points: Sequence[Point]) -> list[list[float]]:
+    """How far error bars reach below and above; not at all where there is no interval."""
+    reach = [(value - ends[0], ends[1] - value) if ends else (0.0, 0.0) for value, ends in points]
+    return [[max(0.0, pair[side]) for pair in reach] for side in (0, 1)]
+
+
+def _short(name: str) -> str:
+    """As a label."""
+    name = escape(name)
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2 - 1]}…{name[-_LONGEST // 2 :]}"

@@ -1,38 +1,34 @@
-"""What every report has: plain JSON, and a page of large figures, tables and pictures."""
+"""A report as one page of HTML that needs nothing else: no network, no script, pictures inside.
+
+``page.html`` beside this file is what it looks like. Names come from files, servers and users: every word is escaped,
+what is not to be seen in it is spelled out, and the page forbids itself to load anything.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
 
-from mtp_extract.report import markdown
-from mtp_extract.report.columns import Table
-from mtp_extract.report.drawing import Draw
-from mtp_extract.report.markdown import listed, plain
+import msgspec
 
-
-def plain_json(value: Any) -> Any:
-    """``value`` with JSON's own types only, None where a number does not exist."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
+from mtp_extract._version import __version__
+from mtp_extract.report.markdown import visible
 
 NOT_MEASURED = "not measured"
+_NUMBER = r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?"
 
 
-class Headline(NamedTuple):
+@dataclass(frozen=True)
+class Headline:
     """A large figure at the head of a page."""
 
     name: str
     value: str
-    """The figure, or in a word or two that there is none."""
+    """The figure, or :data:`NOT_MEASURED`."""
     of: str
     """What it was measured over, with its interval; or why it was not."""
     means: str
@@ -40,25 +36,22 @@ class Headline(NamedTuple):
     standing: Literal["", "good", "bad", "none"] = ""
 
 
-TOKENS_A_ROUND = "Drafts that stand in a round, and the base's own token; 1 without a drafter."
+@dataclass(frozen=True)
+class Table:
+    """One table of a report, as the page and the terminal show it."""
 
-
-def measured(name: str, value: float | str | None, form: str, of: str, why_not: str, means: str) -> Headline:
-    """A figure ``of`` something, formatted by ``form``; where ``value`` is None, that there is none and ``why_not``."""
-    if value is None:
-        return Headline(name, NOT_MEASURED, why_not, means, "none")
-    return Headline(name, form.format(value), of, means)
-
-
-def within(interval: Sequence[float] | None, form: str = ".2f") -> str:
-    """A 95 % interval in words, or that there is none."""
-    return f"95 %: {interval[0]:{form}}–{interval[1]:{form}}" if interval else "no interval"
-
-
-def pages_of(name: str, pictures: Iterable[str]) -> frozenset[str]:
-    """Names of all files that a report ``name`` may have, of whose ``pictures`` some may not be drawn."""
-    drawn = (f"{picture}.{ending}" for picture in pictures for ending in ("png", "svg"))
-    return frozenset({f"{name}.json", f"{name}.md", f"{name}.html", *drawn})
+    title: str
+    columns: Sequence[str]
+    """Their titles; percentages say so here."""
+    rows: Sequence[Sequence[str | int]]
+    what: str = ""
+    """What it shows, in a line."""
+    about: str = ""
+    """What its columns mean, and how it was measured; for readers who were not there."""
+    picture: str = ""
+    """The same as a picture: the address of an SVG, as :mod:`mtp_extract.report.figures` draws it."""
+    folded: bool = False
+    """Only for who looks closer."""
 
 
 @dataclass(frozen=True)
@@ -68,28 +61,64 @@ class Page:
     title: str
     about: str
     """What was measured beside what, in a line."""
-    report: Mapping[str, Any]
-    """With ``verdict``, ``findings``, ``notes`` and ``tool``."""
-    headlines: Sequence[Headline]
+    verdict: str
     tables: Sequence[Table]
-    """Those that matter first stand first and open."""
-    captions: Mapping[str, str]
-    """Of every picture that there may be, by name."""
-    drawings: Mapping[str, Draw]
-    """How each is drawn."""
+    headlines: Sequence[Headline] = ()
+    findings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    tool: str = f"mtp-extract {__version__}"
 
-    def markdown(self, drawn: Sequence[str] = ()) -> str:
-        """In Markdown, with those pictures of its tables that were ``drawn``."""
-        heads = [[plain(cell) for cell in (head.name, head.value, head.of, head.means)] for head in self.headlines]
-        rows = ([name, f"**{value}**", of, means] for name, value, of, means in heads)
-        parts = [f"# {plain(self.title)}", markdown.paragraph(self.about), markdown.table(["", "", "", ""], rows)]
-        parts.append(f"**{plain(self.report['verdict'])}**")
-        if self.report["findings"]:
-            parts += ["Findings:", listed(self.report["findings"])]
-        for table in self.tables:
-            parts.append(table.markdown())
-            if shown := [f"![{self.captions[name]}]({name}.png)" for name in table.figures if name in drawn]:
-                parts.append(" ".join(shown))
-        if self.report["notes"]:
-            parts += ["## Notes", listed(self.report["notes"])]
-        return "\n\n".join(part for part in parts if part) + "\n"
+
+def write_report(folder: Path, name: str, record: object, page: Page) -> list[str]:
+    """Write ``name.json`` and ``name.html`` into ``folder``; the names of all files there."""
+    (folder / f"{name}.json").write_bytes(as_json(record))
+    (folder / f"{name}.html").write_text(as_html(page), encoding="utf-8")
+    return sorted(path.name for path in folder.iterdir())
+
+
+def as_json(record: object) -> bytes:
+    """``record`` as a file holds it: indented, with null for a number that does not exist."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+
+
+def plain_json(record: object) -> Any:
+    """``record`` of JSON's own types."""
+    return msgspec.json.decode(as_json(record))
+
+
+def as_html(page: Page) -> str:
+    """The page."""
+    # Imported here: only what writes a page pays for it.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else visible(value),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters["cell"] = lambda value: Markup(_cell(str(value)))  # noqa: S704 - it escapes what it is given
+    templates.filters["room"] = _room
+    tables = sorted(page.tables, key=lambda table: table.folded)
+    return templates.get_template("page.html").render(page=page, tables=tables)
+
+
+def _cell(text: str) -> str:
+    """A cell's content: the interval of a number below it, a long name broken at its parts first."""
+    if found := re.fullmatch(rf"({_NUMBER}) (\(.*\)[×%]?)", text):
+        return f'<span class="number">{escape(found[1])}</span> <small>{escape(found[2])}</small>'
+    if re.fullmatch(_NUMBER, text):
+        return f'<span class="number">{escape(text)}</span>'
+    return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(visible(text)))
+
+
+def _room(table: Table) -> str:
+    """The class of a table by the room that it wants: how wide its place must be for its rows to be rows."""
+    longest, columns = max((len(str(cell)) for row in table.rows for cell in row), default=0), len(table.columns)
+    if columns < 3 or (columns < 6 and longest < 30):
+        return "narrow"
+    return "medium" if columns < 7 else "wide"

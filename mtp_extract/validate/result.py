@@ -1,58 +1,49 @@
-"""What a validation found, as data."""
+"""What a validation found: the record that ``report.json`` holds, and that the page and the terminal read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import field
+
+from mtp_extract.io.typed import Record, Tool
 from mtp_extract.pipeline.check import Check
-from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.parity.interpreter import Parity
 
 
-@dataclass(frozen=True)
-class BaseFacts:
+class BaseFacts(Record):
     """The base and how it was run."""
 
-    name: str
-    dtype: str
-    devices: tuple[str, ...]
-    drafter_dtype: str
-    chat_template: bool
+    name: str  #: directory or Hub id
+    dtype: str  #: it was run in
+    devices: list[str]  #: it was run on
+    drafter_dtype: str  #: the drafter's
+    chat_template: bool  #: whether prompts went through it
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The result. What was not asked for is None."""
+class Validation(Record, kw_only=True):
+    """A whole validation. What was not asked for is null, or empty."""
 
-    directory: str  # the checkpoint
-    source: str | None  # name of the file it was compared with
-    settings: Mapping[str, Any]  # prompts, lengths, seeds: what a second run needs
-    base: BaseFacts | None = None
-    checks: tuple[Check, ...] = ()  # against the file; empty without one
-    parity: Parity | None = None  # with the interpreter
-    trivial: tuple[TrivialResult, ...] = ()  # what drafters that know nothing of the base reach on the same texts
-    controls: tuple[ControlResult, ...] = ()  # in the order of the table
-    drafters: tuple[DrafterFigures, ...] = ()  # this one first, then those beside it; empty without a base
-    notes: tuple[str, ...] = ()  # things worth knowing that are not errors
-
-    @property
-    def proven(self) -> bool:
-        """Whether this is the drafter of the file: every check that is needed was passed, and none was failed."""
-        passed = {check.name for check in self.checks if check.passed}
-        return passed.issuperset(NEEDED) and not any(check.passed is False for check in self.checks)
-
-    @property
-    def wrong_text(self) -> bool:
-        """Whether the loop wrote another text than the base where the base is sure; with any of the drafters."""
-        return any(length.wrong_text for drafter in self.drafters for length in drafter.generation.lengths)
-
-    @property
-    def refuted(self) -> bool:
-        """Whether something was shown to be wrong: a check, the loop's text, or drafts worse than trivial ones."""
-        worse = any(trivial.better for trivial in self.trivial)
-        return self.wrong_text or worse or any(check.passed is False for check in self.checks)
+    version: int = 3  #: version of this file
+    tool: Tool  #: what wrote it
+    verdict: str = ""  #: the result in a sentence
+    verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed
+    refuted: bool = False  #: whether something was shown to be wrong: a check, or drafts worse than trivial ones
+    findings: list[str] = field(default_factory=list)  #: what a reader should not miss, first things first
+    drafter: str  #: the directory
+    source: str | None = None  #: name of the file it was compared with
+    base: BaseFacts | None = None  #: the base and how it ran
+    settings: dict[str, Any]  #: what a second run needs: prompts, lengths, seeds
+    notes: list[str] = field(default_factory=list)  #: things worth knowing that are not errors
+    checks: list[Check] = field(default_factory=list)  #: against the file
+    parity: Parity | None = None  #: with Google's interpreter
+    #: this one first, then those beside it, on the same texts
+    drafters: list[DrafterFigures] = field(default_factory=list)
+    #: what drafters that know nothing of the base reach on the same texts
+    trivial: list[TrivialResult] = field(default_factory=list)
+    #: what this drafter reaches with one thing broken at a time
+    controls: list[ControlResult] = field(default_factory=list)
+    pair: dict[str, Any] | None = None  #: base and drafter as the parts of one model, as in `pair.json`

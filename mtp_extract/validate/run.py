@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mtp_extract._version import __version__
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, counter, silent
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike, files_of
+from mtp_extract.io.typed import Tool
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
@@ -104,9 +106,7 @@ class ValidationPlan:
 class Validating(ValidationPlan):
     """A validation, and what becomes of it: a place to write to, and who is told how far it is."""
 
-    report: Annotated[
-        Path | None, About("Write report.html, .md and .json, pair.json and figures there.", metavar="DIR")
-    ] = None
+    report: Annotated[Path | None, About("Write report.html, report.json and pair.json there.", metavar="DIR")] = None
     overwrite: Replace = False
     say: Say = silent
     show: Show = silent
@@ -203,14 +203,16 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
     from mtp_extract.formats import format_of
     from mtp_extract.pipeline.extraction import checkpoint_of
     from mtp_extract.pipeline.identity import check_identity, drafter_for
-    from mtp_extract.report.tables import REPORT_FILES
+    from mtp_extract.report.files import REPORT_FILES
     from mtp_extract.validate.parity.interpreter import check_interpreter
     from mtp_extract.validate.parity.transformers import check_transformers
     from mtp_extract.validate.result import Validation
+    from mtp_extract.validate.verdict import concluded
 
     config = format_of(directory).read_config(directory)
     result = Validation(
-        directory="the sample" if plan.directory is None else public_name(str(directory)),
+        tool=Tool("mtp-extract", __version__),
+        drafter="the sample" if plan.directory is None else public_name(str(directory)),
         source=Path(plan.source).name if plan.source is not None else None,
         settings={"seed": plan.seed},
     )
@@ -222,15 +224,16 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
         opened.prefetch()
         source = drafter_for(opened, require_mtp(config))
         identity = check_identity(directory, source, REPORT_FILES)
-        checks, comparable = identity.checks, identity.comparable
-        result = replace(result, checks=checks)
+        comparable = identity.comparable
+        result.checks = list(identity.checks)
     if not comparable or any(check.passed is False for check in result.checks):
         # What is refuted needs no second opinion, and may hold numbers that nothing can run.
-        return replace(result, notes=(*result.notes, "It is refuted already, so nothing was measured."))
+        result.notes.append("It is refuted already, so nothing was measured.")
+        return concluded(result)
     with memory_guard("loading the drafter"):
         drafter = load_any(directory, dtype=torch.float32)
     if plan.base is not None:
-        result, cases = _beside_base(plan, plan.base, directory, source, result, say, show)
+        cases = _beside_base(plan, plan.base, directory, source, result, say, show)
     if source is not None and isinstance(drafter, MtpDrafter):
         say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, plan.seed)
@@ -241,15 +244,16 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
             drafter = drafter_of(own, dtype=torch.float32)
             parity, interpreted = check_interpreter(drafter, source, cases, samples=plan.samples, seed=plan.seed)
         asked = (loaded, interpreted)
-        unasked = [f"{check.name} was not checked: {check.evidence}" for check in asked if check.passed is None]
-        result = replace(result, parity=parity, checks=(*result.checks, *asked), notes=(*result.notes, *unasked))
-    return result
+        result.parity = parity
+        result.checks += asked
+        result.notes += [f"{check.name} was not checked: {check.evidence}" for check in asked if check.passed is None]
+    return concluded(result)
 
 
 def _beside_base(
     plan: ValidationPlan, base: str, directory: Path, source: Shard | None, result: Validation, say: Say, show: Show
-) -> tuple[Validation, list[Case]]:
-    """``result`` with everything that needs the base; and from its states, cases for parity with ``source``."""
+) -> list[Case]:
+    """Add to ``result`` everything that needs the base; return cases for parity with ``source``, from its states."""
     from mtp_extract.evaluate.agreement import continue_greedily
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.batches import groups
@@ -258,12 +262,13 @@ def _beside_base(
     from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
     from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.notes import notes_of
+    from mtp_extract.validate.pair import pair_of
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.result import BaseFacts
 
     prompts = prompts_or_shipped(plan.prompts)
     directories = (directory, *plan.beside)
-    facts = [facts_of(*named) for named in zip(directories, _names(result.directory, plan.beside), strict=True)]
+    facts = [facts_of(*named) for named in zip(directories, _names(result.drafter, plan.beside), strict=True)]
     say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     # All of them before anything is measured: one that does not fit is said now, and not in an hour.
@@ -312,30 +317,28 @@ def _beside_base(
                     done=generated,
                 )
             )
-    found = replace(
-        result,
-        base=BaseFacts(
-            "the sample's base" if plan.directory is None else public_name(base),
-            loaded.dtype,
-            loaded.devices,
-            str(loaded.drafter_dtype).removeprefix("torch."),
-            plan.chat_template and generator.codec.has_template,
-        ),
-        settings={
-            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-            "new_tokens": plan.new_tokens,
-            "draft_steps": steps,
-            "trees": list(plan.wanted),
-            "batch": plan.batch,
-            **({"control_positions": drafted.positions} if drafted.controls else {}),
-            **result.settings,
-        },
-        trivial=compare_trivial(written, first),
-        controls=drafted.controls,
-        drafters=tuple(drafters),
-        notes=(*result.notes, *loaded.notes, *notes_of(drafters, written, drafted)),
+    result.base = BaseFacts(
+        "the sample's base" if plan.directory is None else public_name(base),
+        loaded.dtype,
+        list(loaded.devices),
+        str(loaded.drafter_dtype).removeprefix("torch."),
+        plan.chat_template and generator.codec.has_template,
     )
-    return found, [] if source is None else base_cases(generator.base, source, written.texts, plan.samples)
+    result.settings = {
+        "prompts": dict(Counter(prompt.workload for prompt in prompts)),
+        "new_tokens": plan.new_tokens,
+        "draft_steps": steps,
+        "trees": list(plan.wanted),
+        "batch": plan.batch,
+        **({"control_positions": drafted.positions} if drafted.controls else {}),
+        **result.settings,
+    }
+    result.trivial, result.controls = list(compare_trivial(written, first)), list(drafted.controls)
+    result.drafters = drafters
+    result.notes += (*loaded.notes, *notes_of(drafters, written, drafted))
+    longest = max(len(text.tokens) for text in written.texts)
+    result.pair = pair_of(generator.base, result.base.name, networks[0], facts[0], drafters[0].generation, longest)
+    return [] if source is None else base_cases(generator.base, source, written.texts, plan.samples)
 
 
 def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:

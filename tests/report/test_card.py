@@ -225,7 +225,7 @@ def test_the_figures_of_a_report_come_first() -> None:
     first = text.partition("## How to serve it")[0]
     assert f"Validated: {REPORT['verdict']}" in first
     assert "gave **2.980 (2.900 to 3.100 at 95 %) tokens each**" in first
-    assert f"**{REPORT['arithmetic']['speedups']['3']['measured']:.2f} times the speed**" in first
+    assert "**2.00 times the speed**" in first
     assert "Validated" not in model_card(RECORD)
 
 

@@ -1,38 +1,54 @@
-"""How every page begins: four large figures, each with what it is of and what it means; and that it fits a phone."""
+"""The page: whole, closed to the outside, not to be broken by a name, and fit for a phone."""
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from helpers.report_document import REPORT
 from helpers.web import Page as WebPage
 
-from mtp_extract.report.columns import Table
-from mtp_extract.report.page import NOT_MEASURED, Page
-from mtp_extract.report.web import web_page
-from mtp_extract.report.words import WORDS, explained
-from mtp_extract.validate.report.pages import page_of
+from mtp_extract.report.markdown import visible
+from mtp_extract.report.page import NOT_MEASURED, Page, Table, as_html
+from mtp_extract.validate.page import page_of
+from mtp_extract.validate.result import Validation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WIDTHS = (390, 768, 1280)
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "</style></title><script>",
+    "&lt;b&gt; &amp;",
+    "a\x00b\x1b[31mc\x7f\u202egnp.exe",
+    "שלום עالم",
+    "日本語",
+    "x" * 500,
+    "$\\frac{1}{0}$ {brace} %s {{ 7 }} {% x %}",
+    "javascript:alert(1) http://example.org",
+)
 
 
-def shown(**changes: Any) -> Page:
-    """The page of a report with these changes; of its drafter those that are called ``generation`` and so on."""
+def shown(generation: Mapping[str, Any] = {}, worth: Mapping[str, Any] = {}, **changes: Any) -> Page:
+    """The page of a report with these changes; of its drafter those of ``generation`` and of its only chain."""
     report = copy.deepcopy(REPORT)
-    drafter = report["drafters"][0]
-    for name in ("generation", "arithmetic"):
-        for part in changes.pop(name, {}).items():
-            (drafter[name]["3"] if name == "generation" else drafter[name]).__setitem__(*part)
-    return page_of({**report, **changes})
+    found = report["drafters"][0]["generation"]
+    found.update(generation)
+    found["worth"]["3"].update(worth)
+    return page_of(msgspec.convert({**report, **changes}, Validation))
 
 
 def told(page: Page) -> dict[str, tuple[str, str]]:
@@ -42,37 +58,33 @@ def told(page: Page) -> dict[str, tuple[str, str]]:
 def test_the_four_figures() -> None:
     page = shown()
     assert told(page) == {
-        "Verdict": ("Proven", "1 of 1 checks against sample.litertlm passed"),
-        "Tokens a round": ("2.98", "chain of 3; 95 %: 2.90–3.10"),
+        "Verdict": ("Verified", "1 of 1 checks against sample.litertlm passed"),
+        "Tokens per round": ("2.98", "chain of 3; 95 %: 2.90–3.10"),
         "Speedup": ("2.00×", "chain of 3; 5 texts, one at a time, on cpu; no interval"),
         "Same text": ("7 of 7", "greedy, in float32; whatever is drafted"),
     }
     assert [head.standing for head in page.headlines] == ["good", "", "", "good"]
-    web = WebPage(web_page(page))
+    web = WebPage(as_html(page))
     cells = [text for around, text in web.texts if "dl" in around and "header" in around]
-    assert cells == [cell for head in page.headlines for cell in head[:4]]
-    for name, (value, of) in told(page).items():
-        assert f"| {name} | **{value}** | {of} |" in page.markdown()
+    assert cells == [cell for head in page.headlines for cell in (head.name, head.value, head.of, head.means)]
 
 
 def test_what_was_not_measured_says_so() -> None:
-    alone = shown(drafters=None, agreement=None, controls=None, generation={}, arithmetic={}, base=None)
+    alone = shown(drafters=[], controls=[], trivial=[], base=None)
     assert told(alone) == {
-        "Verdict": ("Proven", "1 of 1 checks against sample.litertlm passed"),
-        **dict.fromkeys(("Tokens a round", "Speedup", "Same text"), (NOT_MEASURED, "it was run beside no base")),
+        "Verdict": ("Verified", "1 of 1 checks against sample.litertlm passed"),
+        **dict.fromkeys(("Tokens per round", "Speedup", "Same text"), (NOT_MEASURED, "it was run beside no base")),
     }
-    nothing = {"mean_accepted_length": None, "mean_accepted_length_ci95": None, "rounds": 0}
-    untimed = {"speedups": {"3": {"predicted": None, "measured": None}}}
-    short = told(shown(generation=nothing, arithmetic=untimed))
-    assert short["Tokens a round"] == (NOT_MEASURED, "no text left anything to draft")
+    nothing = {"tokens_per_round": {"value": None, "n": 0, "ci95": None}, "rounds": 0, "measured_speedup": None}
+    short = told(shown(worth=nothing))
+    assert short["Tokens per round"] == (NOT_MEASURED, "no text left anything to draft")
     assert short["Speedup"] == (NOT_MEASURED, "no text was timed")
     assert short["Same text"] == (NOT_MEASURED, "no round drafted anything")
-    assert told(shown(generation={"mean_accepted_length_ci95": None}))["Tokens a round"][1] == "chain of 3; no interval"
 
 
 def test_times_that_cannot_be_right_are_no_speedup() -> None:
     """A round that drafts and verifies in less than the time of one token of the base: something else ran."""
-    slow, fast = (shown(generation={"verify_ms": ms, "draft_ms": 1.0}) for ms in (29.0, 28.0))
+    slow, fast = (shown(worth={"verify_ms": ms, "draft_ms": 1.0}) for ms in (29.0, 28.0))
     assert told(slow)["Speedup"][0] == "2.00×"
     assert told(fast)["Speedup"] == (NOT_MEASURED, "something else used the machine meanwhile")
 
@@ -80,14 +92,14 @@ def test_times_that_cannot_be_right_are_no_speedup() -> None:
 @pytest.mark.parametrize(
     ("changes", "value", "of"),
     [
-        ({"proven": False, "checks": None}, "Not proven", "compared with no file"),
+        ({"verified": False, "checks": []}, "Not verified", "compared with no file"),
         (
-            {"proven": False, "checks": [{"name": "files", "what": "", "passed": None, "evidence": ""}]},
-            "Not proven",
+            {"verified": False, "checks": [{"name": "files", "what": "", "passed": None, "evidence": ""}]},
+            "Not verified",
             "0 of 1 checks against sample.litertlm passed, not checked: files",
         ),
         (
-            {"proven": False, "refuted": True, "checks": [{**REPORT["checks"][0], "passed": False}]},
+            {"verified": False, "refuted": True, "checks": [{**REPORT["checks"][0], "passed": False}]},
             "Refuted",
             "0 of 1 checks against sample.litertlm passed, refuted: config",
         ),
@@ -103,28 +115,92 @@ def test_no_verdict_is_stronger_than_its_checks(changes: Mapping[str, Any], valu
 def test_text_that_parts_is_counted_where_most_does() -> None:
     tie = {"prompt": 0, "token": 3, "margin": 0.01, "tie": True}
     for divergence, standing in ((tie, ""), ({**tie, "tie": False}, "bad")):
-        page = shown(generation={"identical_prompts": 6, "divergences": [divergence]})
+        page = shown(worth={"same_text": 6, "divergences": [divergence]})
         assert told(page)["Same text"] == ("6 of 7", "greedy, in float32; chain of 3, the worst")
         assert page.headlines[3].standing == standing
 
 
-def test_every_heading_and_word_has_its_line() -> None:
+def test_it_holds_every_table() -> None:
     page = shown(notes=["something"], findings=["one"])
-    assert all(table.what and "\n" not in table.what for table in page.tables)
-    web = WebPage(web_page(page))
-    headings, lines = web.within("h2"), [a for a in web.named("span") if a.get("class") == "what"]
-    assert len(headings) == len(lines) == len(page.tables) + 1
-    assert all(head.means and head.of for head in page.headlines)
-    assert explained(["top-1 %, step 1", "step 2 %", "draft step", "steps", "name"]) == [
-        (word, WORDS[word]) for word in ("top-1", "step", "draft step")
+    web = WebPage(as_html(page))
+    assert web.within("h2") == [table.title for table in sorted(page.tables, key=lambda t: t.folded)] + ["Notes"]
+    cells = iter(web.within("table"))
+    for table in sorted(page.tables, key=lambda t: t.folded):
+        assert table.what
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        for row in (table.columns, *table.rows):
+            for cell in filter(None, map(str, row)):
+                found = next(cells)
+                while found.replace(" ", "") != visible(cell).replace(" ", ""):
+                    found += next(cells)
+    assert [a["alt"] for a in web.named("img")] == [
+        "What drafting is worth",
+        "Acceptance by draft step",
+        "Acceptance by workload",
+        "Controls",
     ]
-    assert not set("*`\n") & set("".join(WORDS.values()))
 
 
-WIDTHS = (390, 768, 1280)
+def renamed(value: Any, name: str) -> Any:
+    """``value`` with every text that comes from outside, and every name of a workload, changed to this."""
+    if isinstance(value, dict):
+        kept = ("standing",)
+        return {key: item if key in kept else renamed(item, name) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item, name) for item in value]
+    return name if isinstance(value, str) else value
 
 
-def measured(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
+def hostile(name: str) -> Page:
+    report = renamed(REPORT, name)
+    (drafter,) = report["drafters"]
+    drafter["workloads"], drafter["changes"] = ({name: drafter[key].popitem()[1]} for key in ("workloads", "changes"))
+    drafter["generation"]["worth"] = {name: drafter["generation"]["worth"].popitem()[1]}
+    report["drafters"].append({**drafter, "facts": {**drafter["facts"], "name": f"{name} 2"}})
+    return page_of(msgspec.convert({**report, "findings": [name], "notes": [name]}, Validation))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_from_outside_is_markup(name: str) -> None:
+    """Nothing in the page is an element, an attribute or an address that is not this package's; so in its pictures."""
+    text = as_html(hostile(name))
+    text.encode("utf-8")
+    page = WebPage(text)
+    assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "base", "form", "a", "b"}
+    for tag, attributes in page.elements:
+        for key, value in attributes.items():
+            assert not key.startswith("on")
+            assert key not in ("href", "srcset", "action", "data")
+            assert key != "src" or (tag == "img" and str(value).startswith("data:image/svg+xml;base64,"))
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert visible(name) in "".join(shown for _, shown in page.texts)
+    for image in page.named("img"):
+        drawn = ElementTree.fromstring(base64.b64decode(str(image["src"]).partition(",")[2]))
+        assert {element.tag.rpartition("}")[2] for element in drawn.iter()} <= {
+            *("svg", "g", "path", "text", "tspan", "use", "defs", "style", "clipPath", "rect", "metadata"),
+            *("RDF", "Work", "type", "format", "creator", "Agent", "title", "date"),
+        }
+
+
+def test_it_loads_nothing() -> None:
+    text = as_html(shown())
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
+    assert not re.findall(r"https?://", re.sub(r"base64,[^\"]*", "", text))
+
+
+def test_the_same_report_gives_the_same_page() -> None:
+    assert as_html(shown()) == as_html(shown())
+
+
+def test_a_long_name_leaves_room_for_what_it_names() -> None:
+    """A tree by its ways down, as one that ranks chose is named."""
+    name = "paths:" + ",".join(f"0.0.0.0.{leaf}" for leaf in range(40))
+    worth = {"3": REPORT["drafters"][0]["generation"]["worth"]["3"]}
+    page = shown(generation={"worth": {**worth, name: {**worth["3"], "tree": name}}})
+    assert f"tree {name}" in [row[0] for row in page.tables[0].rows]
+
+
+def overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
     """Of each page, by how much something is wider than its room, but for tables that scroll, at :data:`WIDTHS`."""
     frames = "".join(
         f'<iframe data-name="{name}" width="{width}" height="900" style="border:0" srcdoc="{escape(page)}"></iframe>'
@@ -132,7 +208,7 @@ def measured(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
         for width in WIDTHS
     )
     script = """addEventListener("load", () => {
-      const beyond = page => Math.max(...[page.documentElement, ...page.querySelectorAll("dl,section,summary,.list")]
+      const beyond = page => Math.max(...[page.documentElement, ...page.querySelectorAll("dl,section,summary")]
         .map(part => part.scrollWidth - part.clientWidth));
       document.body.dataset.found = JSON.stringify(
         [...document.querySelectorAll("iframe")].map(frame => [frame.dataset.name, beyond(frame.contentDocument)]));
@@ -158,9 +234,7 @@ def measured(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_nothing_is_cut_off_at_any_width(tmp_path: Path) -> None:
     many = tuple(f"column {n}" for n in range(14))
-    wide = Table("Wide", many, (("x" * 80, *["12.34 (11.11–13.13)"] * 13),), what="Many columns.", first=True)
-    long = shown(drafter="x" * 300)
-    pages = {"sample": shown(), "wide": Page(**{**vars(long), "tables": [wide]})}
-    opened = {name: web_page(page).replace("<details", "<details open") for name, page in pages.items()}
-    found = measured(opened, tmp_path)
-    assert found == dict.fromkeys(pages, [0] * len(WIDTHS))
+    wide = Table("Wide", many, [("x" * 80, *["12.34 (11.11–13.13)"] * 13)], what="Many columns.")
+    pages = {"sample": shown(), "wide": replace(shown(drafter="x" * 300), tables=[wide])}
+    opened = {name: as_html(page).replace("<details", "<details open") for name, page in pages.items()}
+    assert overflow(opened, tmp_path) == dict.fromkeys(pages, [0] * len(WIDTHS))

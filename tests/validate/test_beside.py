@@ -24,11 +24,9 @@ from mtp_extract.errors import CheckpointError, PairError
 from mtp_extract.evaluate.measured import compare, of_agreement
 from mtp_extract.evaluate.reads import reads_of_a_step
 from mtp_extract.formats import format_of
-from mtp_extract.report.tables import measurements
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.drafters import facts_of
-from mtp_extract.validate.report.document import as_json
-from mtp_extract.validate.report.pages import write_report
+from mtp_extract.validate.page import tables, write_validation
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import ValidationPlan, run_validation
 
@@ -101,8 +99,8 @@ def test_the_same_drafter_does_the_same(found: Validation) -> None:
         assert same.change.interval.low == -same.change.interval.high
         assert same.agreement == found.drafters[0].agreement
         assert same.workloads == found.drafters[0].workloads
-        assert [r.accepted for r in same.generation.lengths] == [
-            r.accepted for r in found.drafters[0].generation.lengths
+        assert [r.accepted for r in same.generation.worth.values()] == [
+            r.accepted for r in found.drafters[0].generation.worth.values()
         ]
     assert list(found.drafters[0].changes) == ["code", "prose"]
 
@@ -113,12 +111,14 @@ def test_a_worse_drafter_is_below(found: Validation) -> None:
     for name in ("faulty", "one"):
         (worse,) = (drafter for drafter in found.drafters if drafter.facts.name == name)
         assert worse.change.worse
-        gap = worse.agreement.mean_accepted_length - first.agreement.mean_accepted_length
+        after, before = worse.agreement.teacher_forced.value, first.agreement.teacher_forced.value
+        assert after is not None and before is not None
+        gap = after - before
         assert worse.change.mean == pytest.approx(gap)
         assert worse.change.interval is not None
         assert worse.change.interval.low < gap < worse.change.interval.high < 0
-        assert all(result.identical for result in worse.generation.lengths)
-        assert any(line.startswith(f"{name} drafts worse: -") for line in as_json(found)["findings"])
+        assert all(result.same_text == result.prompts for result in worse.generation.worth.values())
+        assert any(line.startswith(f"{name} drafts worse: -") for line in found.findings)
 
 
 def test_differences_by_hand() -> None:
@@ -149,31 +149,20 @@ def test_what_they_are(found: Validation) -> None:
 
 
 def test_the_report(found: Validation, tmp_path: Path) -> None:
-    files = write_report(found, tmp_path / "report")
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    validator("report")(report)
-    assert {"drafters_by_step.png", "drafters_by_step.svg"} <= set(files)
-    drawn = (tmp_path / "report" / "drafters_by_step.svg").read_text()
-    page = (tmp_path / "report" / "report.md").read_text()
-    tables = {table.title: table for table in measurements(report)}
-    for name in ("drafter", "tuned", "faulty", "all", "one"):
-        assert f">{name}</text>" in drawn
-    for title in (
-        "What drafting is worth",
-        "Conditional acceptance by step, drafters side by side",
-        "Mean accepted length by workload, drafters side by side",
-    ):
-        assert all(len(row) == len(tables[title].columns) for row in tables[title].rows)
-        assert tables[title].markdown() in page
-    whats = [row[1] for row in tables["What a draft step costs"].rows]
+    write_validation(found, tmp_path / "report")
+    validator("report")(json.loads((tmp_path / "report" / "report.json").read_text()))
+    shown = {table.title: table for table in tables(found)}
+    columns = [f"{name}: accepted %" for name in ("drafter", "tuned", "faulty", "all", "one")]
+    assert shown["Acceptance by draft step"].columns == ["draft step", *columns]
+    whats = [row[1] for row in shown["What a draft step costs"].rows]
     assert whats == [
         "extracted, transformers",
         "tuned (qat), transformers",
         "no record, transformers",
-        "no record, transformers, ordered head, 16 of 16 clusters",
-        "no record, transformers, ordered head, 1 of 16 clusters",
+        "no record, ordered head, 16 of 16 clusters, transformers",
+        "no record, ordered head, 1 of 16 clusters, transformers",
     ]
-    assert "beside it, in mean accepted length on the same texts, tuned +0.00 (-" in page
+    assert "beside it, in teacher-forced tokens per round on the same texts, tuned +0.00 (-" in found.verdict
 
 
 def lengths_in(path: Path) -> dict[str, int]:

@@ -20,7 +20,7 @@ from mtp_extract.formats import FORMATS, format_of
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for
-from mtp_extract.report.tables import REPORT_FILES
+from mtp_extract.report.files import REPORT_FILES
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
 KINDS = ("one bit", "scaled by 0.4 %", "infinite", "not a number", "zeroed", "reversed", "turned over")

@@ -27,7 +27,7 @@ from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.identity import NEEDED, check_identity
 from mtp_extract.pipeline.unexpected import unexpected_in
-from mtp_extract.report.tables import REPORT_FILES
+from mtp_extract.report.files import REPORT_FILES
 
 pytestmark = pytest.mark.xdist_group("intruders")
 

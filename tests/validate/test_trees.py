@@ -20,9 +20,7 @@ from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.teacher import ranks_of_text
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.validate.acceptance.generation import Divergence
-from mtp_extract.validate.report.document import as_json
-from mtp_extract.validate.report.pages import write_report
+from mtp_extract.validate.page import write_validation
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import ValidationPlan, run_validation
 
@@ -49,26 +47,22 @@ def found(plan: ValidationPlan, head: Path) -> Validation:
 
 def test_every_drafter_drafts_every_tree(found: Validation, tmp_path: Path) -> None:
     """An MTP drafter and an EAGLE-3 head; the text is the base's own with both, whatever they draft."""
-    write_report(found, tmp_path / "report")
+    write_validation(found, tmp_path / "report")
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     validator("report")(report)
     assert report["settings"]["trees"] == list(TREES)
     assert report["verdict"].endswith(".")
     for drafter in report["drafters"]:
-        assert list(drafter["generation"]) == ["2", *TREES] == list(drafter["arithmetic"]["speedups"])
-        for row in drafter["generation"].values():
-            assert row["identical"]
-            assert [step["step"] for step in row["steps"]] == list(range(1, len(row["steps"]) + 1))
-        best = drafter["generation"]["best:5"]
-        assert 1 <= len(best["paths"]) == best["drafts"] <= 5
-        assert best["chosen_on"] == 4
-        for row in drafter["arithmetic"]["speedups"].values():
-            assert row["predicted"] > 0
-            assert row["measured"] > 0
-    assert report["generation"] == report["drafters"][0]["generation"]
-    mtp, eagle = (drafter["generation"]["best:5"] for drafter in report["drafters"])
+        worth = drafter["generation"]["worth"]
+        assert list(worth) == ["2", *TREES]
+        for row in worth.values():
+            assert row["same_text"] == row["prompts"]
+            assert row["predicted_speedup"] > 0
+            assert row["measured_speedup"] > 0
+        assert 1 <= len(worth["best:5"]["paths"]) == worth["best:5"]["drafts"] <= 5
+    mtp, eagle = (drafter["generation"]["worth"]["best:5"] for drafter in report["drafters"])
     assert mtp["tree"] != eagle["tree"], "each by its own ranks"
-    assert mtp["expected_mean_accepted_length"] > eagle["expected_mean_accepted_length"] + 1
+    assert mtp["expected_tokens_per_round"] > eagle["expected_tokens_per_round"] + 1
 
 
 def test_the_head_may_stand_first(plan: ValidationPlan, checkpoint: Path, head: Path, found: Validation) -> None:
@@ -80,20 +74,19 @@ def test_the_head_may_stand_first(plan: ValidationPlan, checkpoint: Path, head: 
     )
     for drafter, same in zip(turned.drafters, reversed(found.drafters), strict=True):
         assert drafter.facts == same.facts
-        assert [row.accepted for row in drafter.generation.lengths] == [
-            row.accepted for row in same.generation.lengths[:-1]
-        ]
+        ours, theirs = ([row.accepted for row in whose.generation.worth.values()] for whose in (drafter, same))
+        assert ours == theirs[:-1]
     assert turned.refuted, "a random head is no better than a bigram"
-    assert not turned.wrong_text
 
 
 def test_what_was_chosen_can_be_asked_for_again(found: Validation, plan: ValidationPlan) -> None:
-    best = found.drafters[0].generation.lengths[-1]
+    best = found.drafters[0].generation.worth["best:5"]
     assert best.tree is not None
     again = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=[best.tree], timed=1))
-    row = again.drafters[0].generation.lengths[-1]
-    assert (row.name, row.paths) == (best.tree, best.paths)
-    assert (row.accepted, row.rounds, row.expected) == (best.accepted, best.rounds, best.expected)
+    row = again.drafters[0].generation.worth[best.tree]
+    assert row.paths == best.paths
+    assert (row.accepted, row.rounds) == (best.accepted, best.rounds)
+    assert row.expected_tokens_per_round == best.expected_tokens_per_round
 
 
 def test_ranks_are_those_of_rounds(generator: SpeculativeGenerator, continuations: Continuations) -> None:
@@ -119,36 +112,15 @@ def test_ranks_are_those_of_rounds(generator: SpeculativeGenerator, continuation
     assert branched > 5
 
 
-def test_text_that_a_tree_spoils_is_refuted(plan: ValidationPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: the cache keeps the first drafts of a tree, whichever way was accepted."""
+def test_text_that_a_tree_spoils_is_seen(plan: ValidationPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault of the loop: the cache keeps the first drafts of a tree, whichever way was accepted."""
     monkeypatch.setattr(SlotCache, "take", lambda *arguments: None)
     wrong = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=("4x4x2",), timed=1))
-    assert wrong.refuted
-    report = as_json(wrong)
-    assert report["generation"]["2"]["identical"], "a chain is not touched by it"
-    assert not report["generation"]["4x4x2"]["identical"]
-    assert not all(divergence["tie"] for divergence in report["generation"]["4x4x2"]["divergences"])
-    assert report["verdict"].startswith("Refuted: the loop's greedy text differs from the base's for ")
-    assert any("4x4x2" in line for line in report["findings"])
-
-
-@pytest.mark.parametrize(
-    ("tie", "word"), [(True, "two tokens of the base nearly tie"), (False, "Refuted: the loop's greedy")]
-)
-def test_text_counts_whoever_drafts_it(found: Validation, tie: bool, word: str) -> None:
-    """A tree of the drafter beside, after others whose text is the base's."""
-    first, second = found.drafters
-    *rows, last = second.generation.lengths
-    apart = dataclasses.replace(last, identical_prompts=6, divergences=(Divergence(3, 2, 0.5, tie),))
-    generation = dataclasses.replace(second.generation, lengths=(*rows, apart))
-    wrong = dataclasses.replace(found, drafters=(first, dataclasses.replace(second, generation=generation)))
-    assert (wrong.wrong_text, wrong.refuted) == (not tie, not tie)
-    report = as_json(wrong)
-    assert word in report["verdict"]
-    assert "7 prompts with a tree of best:5 a round of head, in F32" in report["verdict"]
-    assert "head: with a tree of best:5 a round, the text of prompt 4 leaves the base's at token 3" in "".join(
-        report["findings"]
-    )
+    worth = wrong.drafters[0].generation.worth
+    assert worth["2"].same_text == worth["2"].prompts, "a chain is not touched by it"
+    assert worth["4x4x2"].wrong_text
+    assert "with a tree 4x4x2, the worst" in wrong.verdict
+    assert any("tree 4x4x2" in line and "the loop or the base's arithmetic" in line for line in wrong.findings)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
         raise OutputError("report: cannot be written: no space left.")
 
     monkeypatch.setattr("mtp_extract.cli.validate.run_validation", lambda *arguments: validation)
-    monkeypatch.setattr("mtp_extract.validate.report.pages.write_report", full)
+    monkeypatch.setattr("mtp_extract.validate.page.write_validation", full)
     result = RUNNER.invoke(validate.app, ["--sample", "--report", "report"])
     assert isinstance(result.exception, OutputError)
-    assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm")
+    assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
     assert "Wrote" not in result.stdout
 
 
@@ -60,15 +60,16 @@ def test_sample(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(
-        "Proven: the checkpoint is the drafter of sample.litertlm (config, files, tensors, "
+        "Verified: the checkpoint is the drafter of sample.litertlm (config, files, tensors, "
     )
     assert result.stderr.splitlines()[0] == "extracting the sample …"
     assert "Traceback" not in result.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["proven"]
-    assert list(report["generation"]) == ["1", "2", "2x1", "auto:3", "best:4"]
-    assert all(row["identical"] for row in report["generation"].values())
-    trees = {name: (row["tree"], row["drafts"], row["depth"]) for name, row in report["generation"].items()}
+    assert report["verified"]
+    worth = report["drafters"][0]["generation"]["worth"]
+    assert list(worth) == ["1", "2", "2x1", "auto:3", "best:4"]
+    assert all(row["same_text"] == row["prompts"] for row in worth.values())
+    trees = {name: (row["tree"], row["drafts"], row["depth"]) for name, row in worth.items()}
     assert trees["2"] == (None, 2, 2)
     assert trees["2x1"] == ("2x1", 4, 2)
     assert trees["auto:3"] == ("auto:3", 3, 3)
@@ -76,19 +77,26 @@ def test_sample(tmp_path: Path) -> None:
     assert report["verdict"] in result.stdout
 
 
+def test_controls_are_shown_where_they_are_asked_for(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_extract.cli.validate.run_validation", lambda *arguments: validation)
+    shown = [RUNNER.invoke(validate.app, ["--sample", *more]).stdout for more in ((), ("--controls",))]
+    assert ["zero_hidden" in text for text in shown] == [False, True]
+    assert all("What drafting is worth" in text and "Acceptance by" not in text for text in shown)
+
+
 def test_json(checkpoint: Path) -> None:
     result = run_here("validate", checkpoint, "--source", first_bundle(), "--samples", "2", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert report["parity"]["cases"] == ["random 0", "random 1"]
-    assert report["agreement"] is None
+    assert report["drafters"] == []
 
 
 def test_refuted_is_status_1(checkpoint: Path) -> None:
     result = run_here("validate", checkpoint, "--source", variant("torch_int2"), "--samples", "2")
     assert result.returncode == 1
     assert result.stdout.startswith("Refuted: tensors: pre_projection (pre_projection.weight) has other values")
-    assert "roven:" not in result.stdout.splitlines()[0].replace("not proven:", "")
+    assert "erified:" not in result.stdout.splitlines()[0].replace("not verified:", "")
     assert result.stderr.splitlines()[-1].startswith("error: the validation shows that something is wrong")
 
 
@@ -148,7 +156,7 @@ def test_a_check_without_its_tool(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, module, None)
     result = run_here("validate", checkpoint, "--source", first_bundle(), "--samples", "2")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm")
+    assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
     notes = [line for line in result.stdout.splitlines() if line.startswith("Note: ")]
     assert [note for note in notes if f"{check} was not checked: " in note and " is not installed" in note]
 

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,18 +21,23 @@ from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.agreement import (
     Asked,
     Continuations,
-    WorkloadFigures,
+    Workload,
     at_every,
+    figure,
     figures,
     measure_agreements,
 )
 from mtp_extract.evaluate.measured import difference_over_texts
+from mtp_extract.io.typed import Count, Figure, Record
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
 _NEGLIGIBLE = 0.05
 _MOST_LOGITS = 1 << 31  # of one control, where nobody says otherwise: 1024 positions of 8 drafts of 262 144 tokens
+
+
+Standing = Literal["below", "above", "same", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -45,23 +51,22 @@ class Control:
     needs_texts: int = 1  # texts in a batch
 
 
-@dataclass(frozen=True)
-class ControlResult:
-    """A control beside the real drafter, at the same positions."""
+class ControlResult(Record):
+    """A control beside the real drafter, at the same positions. Of one that was not run only ``skipped`` is there."""
 
-    control: Control
-    skipped: str | None = None  # why it was not run; then everything below is None
-    figures: WorkloadFigures | None = None  # as for the real drafter
-    difference: float | None = None  # real less control, top-1 of the first step, over positions
-    # of that, over texts; all of the controls' intervals hold together in 95 % of measurements
-    interval: Interval | None = None
-    # first drafts that the control changes; of them ``better`` become the base's token, ``worse`` cease to be
-    changed: int = 0
-    better: int = 0
-    worse: int = 0
-    # by the interval: "below" the real drafter, "above" it, "same" (at most 5 points either way, or no first draft is
-    # changed), "undecided" (too few texts for any of these)
-    standing: str | None = None
+    name: str  #: what is broken, as a key
+    what: str  #: the same in words
+    suspect: str  #: what to look at if it scores as well
+    skipped: str | None = None  #: why it was not run
+    agreement: Workload | None = None  #: as for the real drafter
+    #: top-1 of the first step, real less control; its interval holds together with those of the other controls
+    difference: Figure | None = None
+    changed: Count = 0  #: first drafts that the control changes
+    better: Count = 0  #: of them, drafts that become the base's token
+    worse: Count = 0  #: of them, drafts that cease to be the base's token
+    #: `below` the real drafter, `above` it, the `same` (at most 5 points either way, or no first draft is changed),
+    #: `undecided` (too few texts for any of these)
+    standing: Standing | None = None
 
 
 def _other_text(arguments: DraftArguments, step: int) -> DraftArguments:
@@ -217,7 +222,7 @@ def draft_together(
     results = [
         compare(control, real, agreements[control.name])
         if control.name in agreements
-        else ControlResult(control, skipped=str(broken[control.name]))
+        else ControlResult(control.name, control.what, control.suspect, skipped=str(broken[control.name]))
         for control in CONTROLS
         if broken
     ]
@@ -241,10 +246,11 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
     interval = difference_over_texts(real.text[aimed], gap, LEVEL)
     changed = int((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].sum())
     return ControlResult(
-        control,
-        figures=figures(broken),
-        difference=float(gap.mean()) if len(gap) else math.nan,
-        interval=interval,
+        control.name,
+        control.what,
+        control.suspect,
+        agreement=figures(broken),
+        difference=figure(float(gap.mean()) if len(gap) else math.nan, len(gap), interval),
         changed=changed,
         better=int((theirs & ~ours).sum()),
         worse=int((ours & ~theirs).sum()),
@@ -252,7 +258,7 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
     )
 
 
-def _standing(gap: Interval | None) -> str:
+def _standing(gap: Interval | None) -> Standing:
     if gap is None:
         return "undecided"
     if gap.low > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +10,16 @@ from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 from mtp_extract.drafter.load import Network
-from mtp_extract.evaluate.agreement import Continuations, WorkloadFigures, figures
+from mtp_extract.evaluate.agreement import Continuations, Workload, figures
 from mtp_extract.evaluate.measured import Change, compare, of_agreement
 from mtp_extract.evaluate.reads import StepReads, reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.speculate.generate import SpeculativeGenerator
-from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.drafting import Drafting, Wanted, draftings
+from mtp_extract.validate.acceptance.drafting import Wanted, draftings
 from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation
-from mtp_extract.validate.acceptance.pair import PairFacts, measure_pair
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,11 @@ class DrafterFacts:
 @dataclass(frozen=True)
 class DrafterFigures:
     facts: DrafterFacts
-    agreement: WorkloadFigures  # over all texts
-    workloads: Mapping[str, WorkloadFigures]  # the same by workload
+    agreement: Workload  # over all texts
+    workloads: Mapping[str, Workload]  # the same by workload
     generation: GenerationResult  # by name of what was drafted
-    change: Change  # in mean accepted length from the first drafter to this one; 0 for the first itself
+    change: Change  # in teacher-forced tokens per round from the first drafter to this one; 0 for the first itself
     changes: Mapping[str, Change]  # the same by workload
-    pair: PairFacts | None  # what a round of it and the base holds; None where no text was long enough to draft from
 
 
 def facts_of(directory: Path, name: str) -> DrafterFacts:
@@ -96,7 +94,7 @@ def measure_drafter(
         done: called after each batch of texts that was generated.
     """
     overall, parts = figures(agreement), {name: written.of_workload(name) for name in written.workloads}
-    conditional = [step.conditional.value for step in overall.steps]
+    conditional = [math.nan if step.conditional.value is None else step.conditional.value for step in overall.steps]
     planned = draftings(generator, chains, trees, written, conditional, batch=batch)
     before, after = of_agreement(first), of_agreement(agreement)
     return DrafterFigures(
@@ -106,14 +104,4 @@ def measure_drafter(
         measure_generation(generator, written, planned, batch=batch, new_tokens=new_tokens, timed=timed, done=done),
         compare(before, after),
         {name: compare(before.of(rows), after.of(rows)) for name, rows in parts.items()},
-        _pair(generator.base, drafter, written, planned, new_tokens),
     )
-
-
-def _pair(
-    base: Base, drafter: Network, written: Continuations, planned: Sequence[Drafting], new_tokens: int
-) -> PairFacts | None:
-    """What the pair holds over the longest text, with the most drafts."""
-    longest = max((written.texts[index] for index in written.usable), key=lambda text: len(text.tokens))
-    most = max(planned, key=lambda drafting: drafting.drafts)
-    return measure_pair(base, drafter, longest.prompt, most, new_tokens=new_tokens)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from mtp_extract.evaluate.agreement import Continuations
+from mtp_extract.evaluate.agreement import Continuations, figure
 from mtp_extract.evaluate.batches import generate_in_batches
-from mtp_extract.speculate.arithmetic import Proportion
+from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval, share_interval
-from mtp_extract.speculate.result import Generation, Round, conditional_by_step, unconditional_by_step
+from mtp_extract.speculate.result import Generation, Round
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
@@ -31,102 +30,65 @@ _FLOAT32_TIE = 1e-3  # what the order of additions over a whole model can move a
 _MOST_MOVED = 8  # roundings of the head at most: a base that disagrees with itself by more excuses nothing
 
 
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(Record):
     """Where a text first differs from the base's own."""
 
-    prompt: int  # index
-    token: int  # index among the generated tokens
-    # logit of the base's token less that of the other, in one forward over the text. Near 0 the two tie, and the shape
-    # of a matrix product decides. None where one text only ends earlier.
+    prompt: Count  #: its number, from 0
+    token: Count  #: its place among the generated tokens, from 0
+    #: logit of the base's token less that of the other, in one forward over the text. Near 0 the two tie, and the shape
+    #: of a matrix product decides. null where one text only ends earlier.
     margin: float | None
-    tie: bool  # whether the margin is within what the base's dtype can tell apart, through all of its layers
+    tie: bool  #: whether the margin is within what the base's dtype can tell apart, through all of its layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftLengthResult(Drafting):
-    """One chain, or one tree, and what generating with it showed."""
+class Worth(Record, kw_only=True):
+    """A chain or a tree of drafts: what a round of it yields in the loop, and what it costs."""
 
-    accepted: int  # over all prompts but those whose text repeats another's
-    drafted: int  # steps of the drafter in these rounds; in a chain each is one draft
-    rounds: int  # over the same prompts, that drafted something
-    acceptance: float  # accepted / drafted
-    mean_accepted_length: float  # 1 + accepted / rounds
-    mean_accepted_interval: Interval | None  # 95 % of that, over prompts; None with too few
-    elsewhere: float | None  # mean accepted length of the prompts that did not choose the tree; None where none did
-    # by step, drafts that stand together with all before them, of rounds that drafted it
-    unconditional: tuple[Proportion, ...]
-    conditional: tuple[Proportion, ...]  # by step, of those that accepted all before it
-    prompts: int
-    identical_prompts: int  # texts equal to the base's, of ``prompts``
-    divergences: tuple[Divergence, ...]  # the others
-    base_tokens_per_s: float  # batch of one, after the first token
-    speculative_tokens_per_s: float  # likewise
-    verify_ms: float  # mean of a round, batch of one
-    draft_ms: float  # likewise
-
-    @property
-    def identical(self) -> bool:
-        return self.identical_prompts == self.prompts
-
-    @property
-    def accepted_by_step(self) -> tuple[float, ...]:
-        """Share of all rounds that accepted a draft at each step; together, mean accepted length less one."""
-        return tuple(share.successes / self.rounds for share in self.unconditional)
+    tree: str | None  #: what it can be asked for as again; null for a chain
+    paths: list[list[Count]] | None  #: of a tree of fixed shape, the ranks on the way to each draft; else null
+    drafts: Positive  #: most that the base verifies a round
+    depth: Positive  #: most steps of the drafter a round; of a chain, as many as drafts
+    rounds: Count  #: that drafted something, over all prompts but those whose text repeats another's
+    drafted: Count  #: steps of the drafter in these rounds; in a chain each is one draft
+    accepted: Count  #: drafts that stand
+    tokens_per_round: Figure  #: measured in the loop: 1 + accepted / rounds
+    #: teacher-forced, from every position of the same texts: of a chain by its agreement, of a tree by the ranks of the
+    #: base's tokens; null for a tree that is grown
+    expected_tokens_per_round: float | None
+    prompts: Count
+    same_text: Count  #: of them, texts that are what the base alone writes
+    divergences: list[Divergence]  #: the others
+    base_tokens_per_s: float | None  #: the base alone, one prompt at a time, after the first token
+    tokens_per_s: float | None  #: with the drafter, likewise
+    verify_ms: float | None  #: mean of a round, one prompt at a time
+    draft_ms: float | None  #: likewise
+    predicted_speedup: float | None  #: by the tokens per round and the times of a round and of the base's forward
+    measured_speedup: float | None  #: in tokens a second, over the prompts that were timed
 
     @property
     def wrong_text(self) -> bool:
         """Whether a text is another than the base's where the base is sure."""
         return any(not divergence.tie for divergence in self.divergences)
 
-    @property
-    def measured_speedup(self) -> float:
-        """In tokens a second, over the prompts that were timed; NaN where nothing was."""
-        return self.speculative_tokens_per_s / self.base_tokens_per_s if self.base_tokens_per_s else math.nan
 
-    def predicted_speedup(self, base_ms: float) -> float:
-        """By the mean accepted length over all prompts and the time of a round, where a token takes the base
-        ``base_ms``; NaN where nothing was timed.
-        """
-        return self.mean_accepted_length * base_ms / (self.verify_ms + self.draft_ms)
-
-
-@dataclass(frozen=True)
-class GenerationResult:
+class GenerationResult(Record):
     """All chains, then all trees."""
 
-    lengths: tuple[DraftLengthResult, ...]  # one each, of different names
-    timed: int  # prompts behind the times
-    base_ms: float  # one forward of the base over one token
-
-    @property
-    def chains(self) -> tuple[DraftLengthResult, ...]:
-        return tuple(result for result in self.lengths if result.tree is None)
-
-    @property
-    def best_drafts(self) -> int:
-        """The K of a chain worth drafting, by the predicted speedup; 0 for none."""
-        return max(self._gains, key=lambda drafts: (self._gains[drafts], -drafts))
-
-    @property
-    def predicted_speedup(self) -> float:
-        """At that K."""
-        return self._gains[self.best_drafts]
-
-    @property
-    def break_even_drafts(self) -> int:
-        """The largest K that is still predicted to be faster than none; 0 where none is."""
-        return max(drafts for drafts, gain in self._gains.items() if not drafts or gain > 1)
+    worth: dict[str, Worth]  #: by what was drafted: `3` a chain of three, `4x2x1` a tree of that shape
+    best: str  #: the chain that is predicted to be worth most
+    break_even: Count  #: the largest K of a chain that is predicted to be faster than none; 0 for none
+    timed: Count  #: prompts behind the times
+    base_ms: float | None  #: one forward of the base over one token
 
     @property
     def disturbed(self) -> bool:
         """Whether the times cannot be right: a round that drafts and verifies took less than one token of the base."""
-        return any(found.verify_ms + found.draft_ms < FASTER * self.base_ms for found in self.lengths)
-
-    @property
-    def _gains(self) -> dict[int, float]:
-        gains = {result.drafts: result.predicted_speedup(self.base_ms) for result in self.chains}
-        return {0: 1.0} | {drafts: gain for drafts, gain in gains.items() if not math.isnan(gain)}
+        times = [(found.verify_ms, found.draft_ms) for found in self.worth.values()]
+        return any(
+            verify + draft < FASTER * (self.base_ms or 0)
+            for verify, draft in times
+            if verify is not None and draft is not None
+        )
 
 
 def measure_generation(
@@ -162,7 +124,8 @@ def measure_generation(
     # Kernels are chosen and memory is taken in the first call.
     run(chosen[:1], max(draftings, key=lambda drafting: drafting.drafts))
     plain = one_by_one(None)
-    results = []
+    base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
+    results = {}
     for drafting in draftings:
         together, alone = run(range(len(texts)), drafting, done), one_by_one(drafting)
         differing = {i: r.tokens for i, r in enumerate(together) if r.tokens != texts[i].continuation}
@@ -174,36 +137,41 @@ def measure_generation(
                 own[index] = dataclasses.replace(texts[index], tokens=texts[index].prompt + slow.tokens)
         wrong = [_divergence(generator.base, own[i], i, tokens) for i, tokens in differing.items()]
         counted = {i: result for i, result in enumerate(together) if i not in continuations.repeats}
-        others = [result for i, result in counted.items() if i not in drafting.chosen_on]
         rounds, timed_rounds = _drafting_rounds(counted.values()), _drafting_rounds(alone)
-        accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
-        results.append(
-            DraftLengthResult(
-                **vars(drafting),
-                accepted=accepted,
-                drafted=drafted,
-                rounds=len(rounds),
-                acceptance=accepted / drafted if drafted else math.nan,
-                mean_accepted_length=_mean_length(rounds),
-                mean_accepted_interval=_interval(counted.values(), drafting.depth),
-                elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
-                unconditional=tuple(unconditional_by_step(rounds)),
-                conditional=tuple(conditional_by_step(rounds)),
-                prompts=len(together),
-                identical_prompts=len(together) - len(wrong),
-                divergences=tuple(wrong),
-                base_tokens_per_s=_rate(plain),
-                speculative_tokens_per_s=_rate(alone),
-                verify_ms=_mean([r.verify_ms for r in timed_rounds]),
-                draft_ms=_mean([r.draft_ms for r in timed_rounds]),
-            )
+        verify, draft = _mean([r.verify_ms for r in timed_rounds]), _mean([r.draft_ms for r in timed_rounds])
+        length = _mean_length(rounds)
+        results[drafting.name] = Worth(
+            tree=drafting.tree,
+            paths=None if drafting.paths is None else list(map(list, drafting.paths)),
+            drafts=drafting.drafts,
+            depth=drafting.depth,
+            rounds=len(rounds),
+            drafted=sum(r.drafted for r in rounds),
+            accepted=sum(r.accepted for r in rounds),
+            tokens_per_round=figure(length, len(rounds), _interval(counted.values(), drafting.depth)),
+            expected_tokens_per_round=drafting.expected,
+            prompts=len(together),
+            same_text=len(together) - len(wrong),
+            divergences=wrong,
+            base_tokens_per_s=_known(_rate(plain)),
+            tokens_per_s=_known(_rate(alone)),
+            verify_ms=_known(verify),
+            draft_ms=_known(draft),
+            predicted_speedup=_known(length * base_ms / (verify + draft)),
+            measured_speedup=_known(_rate(alone) / _rate(plain)),
         )
-    base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
-    return GenerationResult(tuple(results), len(chosen), base_ms)
+    chains = {name: (found.predicted_speedup or 0.0, found.drafts) for name, found in results.items() if not found.tree}
+    best = max(chains, key=lambda name: (chains[name][0], -chains[name][1]))
+    break_even = max((drafts for gain, drafts in chains.values() if gain > 1), default=0)
+    return GenerationResult(results, best, break_even, len(chosen), _known(base_ms))
 
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else math.nan
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _drafting_rounds(results: Iterable[Generation]) -> list[Round]:

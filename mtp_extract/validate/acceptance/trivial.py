@@ -8,33 +8,32 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from mtp_extract.evaluate.agreement import Continuations
+from mtp_extract.evaluate.agreement import Continuations, figure
 from mtp_extract.evaluate.measured import difference_over_texts
-from mtp_extract.speculate.intervals import Interval
+from mtp_extract.io.typed import Count, Figure, Record
 from mtp_extract.speculate.teacher import Agreement, Text
 
 
-@dataclass(frozen=True)
-class TrivialResult:
-    name: str  # "most frequent token" or "bigram"
-    share: float  # of positions at which it drafts the base's token
-    difference: float  # real less trivial
-    interval: Interval | None  # 95 % of that, over texts; None with too few
-    texts: int  # how many
+class TrivialResult(Record):
+    """A drafter that knows nothing of the base beside the real one, at the same positions."""
+
+    name: str  #: `most frequent token` or `bigram`
+    top1: float  #: share of first drafts that are the base's own token
+    difference: Figure  #: top-1 of the first step, real less trivial
+    texts: Count  #: how many
 
     @property
     def better(self) -> bool:
         """Than the real drafter, certain at 95 %."""
-        return self.interval is not None and self.interval.high < 0
+        return self.difference.ci95 is not None and self.difference.ci95[1] < 0
 
     @property
     def worse(self) -> bool:
         """Than the real drafter, certain at 95 %."""
-        return self.interval is not None and self.interval.low > 0
+        return self.difference.ci95 is not None and self.difference.ci95[0] > 0
 
 
 def compare_trivial(continuations: Continuations, real: Agreement) -> tuple[TrivialResult, ...]:
@@ -54,7 +53,8 @@ def compare_trivial(continuations: Continuations, real: Agreement) -> tuple[Triv
         trivial_hits = torch.tensor(hits, dtype=torch.double)
         gap = real_hits - trivial_hits
         interval = difference_over_texts(real.text[aimed], gap)
-        found.append(TrivialResult(name, float(trivial_hits.mean()), float(gap.mean()), interval, rows))
+        difference = figure(float(gap.mean()), len(gap), interval)
+        found.append(TrivialResult(name, float(trivial_hits.mean()), difference, rows))
     return tuple(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +16,12 @@ from mtp_extract.evaluate.agreement import (
 )
 from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
+from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.intervals import difference_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, Text
-from mtp_extract.validate.acceptance.controls import CONTROLS, ControlResult, Drafted
+from mtp_extract.validate.acceptance.controls import ControlResult, Drafted
 from mtp_extract.validate.acceptance.trivial import compare_trivial
 from mtp_extract.validate.notes import notes_of
 
@@ -61,13 +61,13 @@ def test_workloads_add_up(continuations: Continuations, agreement: Agreement) ->
     parts = [figures(agreement, continuations.of_workload(name)) for name in continuations.workloads]
     assert continuations.workloads == ("code", "prose")
     assert [part.texts for part in parts] == [4, 3]
-    assert sum(part.anchors for part in parts) == whole.anchors == len(agreement.text)
+    assert sum(part.n for part in parts) == whole.n == len(agreement.text)
     for step in range(STEPS):
-        for name in ("top1", "top5", "conditional", "unconditional"):
+        for name in ("top1", "top5", "conditional"):
             counted = [getattr(part.steps[step], name) for part in parts]
             total = getattr(whole.steps[step], name)
-            assert sum(p.successes for p in counted) == total.successes
-            assert sum(p.trials for p in counted) == total.trials
+            assert sum(p.value * p.n for p in counted) == pytest.approx(total.value * total.n)
+            assert sum(p.n for p in counted) == total.n
 
 
 def test_figures_by_hand() -> None:
@@ -77,14 +77,13 @@ def test_figures_by_hand() -> None:
         Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[True, False]] * 4))
     )
     first, second = found.steps
-    assert (first.top1.successes, first.top1.trials) == (3, 4)
-    assert (first.top5.successes, second.top5.successes) == (4, 0)
-    assert (second.top1.successes, second.top1.trials) == (2, 3)
-    assert (second.conditional.successes, second.conditional.trials) == (1, 2)
-    assert (second.unconditional.successes, second.unconditional.trials) == (1, 3)
+    assert (first.top1.value, first.top1.n) == (3 / 4, 4)
+    assert (first.top5.value, second.top5.value) == (1, 0)
+    assert (second.top1.value, second.top1.n) == (2 / 3, 3)
+    assert (second.conditional.value, second.conditional.n) == (1 / 2, 2)
     # Of the three rounds that have both targets: 2, 1 and 0 drafts.
-    assert found.mean_accepted_length == pytest.approx(1 + 3 / 3)
-    assert (found.texts, found.anchors) == (2, 4)
+    assert found.teacher_forced == Figure(1 + 3 / 3, 3)
+    assert (found.texts, found.n) == (2, 4)
 
 
 def test_nothing_to_draft_from(generator: SpeculativeGenerator) -> None:
@@ -147,7 +146,7 @@ def test_messages_go_through_the_chat_template(generator: SpeculativeGenerator) 
 def test_mean_is_not_a_number_without_positions() -> None:
     none = torch.zeros(0, dtype=torch.long)
     found = figures(Agreement(none, none, none.reshape(0, 2), none.reshape(0, 2), torch.zeros(0, 2, dtype=torch.bool)))
-    assert math.isnan(found.mean_accepted_length)
+    assert found.teacher_forced == Figure(None, 0)
 
 
 def test_what_repeats_in_the_continuation_alone() -> None:
@@ -163,7 +162,7 @@ def test_a_note_says_that_the_base_loops() -> None:
     def notes(tokens: int, sampled: int = 0) -> list[str]:
         """Of a base that writes three tokens over and over: of ``tokens`` - 7 runs of eight, three are different."""
         text = Text((0, *(1 + index % 3 for index in range(tokens))), 1)
-        drafted = Drafted((NOTHING,), (ControlResult(CONTROLS[0]),), len(NOTHING.anchor) - sampled)
+        drafted = Drafted((NOTHING,), (ControlResult("a", "b", "c"),), len(NOTHING.anchor) - sampled)
         return list(notes_of((), Continuations((Prompt("code", "x"),), (text,)), drafted))
 
     assert notes(11) == [], "a quarter, which is allowed"

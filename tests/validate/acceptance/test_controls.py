@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import torch
+from msgspec import structs
 
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
@@ -15,9 +16,9 @@ from mtp_extract.evaluate.agreement import Continuations, at_every, measure_agre
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlResult, compare, draft_together, thinned
-from mtp_extract.validate.report.verdict import findings, verdict, why
+from mtp_extract.validate.acceptance.controls import CONTROLS, ControlResult, compare, draft_together, thinned
 from mtp_extract.validate.result import Validation
+from mtp_extract.validate.verdict import concluded, why
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -43,7 +44,7 @@ def real(generator: SpeculativeGenerator, continuations: Continuations) -> Agree
 def results(generator: SpeculativeGenerator, continuations: Continuations, real: Agreement) -> dict[str, ControlResult]:
     found = draft_together(generator.base, [generator.drafter], continuations, 3, batch=4)
     assert torch.equal(found.agreements[0].drafts, real.drafts)
-    return {result.control.name: result for result in found.controls}
+    return {result.name: result for result in found.controls}
 
 
 def test_on_the_trained_pair(results: dict[str, ControlResult]) -> None:
@@ -60,7 +61,8 @@ def test_on_the_trained_pair(results: dict[str, ControlResult]) -> None:
 
 def test_real_against_itself_is_the_same(real: Agreement) -> None:
     found = compare(CONTROLS[0], real, real)
-    assert (found.standing, found.difference, found.changed) == ("same", 0.0, 0)
+    assert found.difference is not None
+    assert (found.standing, found.difference.value, found.changed) == ("same", 0.0, 0)
 
 
 def made(hits: list[int]) -> Agreement:
@@ -87,7 +89,8 @@ def made(hits: list[int]) -> Agreement:
 def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
     found = compare(CONTROLS[0], made(ours), made(theirs))
     assert found.standing == standing
-    assert found.difference == pytest.approx((sum(ours) - sum(theirs)) / len(ours))
+    assert found.difference is not None
+    assert found.difference.value == pytest.approx((sum(ours) - sum(theirs)) / len(ours))
     assert found.better == sum(b > a for a, b in zip(ours, theirs, strict=True))
     assert found.worse == sum(a > b for a, b in zip(ours, theirs, strict=True))
     assert found.changed == found.better + found.worse
@@ -96,7 +99,8 @@ def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
 def test_four_texts_decide_nothing() -> None:
     real, broken = (dataclasses.replace(made(hits), text=torch.arange(40) % 4) for hits in ([1] * 40, [0] * 40))
     found = compare(CONTROLS[0], real, broken)
-    assert (found.standing, found.interval) == ("undecided", None)
+    assert found.difference is not None
+    assert (found.standing, found.difference.ci95) == ("undecided", None)
     assert compare(CONTROLS[0], real, real).standing == "undecided"
     assert why(found).startswith("not decided: 4 texts, at least 5 are needed: changed 40 first drafts")
 
@@ -165,9 +169,9 @@ def test_changes_one_part_of_the_drafter(drafter: MtpDrafter, name: str) -> None
 def test_says_why_one_is_not_run(generator: SpeculativeGenerator, continuations: Continuations) -> None:
     alone = Continuations(continuations.prompts[:1], continuations.texts[:1])
     drafted = draft_together(generator.base, [generator.drafter], alone, 1, batch=4)
-    found = {r.control.name: r for r in drafted.controls}
+    found = {r.name: r for r in drafted.controls}
     assert found["shuffled_kv"].skipped == "it needs 2 texts in a batch"
-    assert found["zero_hidden"].figures is not None
+    assert found["zero_hidden"].agreement is not None
 
 
 def test_the_base_reads_a_batch_once(
@@ -197,8 +201,8 @@ def test_controls_at_some_positions(
     assert set(kept.text.tolist()) == set(real.text.tolist())
     assert torch.equal(drafted.agreements[0].drafts, real.drafts)
     for result in drafted.controls:
-        assert result.figures is not None and result.figures.anchors == drafted.positions
-        assert result.changed <= results[result.control.name].changed
+        assert result.agreement is not None and result.agreement.n == drafted.positions
+        assert result.changed <= results[result.name].changed
     broken = Altered(generator.drafter, transform=BY_NAME["zero_hidden"].transform)
     alone = at_every(measure_agreement(generator.base, broken, continuations, 3, batch=4), continuations, every)
     assert compare(BY_NAME["zero_hidden"], kept, alone) in drafted.controls
@@ -211,29 +215,27 @@ def test_how_many_positions_take_minutes(generator: SpeculativeGenerator) -> Non
 
 
 def placed(validation: Validation, **standings: str) -> Validation:
-    controls = tuple(
-        dataclasses.replace(
-            r, standing=standings.get(r.control.name, "below"), changed=31, better=5, worse=26, difference=-0.2
-        )
+    controls = [
+        structs.replace(r, standing=standings.get(r.name, "below"), changed=31, better=5, worse=26)
         for r in validation.controls
-    )
-    return dataclasses.replace(validation, controls=controls)
+    ]
+    return concluded(structs.replace(validation, controls=controls))
 
 
 def test_verdict_points_at_a_suspect_only_above(validation: Validation) -> None:
-    assert "7 of 7 controls score below it, none above, so they point at no suspect" in verdict(placed(validation))
+    assert "7 of 7 controls score below it, none above, so they point at no suspect" in placed(validation).verdict
     better = placed(validation, unscaled_embedding="above")
-    assert "point at the embedding's scale" in verdict(better)
-    assert "(unscaled_embedding changed 31 first drafts: 5 better, 26 worse)" in verdict(better)
-    assert any("unscaled_embedding" in line and "look at" in line for line in findings(better))
+    assert "point at the embedding's scale" in better.verdict
+    assert "(unscaled_embedding changed 31 first drafts: 5 better, 26 worse)" in better.verdict
+    assert any("unscaled_embedding" in line and "look at" in line for line in better.findings)
     for standing in ("same", "undecided"):
         found = placed(validation, unit_layer_scalars=standing)
-        assert "6 of 7 controls score below it, none above" in verdict(found)
-        assert not any("look at" in line for line in findings(found))
+        assert "6 of 7 controls score below it, none above" in found.verdict
+        assert not any("look at" in line for line in found.findings)
 
 
 def test_every_standing_is_explained(validation: Validation) -> None:
     result = validation.controls[0]
     for standing in ("below", "same", "above", "undecided"):
-        assert "first drafts: " in why(dataclasses.replace(result, standing=standing, skipped=None))
-    assert why(ControlResult(Control("x", "y", "z"), skipped="so")) == "not run: so"
+        assert "first drafts: " in why(structs.replace(result, standing=standing, skipped=None))
+    assert why(ControlResult("x", "y", "z", skipped="so")) == "not run: so"

@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 import torch
+from msgspec import structs
 
 from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.speculate.intervals import Interval
+from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
+from mtp_extract.validate.verdict import concluded
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -36,11 +37,11 @@ def test_by_hand() -> None:
     # Three of five in each: 1 → 2 is known from the other text, 2 → 1 outweighs its 2 → 4 only at last; 3 → 3 is
     # learned at once, and neither 3 → 1 nor 2 → 4 can be known.
     assert (frequent.name, bigram.name) == ("most frequent token", "bigram")
-    assert bigram.share == 0.6
-    assert bigram.share > frequent.share
-    assert frequent.difference == -frequent.share
+    assert bigram.top1 == 0.6
+    assert bigram.top1 > frequent.top1
+    assert frequent.difference.value == -frequent.top1
     # Two texts decide nothing, however clear they seem.
-    assert (frequent.interval, bigram.interval, bigram.texts) == (None, None, 2)
+    assert (frequent.difference.ci95, bigram.difference.ci95, bigram.texts) == (None, None, 2)
     assert not frequent.better
     assert not bigram.worse
 
@@ -59,25 +60,27 @@ def test_no_text_is_learned_from_its_own_future() -> None:
     continuations = Continuations((Prompt("w", "p"),), texts)
     targets = torch.tensor([[7], [8], [9]])
     real = Agreement(torch.zeros(3).long(), torch.tensor([1, 2, 3]), targets, targets, targets > 0)
-    assert [result.share for result in compare_trivial(continuations, real)] == [0.0, 0.0]
+    assert [result.top1 for result in compare_trivial(continuations, real)] == [0.0, 0.0]
 
 
 def test_on_the_trained_pair(validation: Validation) -> None:
     assert len(validation.trivial) == 2
-    assert all(0 <= result.share < 1 and not result.better and result.texts == 7 for result in validation.trivial)
-    worse = tuple(dataclasses.replace(result, interval=Interval(-0.3, -0.01)) for result in validation.trivial)
-    found = dataclasses.replace(validation, trivial=worse)
+    assert all(0 <= result.top1 < 1 and not result.better and result.texts == 7 for result in validation.trivial)
+    worse = Figure(-0.1, 100, [-0.3, -0.01])
+    found = concluded(
+        structs.replace(validation, trivial=[structs.replace(r, difference=worse) for r in validation.trivial])
+    )
     assert found.refuted
-    assert "worse than those of a trivial drafter (most frequent token" in verdict(found)
-    assert any("bigram" in line for line in findings(found))
+    assert "worse than those of a trivial drafter (most frequent token" in found.verdict
+    assert any("bigram" in line for line in found.findings)
 
 
 def test_few_texts_refute_nothing(validation: Validation) -> None:
     """Two prompts of eight tokens refuted a drafter that a hundred prompts measure at 75.9 %."""
-    few = tuple(dataclasses.replace(r, difference=-0.143, interval=None, texts=2) for r in validation.trivial)
-    found = dataclasses.replace(validation, trivial=few)
+    few = [structs.replace(r, difference=Figure(-0.143, 9), texts=2) for r in validation.trivial]
+    found = concluded(structs.replace(validation, trivial=few))
     assert not found.refuted
-    assert "refuted" not in verdict(found).lower()
+    assert "refuted" not in found.verdict.lower()
     told = "(bigram; not decided: 2 texts, at least 5 are needed)"
-    assert told in verdict(found)
-    assert any(told in line for line in findings(found))
+    assert told in found.verdict
+    assert any(told in line for line in found.findings)

@@ -242,4 +242,4 @@ def test_a_directory_that_is_rounded(tmp_path: Path, layout: str, dtype: Any) ->
     found = run_validation(ValidationPlan(tmp_path / "d", source=str(first_bundle()), samples=4))
     assert found.parity is not None
     assert found.parity.agrees
-    assert found.proven
+    assert found.verified

@@ -19,12 +19,10 @@ from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
 from mtp_extract.pipeline.check import Check
-from mtp_extract.report.tables import measurements
+from mtp_extract.validate.page import checks
 from mtp_extract.validate.parity import interpreter
 from mtp_extract.validate.parity.interpreter import check_interpreter
 from mtp_extract.validate.parity.transformers import check_transformers
-from mtp_extract.validate.report.document import as_json
-from mtp_extract.validate.report.verdict import verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import ValidationPlan, run_validation
 
@@ -45,8 +43,8 @@ def is_not_checked(found: Validation, name: str, why: str) -> None:
     (check,) = (check for check in found.checks if check.name == name)
     assert check.passed is None
     assert re.search(why, check.evidence)
-    assert (found.proven, found.refuted) == (True, False)
-    assert verdict(found).startswith("Proven: the checkpoint is the drafter of")
+    assert (found.verified, found.refuted) == (True, False)
+    assert found.verdict.startswith("Verified: the checkpoint is the drafter of")
     assert f"{name} was not checked: {check.evidence}" in found.notes
 
 
@@ -133,8 +131,7 @@ def test_no_interpreter(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = validated(checkpoint)
     assert found.parity is None
     is_not_checked(found, "interpreter", "cannot be asked: it is not installed")
-    (table,) = measurements(as_json(found))
-    assert [row[2] for row in table.rows if row[0] == "interpreter"] == ["not checked"]
+    assert [row[2] for row in checks(found).rows if row[0] == "interpreter"] == ["not checked"]
 
 
 def cannot_run(*arguments: Any, **named: Any) -> None:

@@ -1,0 +1,12 @@
+"""Names of the files that a report of a validation consists of. A checkpoint's directory may hold them."""
+
+from __future__ import annotations
+
+from mtp_extract.io.place import listing
+
+REPORT = "report.json"
+PAIR = "pair.json"
+REPORT_FILES = frozenset({REPORT, "report.html", PAIR})
+"""All of them."""
+REPORT_LISTED = listing(REPORT, REPORT_FILES)
+"""What of a report's directory may be replaced."""

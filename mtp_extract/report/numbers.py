@@ -1,0 +1,46 @@
+"""Numbers as text, each with its 95 % interval in brackets behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mtp_extract.io.typed import Figure
+
+DASH = "–"
+"""Where there is no number."""
+
+Ends = Sequence[float] | None
+"""Low and high end of an interval; None for no interval."""
+
+
+def number(value: float | None, form: str, ends: Ends = None, *, between: str = "–", unit: str = "") -> str:
+    """A number with its interval, ``2.98 (2.90–3.10)``, and its ``unit``; a dash for None and NaN."""
+    if value is None or math.isnan(value):
+        return DASH
+    return f"{value:{form}}" + (f" ({ends[0]:{form}}{between}{ends[1]:{form}})" if ends else "") + unit
+
+
+def percent(share: float | None, ends: Ends = None) -> str:
+    """A share in percent with its interval, without the sign: ``81.5 (80.4–82.6)``."""
+    return DASH if share is None else number(100 * share, ".1f", ends and [100 * end for end in ends])
+
+
+def signed(value: float | None, ends: Ends) -> str:
+    """A difference with its interval, ``+0.30 (+0.21 to +0.39)``."""
+    return number(value, "+.2f", ends, between=" to ")
+
+
+def mean(found: Figure) -> str:
+    """A measured mean, ``2.98 (2.90–3.10)``."""
+    return number(found.value, ".2f", found.ci95)
+
+
+def rate(found: Figure) -> str:
+    """A measured share in percent, ``81.5 (80.4–82.6)``."""
+    return percent(found.value, found.ci95)
+
+
+def within(ends: Ends, form: str = ".2f") -> str:
+    """An interval in words, ``95 %: 2.90–3.10``, or that there is none."""
+    return f"95 %: {ends[0]:{form}}–{ends[1]:{form}}" if ends else "no interval"

@@ -1,0 +1,91 @@
+"""The JSON schema of every record that is written, made from its type, with the comments of its fields.
+
+``python -m mtp_extract.schemas report`` prints one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+RECORDS = ("extraction", "report", "bench", "doctor")
+"""Names of the files, without ``.json``."""
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The schema of the file ``name``, one of :data:`RECORDS`; what it does not list is not written.
+
+    Raises:
+        KeyError: there is no such file.
+    """
+    kinds = _kinds(name)
+    _, parts = msgspec.json.schema_components(kinds, ref_template="#/definitions/{name}")
+    for kind in dict.fromkeys(found for one in kinds for found in _within(one, set())):
+        part = parts[kind.__name__]
+        part["additionalProperties"] = False
+        for field, meaning in _comments(kind).items():
+            part["properties"][field] = {"description": meaning, **part["properties"][field]}
+    return {**parts.pop(kinds[0].__name__), "definitions": parts}
+
+
+def _kinds(name: str) -> tuple[type, ...]:
+    """The type of the whole, and those of objects inside that no field's type names."""
+    if name == "extraction":
+        from mtp_extract.checkpoint.record_fields import Extraction, Geometry, Head
+
+        return Extraction, Geometry, Head
+    if name == "report":
+        from mtp_extract.validate.result import Validation
+
+        return (Validation,)
+    if name == "bench":
+        from mtp_extract.bench.fields import Bench
+
+        return (Bench,)
+    if name == "doctor":
+        from mtp_extract.doctor.fields import Doctor
+
+        return (Doctor,)
+    raise KeyError(name)
+
+
+def _within(kind: Any, seen: set[Any]) -> Iterator[type]:
+    """Every type with fields in ``kind``, itself included."""
+    if kind in seen:
+        return
+    seen.add(kind)
+    if hasattr(kind, "__struct_fields__") or is_dataclass(kind):
+        yield kind
+        for inner in get_type_hints(kind).values():
+            yield from _within(inner, seen)
+    for inner in get_args(kind):
+        yield from _within(inner, seen)
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """By field, as JSON calls it: the comment behind it, or the lines above."""
+    names = {name: name for name in get_type_hints(kind)}
+    if issubclass(kind, msgspec.Struct):
+        names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
+    said: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        above: list[str] = []
+        for line in inspect.getsource(base).splitlines() if base.__module__.startswith("mtp_extract") else ():
+            if comment := re.match(r" +#:? (.*)", line):
+                above.append(comment[1])
+                continue
+            if (field := re.match(r" +(\w+): .*?(?:  #:? (.*))?$", line)) and field[1] in names:
+                said[names[field[1]]] = field[2] or " ".join(above)
+            above = []
+    return {name: text for name, text in said.items() if text}
+
+
+if __name__ == "__main__":
+    print(json.dumps(schema(sys.argv[1]), indent=2, ensure_ascii=False))
