@@ -24,7 +24,7 @@ from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.tensor_file import read_header
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.weight import Weight, filled, of_array
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -57,8 +57,8 @@ from mtp_extract.proof.proof import prove as _prove
 from mtp_extract.proof.words import in_words
 
 Floats = npt.NDArray[np.float32]
-Read = Callable[[str], Iterable[Floats]]
-"""Role → its tensor as it would be written, in flat chunks."""
+Read = Callable[[str], Weight]
+"""Role → its tensor as it would be written."""
 
 
 def read_floats(weight: Weight) -> Floats:
@@ -82,7 +82,7 @@ def prove(
         drafter = opened.drafter()
         tensors = {role.name: filled(shape) for role, shape in shapes_of(drafter.config).items()}
         tensors |= checkpoint_of(drafter).tensors
-        return _prove(drafter.graph, drafter.walk, config(drafter.config), read(lambda role: tensors[role].chunks()))
+        return _prove(drafter.graph, drafter.walk, config(drafter.config), read(tensors.__getitem__))
 
 
 def model_of(data: bytes, budget: Budget | None = None) -> TfliteModel:

@@ -57,7 +57,7 @@ class Place:
         scales = stored.source.scale, stored.source.zero_point
         sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in scales)
         where = stored.source.location.file_offset
-        return self.columns, where, *sums, stored.factor, stored.transposed, stored.offset
+        return self.columns, where, *sums, stored.factor, stored.transposed
 
     def part_of(self, weight: Weight) -> Weight:
         """The columns of ``weight`` that it holds."""

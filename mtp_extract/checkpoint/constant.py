@@ -17,17 +17,15 @@ from mtp_extract.litertlm.tflite import TfliteModel
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant of a graph, less what the converter folded into it: stored = factor × (weight − offset).
+    """A constant of a graph, less what the converter folded into it: stored = factor × weight.
 
-    A ``transposed`` one is stored ``[in, out]``, and is in memory as a whole while it is turned. ``source`` may be some
-    rows of a constant that holds several weights.
+    A ``transposed`` one is stored ``[in, out]``, and is in memory as a whole while it is turned.
     """
 
     shape: tuple[int, ...]
     source: QuantizedTensor
     factor: float = 1.0
     transposed: bool = False
-    offset: float = 0.0
 
     @classmethod
     def of(cls, model: TfliteModel, found: FoundRole) -> Constant:
@@ -38,10 +36,7 @@ class Constant:
             FormatError: damaged quantization.
         """
         assert found.tensor is not None
-        source = QuantizedTensor.of(model, found.tensor)
-        if found.first is not None:
-            source = source.rows(found.first, found.shape[0])
-        return cls(found.shape, source, found.factor, found.transposed, found.offset)
+        return cls(found.shape, QuantizedTensor.of(model, found.tensor), found.factor, found.transposed)
 
     @property
     def folded(self) -> bool:
@@ -51,14 +46,15 @@ class Constant:
     @property
     def by_rows(self) -> bool:
         """Whether rows, or blocks of them, have scales of their own and lie in the order of the weight."""
-        return not (self.transposed or self.folded or self.offset) and self.source.storage.by_rows
+        return not (self.transposed or self.folded) and self.source.storage.by_rows
 
     @cached_property
     def weight(self) -> Weight:
         """The weight that it holds; :attr:`~mtp_extract.checkpoint.weight.Weight.source` is this constant."""
         source, location = self.source, self.source.location
-        turned_blocks = self.transposed and source.kind == "blockwise"
-        scheme = None if turned_blocks or self.offset else source.packing
+        scheme, turned_blocks = source.packing, self.transposed and source.storage.kind == "blockwise"
+        # No format holds codes of 16 bits.
+        scheme = None if scheme is None or scheme.bits > 8 or turned_blocks else scheme
         return Weight(
             self.shape,
             self._floats,
@@ -70,12 +66,6 @@ class Constant:
             whole=self.transposed or self.folded,
         )
 
-    def unfolded(self, stored: Floats) -> Floats:
-        """The numbers of the weight that the graph makes of ``stored`` ones."""
-        values = divided(stored, self.factor)
-        # A sum in float32, as the graph has it.
-        return values + np.float32(self.offset) if self.offset else values
-
     def _floats(self, first: int, last: int) -> Floats:
         rows, columns = rows_of(self.shape)
         if self.folded:
@@ -84,8 +74,8 @@ class Constant:
             values = np.ascontiguousarray(self.source.floats().reshape(columns, rows).T)
         else:
             stored = self.source.floats(first * columns, last * columns)
-            return self.unfolded(stored).reshape(last - first, columns)
-        return self.unfolded(values[first:last])
+            return divided(stored, self.factor).reshape(last - first, columns)
+        return divided(values[first:last], self.factor)
 
     def _codes(self, first: int, last: int) -> Integers:
         rows, columns = rows_of(self.shape)

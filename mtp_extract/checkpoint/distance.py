@@ -102,7 +102,7 @@ def measure_distance(stored: Weight, new: Weight, pool: Executor | None = None) 
         pool: its threads share the rows of large matrices. The result is the same without.
     """
     constant = constant_of(stored)
-    coded = constant if constant is not None and constant.source.packing is not None and not constant.offset else None
+    coded = constant if constant is not None and stored.scheme is not None else None
     if coded is not None and coded.by_rows:
         return measure_columns([(coded, new)], pool)[0]
     found = _as_floats(stored, new, _dtype_of(new), coded is not None)

@@ -107,7 +107,7 @@ def of_bundle(drafter: Shard, original: Checkpoint, section_sha256: str | None) 
             "stored": dict(sorted(stored.items())),
             "names_confirmed": len(set(drafter.names.confirmed)),
             "set_aside": len(drafter.walk.aside),
-            "static": sum(q is not None and q.scale_count == 1 for q in caches)
+            "static": sum(q is not None and q.scales.count == 1 for q in caches)
             + sum(pair != (None, None) for pair in original.activations.values()),
         },
         "shared": [roles for roles in alike.values() if len(roles) > 1],

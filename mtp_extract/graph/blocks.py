@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import Value
@@ -86,22 +84,15 @@ class Blocks:
         Returns:
             what it reads.
         """
-        product, first = expr, None
-        if expr.kind == "part":
-            product, ids = expr.parts[0], expr.chosen
-            first = int(ids[0])
-            if not np.array_equal(ids, first + np.arange(ids.size)):
-                raise RoleError(f"{role}: its rows are in another order.")
-        if product.kind != "matrix":
-            raise RoleError(f"{role}: expected a product with a matrix, found {self.shown(product)}.")
-        weight, transposed = product.parts[:2]
-        read: Expr = product.parts[2]
-        node = self.reading.products[product]
-        if weight.tensor.type not in NUMBER_TYPES or (transposed and first is not None):
+        if expr.kind != "matrix":
+            raise RoleError(f"{role}: expected a product with a matrix, found {self.shown(expr)}.")
+        weight, transposed = expr.parts[:2]
+        read: Expr = expr.parts[2]
+        node = self.reading.products[expr]
+        if weight.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
         columns = self._columns(weight, transposed)
         tokens = read.size // columns
-        rows = "" if first is None else f"rows {first} to {first + expr.size} of the "
         stored = (self.scale_of(read) if meant is None else meant) / factor
         if not 1 / LARGEST < abs(stored) < LARGEST:
             raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
@@ -111,13 +102,12 @@ class Blocks:
                 weight.tensor,
                 (expr.size // tokens, columns),
                 1.0 if abs(stored - 1) < self.folded else stored,
-                f"{rows}weight of {node.op.label}",
+                f"weight of {node.op.label}",
                 (),
                 activation_of(node.operand(0)),
                 activation_of(node.outputs[0]),
                 result=self.reading.first[expr][0],
                 transposed=transposed,
-                first=first,
             )
         )
         return read
@@ -171,17 +161,15 @@ class Blocks:
         result, own, number = self.result_of(expr)
         if number is None and not close(abs(own), found.factor):
             raise UnsupportedError(f"{role}: it is {own / found.factor:g} times a norm.")
-        tensor, offset = None if number is None else number.tensor, 0.0
+        tensor = None if number is None else number.tensor
         if found.weight is not None:
             weight = found.weight.parts[0] if found.weight.kind == "tiled" else found.weight
-            if weight.kind == "sum":
-                offset, weight = 1.0, next(e for e in weight.terms if e.kind == "weight")
             tensor = weight.parts[0].tensor
             if tensor.elements != found.width or tensor.shape[-1] != found.width:
                 raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {found.width}.")
         why = "its weight was 1 and was folded away" if tensor is None else "weight of an RMSNorm"
         names = tuple(t.name for t in result.tensors)
-        self.roles.append(FoundRole(role, tensor, (found.width,), 1.0, why, names, result=result, offset=offset))
+        self.roles.append(FoundRole(role, tensor, (found.width,), 1.0, why, names, result=result))
         return found.of, math.copysign(found.factor, 1.0 if number is not None else own)
 
     def require_normed(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
@@ -322,7 +310,5 @@ class Blocks:
 
 
 def _is_weight(expr: Expr) -> bool:
-    """A stored vector, or one that 1 is added to; the same for every group."""
-    inner = expr.parts[0] if expr.kind == "tiled" else expr
-    kinds = sorted((e.kind, factor) for e, factor in inner.terms.items())
-    return inner.kind == "weight" or (inner.kind == "sum" and kinds == [("product", 1.0), ("weight", 1.0)])
+    """A stored vector, the same for every group."""
+    return (expr.parts[0] if expr.kind == "tiled" else expr).kind == "weight"

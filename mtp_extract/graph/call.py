@@ -43,10 +43,10 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
         UnsupportedError: more than one scale or zero point.
     """
     quantization = tensor.quantization
-    if tensor.type not in _GRIDS or quantization is None or not quantization.scale_count:
+    if tensor.type not in _GRIDS or quantization is None or not quantization.scales.count:
         return None
-    if quantization.scale_count != 1 or quantization.zero_point_count > 1:
-        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scale_count} scales.")
+    if quantization.scales.count != 1 or quantization.zero_points.count > 1:
+        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scales.count} scales.")
     return float(quantization.scale[0]), int(quantization.zero_point[0]) if quantization.zero_point.size else 0
 
 

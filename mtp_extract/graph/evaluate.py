@@ -177,7 +177,7 @@ def _constant(graph: FlatGraph, tensor: Tensor) -> Array:
     if tensor.type in FLOAT_TYPES:
         # As they are: a masked score may be −∞, and a table that divides holds ∞.
         return widened(graph.model.locate(tensor).read(), tensor.type).reshape(tensor.shape)
-    if quantization is not None and (quantization.scale_count or quantization.blockwise):
+    if quantization is not None and (quantization.scales.count or quantization.blockwise):
         return read_floats(graph.model, tensor)
     if kind is None:
         raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")

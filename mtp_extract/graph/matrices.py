@@ -12,7 +12,7 @@ from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
-MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
+MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL"})
 LARGEST = 1e6
 """No number of a drafter is this many times larger or smaller than one of ordinary size."""
 
@@ -79,7 +79,7 @@ def _check(graph: FlatGraph, node: Node, matrix: Matrix) -> None:
         UnreadableError: it does not, or its numbers are none of a drafter.
     """
     tensor = matrix.value.tensor
-    if tensor.quantization is not None and tensor.quantization.scale_count and tensor.type not in FLOAT_TYPES:
+    if tensor.quantization is not None and tensor.quantization.scales.count and tensor.type not in FLOAT_TYPES:
         scales = np.abs(tensor.quantization.scale)
         if not (np.isfinite(scales).all() and scales.max() < LARGEST):
             raise UnreadableError("multiplies by numbers that no drafter has")
@@ -103,12 +103,12 @@ def _check_codes(source: QuantizedTensor, node: Node, matrix: Matrix) -> None:
     if not untouched:
         raise UnreadableError(f"reads {source.tensor.label} transposed, as codes")
     rank = len(source.tensor.shape)
-    outputs = rank - 1 if matrix.transposed else 0 if node.kind == "CONV_2D" else rank - 2
-    if source.kind == "per_channel" and source.axis != outputs:
+    outputs, storage = rank - 1 if matrix.transposed else rank - 2, source.storage
+    if storage.kind == "per_channel" and storage.axis != outputs:
         raise UnreadableError(
-            f"reads {source.tensor.label}, whose scales run along axis {source.axis}: LiteRT takes them for outputs"
+            f"reads {source.tensor.label}, whose scales run along axis {storage.axis}: LiteRT takes them for outputs"
         )
-    if not source.symmetric:
+    if not storage.symmetric:
         raise UnreadableError(f"reads {source.tensor.label}, whose zero points are not 0: LiteRT ignores them")
 
 
@@ -132,22 +132,11 @@ def product_of(graph: FlatGraph, node: Node, matrix: Matrix, read: tuple[int, ..
         raise UnreadableError("has a bias, which a drafter's checkpoint has no place for")
     if node.kind == "BATCH_MATMUL" and _option(node, 0):
         raise UnreadableError("multiplies what it transposes")
-    if node.kind == "CONV_2D":
-        _check_filter(node)
     keeps = node.kind != "FULLY_CONNECTED" or bool(options and options.scalar(2, "?", False))
     count, odd = divmod(int(np.prod(read)), columns)
     if odd or (keeps and read[-1:] != (columns,)):
         raise UnreadableError(f"multiplies {list(read)} numbers by a matrix of {columns} columns")
     return (*read[:-1], rows) if keeps else (count, rows)
-
-
-def _check_filter(node: Node) -> None:
-    """A convolution is a product with a matrix if its filter is ``[out, 1, 1, in]`` and is moved by 1."""
-    shape, options = node.operand(1).tensor.shape, node.op.options
-    steps = [options.integer(slot, "i") for slot in (1, 2)] if options is not None else [0, 0]
-    dilation = [options.scalar(slot, "i", 1) for slot in (4, 5)] if options is not None else [1, 1]
-    if len(shape) != 4 or [*shape[1:3], *steps, *dilation] != [1] * 6:
-        raise UnreadableError(f"has a filter of {list(shape)}; only a convolution of 1 by 1 is a product with a matrix")
 
 
 def _option(node: Node, slot: int) -> bool:

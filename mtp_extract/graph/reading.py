@@ -185,9 +185,6 @@ class Reading:
             self.first.setdefault(term.expr, (value, term.factor))
             if term.numbers:
                 self.scaled.setdefault(term.expr, []).append((term, value))
-        elif term.expr.kind == "matrix":
-            part = self.expressions.part(term.expr, term.ids.reshape(-1))
-            self.first.setdefault(part, (value, term.factor))
         return term
 
     def _check_queries(self) -> None:

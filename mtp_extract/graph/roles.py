@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -32,15 +31,13 @@ class FoundRole:
     role: str  # "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``
     tensor: Tensor | None  # the constant; None for a norm's weight of ones that the converter folded away
     shape: tuple[int, ...]  # ``[out, in]`` of a matrix, ``[size]`` of a vector
-    factor: float  # stored = factor × (weight − offset); 1 unless something is folded into the weight
+    factor: float  # stored = factor × weight; 1 unless something is folded into the weight
     why: str  # the evidence, in words
     known_as: tuple[str, ...]  # names of the tensors that carry the result, for the cross-check of names
     input: Activation | None = None  # static quantization of the op's activations; None where they are float
     output: Activation | None = None
     result: Value | None = field(default=None, repr=False, compare=False)  # the value of the graph it computes
     transposed: bool = False  # whether the constant is stored ``[in, out]``
-    offset: float = 0.0  # what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1
-    first: int | None = None  # the row of the constant where the role's rows begin; None where it has all of them
 
     @property
     def key(self) -> tuple[int, int] | None:
@@ -71,14 +68,12 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
     """Every constant of ``graph`` that plays none of ``roles``.
 
     Raises:
-        RoleError: numbers are stored that no operator reads, or read that nothing computes: an operator was lost. Or
-            two roles have rows of one constant in common.
+        RoleError: numbers are stored that no operator reads, or read that nothing computes: an operator was lost.
     """
     for node in graph.nodes:
         for value in node.inputs:
             if value is not None and value.unproduced:
                 raise RoleError(f"{node.op.label} reads {value.label}, which nothing computes: an op was lost.")
-    _check_rows(roles)
     used = {role.key for role in roles}
     found = [
         SetAside(value.tensor, value.consumers[0][0].op.label if value.consumers else "none", _reason(value))
@@ -87,16 +82,6 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
     ]
     found.extend(_unread(graph, roles))
     return tuple(sorted(found, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
-
-
-def _check_rows(roles: Collection[FoundRole]) -> None:
-    """Check that no row of a constant belongs to two roles that have parts of it."""
-    parts = sorted(
-        (role.key, role.first, role.shape[0], role.role) for role in roles if role.key and role.first is not None
-    )
-    for (key, first, count, name), (other, begin, _, second) in pairwise(parts):
-        if key == other and begin < first + count:
-            raise RoleError(f"{name} and {second} have rows of one constant in common.")
 
 
 def _reason(constant: Value) -> str:

@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import stored_of
-from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
+from mtp_extract.checkpoint.weight import Weight, divided, filled, row_ranges
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.io.threads import Turns, cores, in_turn
 from mtp_extract.litertlm.storage import (
@@ -253,7 +253,7 @@ def _unfolded(role: str, target: Storage, new: Weight) -> tuple[Storage, Weight]
 
 @dataclass(frozen=True)
 class _AsStored:
-    """A weight as ``constant`` is to hold it: ``factor · (weight − offset)``, transposed where it is ``[in, out]``."""
+    """A weight as ``constant`` is to hold it: ``factor · weight``, transposed where it is ``[in, out]``."""
 
     role: str
     weight: Weight
@@ -277,14 +277,14 @@ class _AsStored:
         Raises:
             CheckpointError: one is not finite.
         """
-        factor, offset = self.constant.factor, self.constant.offset
+        factor = self.constant.factor
         values = self.ordered(self.weight.floats(*rows))
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
-        if factor == 1.0 and not offset:
+        if factor == 1.0:
             return values
         with np.errstate(over="ignore"):
-            return ((values.astype(np.float64) - offset) * factor).astype(np.float32)
+            return (values.astype(np.float64) * factor).astype(np.float32)
 
 
 def _floats(weight: _AsStored) -> Turns[tuple[float, Content]]:
@@ -295,7 +295,7 @@ def _floats(weight: _AsStored) -> Turns[tuple[float, Content]]:
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
     for rows in weight.ranges():
-        held = weight.constant.unfolded(widened(stored(rows), type_))
+        held = divided(widened(stored(rows), type_), weight.constant.factor)
         sums.add(held, weight.ordered(weight.weight.floats(*rows)))
         yield
     return sums.error, Content(np.empty(0, np.float32), np.empty(0, np.int64), lambda: map(stored, weight.ranges()))
@@ -304,7 +304,7 @@ def _floats(weight: _AsStored) -> Turns[tuple[float, Content]]:
 def _requantized(weight: _AsStored) -> Turns[tuple[float, Content]]:
     tensor, target, sums = weight.constant.source.tensor, weight.target, _Squares()
     if not target.symmetric and tensor.quantization is not None:
-        held = tensor.quantization.zero_point_count
+        held = tensor.quantization.zero_points.count
         if held != target.groups:
             raise UnsupportedError(
                 f"{weight.role}: {tensor.label} has {target.groups} scales and {held} zero points, so new ones have no "
@@ -335,7 +335,7 @@ def _requantized(weight: _AsStored) -> Turns[tuple[float, Content]]:
 def _codes(weight: _AsStored, dtype: str) -> Turns[Content | None]:
     """The codes of ``weight``, where it has some that say, as they are stored, what its floats say; else None."""
     target, constant, steps = weight.target, weight.constant, weight.weight.steps
-    if target.packing is None or steps is None or constant.offset:
+    if target.packing is None or steps is None:
         return None
     size = _by_group(steps.size, steps.block, target, constant.transposed)
     zero_point = _by_group(steps.zero_point, steps.block, target, constant.transposed)
@@ -357,7 +357,7 @@ def _codes(weight: _AsStored, dtype: str) -> Turns[Content | None]:
         held = codes.astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             target.scale_codes(held, scale, zero_point, rows[0] * weight.weight.columns)
-            if not _alike(constant.unfolded(held), weight.ordered(weight.weight.floats(*rows)), dtype):
+            if not _alike(divided(held, constant.factor), weight.ordered(weight.weight.floats(*rows)), dtype):
                 return None
         yield
 

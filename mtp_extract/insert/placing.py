@@ -32,7 +32,7 @@ Change = tuple[NewTensor, str]
 
 @dataclass(frozen=True)
 class Site:
-    """A constant of a graph, or some of its rows, that plays a role, and what becomes of it."""
+    """A constant of a graph that plays a role, and what becomes of it."""
 
     model: TfliteModel
     found: FoundRole
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class _Stored:
-    """One stored tensor, or some of its rows, and what becomes of the roles that it plays."""
+    """One stored tensor, and what becomes of the roles that it plays."""
 
     tensor: Tensor
     decisions: tuple[Decision, ...]
@@ -76,25 +76,22 @@ def new_tensors(model: TfliteModel, sites: Iterable[Site]) -> list[Change]:
         UnsupportedError: what is to change cannot be given a tensor of its own; the message names the roles.
     """
     owners = _owners(model)
-    found: dict[tuple[Key, int | None], list[Site]] = defaultdict(list)
+    found: dict[Key, list[Site]] = defaultdict(list)
     for site in sites:
-        found[(site.tensor.subgraph, site.tensor.index), site.found.first].append(site)
+        found[site.tensor.subgraph, site.tensor.index].append(site)
     # Signatures may run one graph, and have one decision.
     stored = {
-        place: _Stored(group[0].tensor, tuple({id(site.decision): site.decision for site in group}.values()))
-        for place, group in found.items()
+        key: _Stored(group[0].tensor, tuple({id(site.decision): site.decision for site in group}.values()))
+        for key, group in found.items()
     }
-    whole = {key: entry for (key, first), entry in stored.items() if first is None}
     split, longer, unshared = list[Change](), list[Change](), list[Change]()
-    for (_, first), entry in stored.items():
+    for entry in stored.values():
         decision = entry.decisions[0]
-        if first is not None:
-            _check_part(model, entry, owners)
-        elif not entry.agreed:
+        if not entry.agreed:
             split += _split(model, entry)
         elif decision.storage.shape != entry.tensor.shape:
             longer.append((NewTensor(*entry.key, decision.storage), _why_longer(model, entry)))
-        elif decision.how != KEPT and (why := _why_unshared(model, entry, whole, owners)):
+        elif decision.how != KEPT and (why := _why_unshared(model, entry, stored, owners)):
             unshared.append((NewTensor(*entry.key, decision.storage), why))
     return [*split, *longer, *unshared]
 
@@ -129,33 +126,11 @@ def _spans(model: TfliteModel, tensor: Tensor) -> Iterator[Span]:
     quantization, begin = tensor.quantization, model.region.begin
     if span is not None and quantization is not None:
         for at, size in (
-            (quantization.scales.start, 4 * quantization.scale_count),
-            (quantization.zero_points.start, 8 * quantization.zero_point_count),
+            (quantization.scales.start, 4 * quantization.scales.count),
+            (quantization.zero_points.start, 8 * quantization.zero_points.count),
         ):
             if size:
                 yield begin + at, begin + at + size
-
-
-def _check_part(model: TfliteModel, entry: _Stored, owners: Mapping[Span, list[Key]]) -> None:
-    """Check that rows of a tensor can be written over, without the rows of other weights in it.
-
-    Raises:
-        UnsupportedError: they are to change, and cannot.
-    """
-    tensor, storage, quantization = entry.tensor, entry.decisions[0].storage, entry.tensor.quantization
-    why = None
-    if all(decision.how == KEPT for decision in entry.decisions):
-        return
-    if not entry.agreed or any(len(owners[span]) > 1 for span in _spans(model, tensor)):
-        why = "its bytes are another tensor's, too"
-    elif storage.kind not in ("none", "per_channel"):
-        why = "they share scales"
-    elif quantization is not None and storage.kind != "none" and quantization.zero_point_count == 1:
-        why = "they share a zero point"
-    if why is not None:
-        raise UnsupportedError(
-            f"{entry.roles}: {tensor.label} holds it beside other weights, and {why}. Keep the weight."
-        )
 
 
 def _split(model: TfliteModel, entry: _Stored) -> Iterator[Change]:
@@ -234,28 +209,25 @@ def _digest(piece: Piece) -> str:
 
 
 def _site_pieces(site: Site) -> Iterator[Piece]:
-    """What to write over the data, scales and zero points of the constant, or of the rows of it that are the role's.
+    """What to write over the data, scales and zero points of the constant.
 
     Raises:
         UnsupportedError: there is no place for the new zero points.
     """
     model, tensor, quantization = site.model, site.tensor, site.tensor.quantization
     content, storage = site.decision.content, site.decision.storage
-    row = site.found.first or 0
     location = model.locate(tensor)
-    if site.found.first is not None:
-        location = QuantizedTensor.of(model, tensor).rows(row, storage.shape[0]).location
     yield Piece(location.file_offset, location.length, produce=content.produce, beside=beside(site.decision.new))
     if not content.scale.size or quantization is None:
         return
     if storage.kind == "blockwise":
         yield _block_scales(site)
         return
-    begin, held = model.region.begin, quantization.zero_point_count
-    yield _vector(begin + quantization.scales.start + 4 * row, content.scale.astype("<f4", copy=False))
+    begin, held = model.region.begin, quantization.zero_points.count
+    yield _vector(begin + quantization.scales.start, content.scale.astype("<f4", copy=False))
     zero_point = content.zero_point[:1] if held == 1 else content.zero_point
     if held:
-        yield _vector(begin + quantization.zero_points.start + 8 * row, zero_point.astype("<i8", copy=False))
+        yield _vector(begin + quantization.zero_points.start, zero_point.astype("<i8", copy=False))
     if content.zero_point.any() and (not held or (held == 1 and np.ptp(content.zero_point))):
         raise UnsupportedError(f"{site.decision.role}: {tensor.label} has no place for its new zero points.")
 

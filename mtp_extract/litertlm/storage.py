@@ -7,17 +7,16 @@ need not begin on a byte. Any range of elements that begins on one can be read a
 that what is worked on stays in a core's own cache.
 
 The rule from numbers to codes is ai-edge-quantizer's (0.10.0, min/max), the one that Google's files were made by:
-``scale = max|w| / qmax``, codes rounded to the nearest, ties to even; 8-bit symmetric codes leave out the lowest
-(−127…127), fewer bits use all; where zero points are stored, ``scale = (max − min) / (2^bits − 1)`` over a range that
-holds 0; scales of blocks are rounded to bfloat16 and stored as FP16.
+``scale = max|w| / qmax``, codes rounded to the nearest, ties to even; symmetric codes of whole bytes leave out
+the lowest (−127…127), fewer bits use all; where zero points are stored, ``scale = (max − min) / (2^bits − 1)`` over a
+range that holds 0; scales of blocks are rounded to bfloat16 and stored as FP16.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
-from mtp_extract.litertlm.tflite import ELEMENT_BITS, BufferLocation, Tensor, TensorType, TfliteModel
+from mtp_extract.litertlm.tflite import (
+    ELEMENT_BITS,
+    Blockwise,
+    BufferLocation,
+    Quantization,
+    Tensor,
+    TensorType,
+    TfliteModel,
+)
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.integer]
@@ -33,13 +40,12 @@ Integers = npt.NDArray[np.integer]
 CHUNK_ELEMENTS = 1 << 18
 """Elements at a time: 1 MiB of float32, which stays in a core's own cache."""
 
-LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
+LARGEST_SCALE = float(np.finfo(np.float32).max) / (1 << 18)
 """No code, less its zero point, times this leaves float32."""
 
 # A scale of zero would make every code one value.
 _SMALLEST_BOUND = 1e-9
 _SMALLEST_F16 = np.float32(np.finfo(np.float16).smallest_subnormal)
-_LARGEST_INT16 = (1 << 15) - 1
 
 # Spreads the codes of a byte over a little-endian integer that has a byte for each: shifts, and what to keep.
 _SPREAD = MappingProxyType({4: ((4, 0x0F0F),), 2: ((12, 0x000F000F), (6, 0x03030303))})
@@ -53,13 +59,9 @@ class Packing:
     signed: bool
 
     @property
-    def per_byte(self) -> int:
-        return 8 // self.bits
-
-    @property
-    def dtype(self) -> np.dtype[np.int8] | np.dtype[np.uint8]:
-        """Type that holds one unpacked code."""
-        return np.dtype(np.int8) if self.signed else np.dtype(np.uint8)
+    def dtype(self) -> np.dtype[np.integer[Any]]:
+        """Type that holds one unpacked code, little-endian."""
+        return np.dtype(f"<{'i' if self.signed else 'u'}{-(-self.bits // 8)}")
 
     @property
     def lowest(self) -> int:
@@ -70,7 +72,7 @@ class Packing:
         return self.lowest + (1 << self.bits) - 1
 
     def unpack(self, stored: bytes) -> Integers:
-        """All codes that ``stored`` holds, flat, int8 or uint8."""
+        """All codes that ``stored`` holds, flat, of :attr:`dtype`."""
         codes = unpack_bytes(np.frombuffer(stored, np.uint8), self.bits)
         if self.signed and self.bits < 8:
             codes ^= np.uint8(-self.lowest)
@@ -80,6 +82,7 @@ class Packing:
 
 CODE_TYPES = MappingProxyType(
     {
+        TensorType.INT16: Packing(16, True),
         TensorType.INT8: Packing(8, True),
         TensorType.UINT8: Packing(8, False),
         TensorType.INT4: Packing(4, True),
@@ -87,12 +90,12 @@ CODE_TYPES = MappingProxyType(
         TensorType.INT2: Packing(2, True),
     }
 )
-"""Element types that hold quantized codes."""
+"""Element types that hold quantized codes. INT16 is that of vectors where every operator is quantized."""
 
 FLOAT_TYPES = frozenset({TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16})
 """Element types that hold real numbers."""
 
-NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys() | {TensorType.INT16}
+NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys()
 """Element types that a weight may have."""
 
 
@@ -114,8 +117,8 @@ def pack_bytes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 
 
 def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """What :func:`pack_bytes` packed, from bytes whose last axis is contiguous; of 8 bits ``stored`` itself."""
-    if bits == 8:
+    """What :func:`pack_bytes` packed, from bytes whose last axis is contiguous; of whole bytes ``stored`` itself."""
+    if bits >= 8:
         return stored
     wide = stored.astype("<u2" if bits == 4 else "<u4")
     for shift, kept in _SPREAD[bits]:
@@ -127,7 +130,9 @@ def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uin
 
 def pack(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
     """Codes, flat, as stored; the last byte is filled up with zeros."""
-    codes = np.concatenate([codes, np.zeros(-codes.size % packing.per_byte, codes.dtype)])
+    if packing.bits >= 8:
+        return codes.astype(packing.dtype, copy=False).view(np.uint8)
+    codes = np.concatenate([codes, np.zeros(-codes.size % (8 // packing.bits), codes.dtype)])
     return pack_bytes(codes.view(np.uint8) & np.uint8((1 << packing.bits) - 1), packing.bits)
 
 
@@ -159,13 +164,13 @@ def narrowed(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
 
 
 def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
-    """Little-endian numbers of a type of :data:`FLOAT_TYPES`, or INT16, as float32, exactly; flat."""
+    """Little-endian numbers of a type of :data:`FLOAT_TYPES` as float32, exactly; flat."""
     if type_ is TensorType.FLOAT32:
         return np.frombuffer(stored, "<f4")
     if type_ is TensorType.BFLOAT16:
         # A bfloat16 is the upper half of a float32.
         return (np.frombuffer(stored, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(stored, "<f2" if type_ is TensorType.FLOAT16 else "<i2").astype(np.float32)
+    return np.frombuffer(stored, "<f2").astype(np.float32)
 
 
 def float_bytes(values: Floats, type_: TensorType, name: str) -> bytes:
@@ -191,7 +196,7 @@ class Storage:
     type: TensorType
     shape: tuple[int, ...]
     kind: str
-    """"none" (floats; INT16 too), "per_tensor", "per_channel" or "blockwise"."""
+    """"none" (floats), "per_tensor", "per_channel" or "blockwise"."""
     axis: int = 0
     """Of the channels, for per_channel."""
     block_size: int = 0
@@ -273,15 +278,13 @@ class Storage:
 
     def stored(self, codes: npt.NDArray[Any]) -> bytes:
         """Codes of any type, flat, as bytes; they begin on one."""
-        if self.packing is None:
-            return codes.astype("<i2").tobytes()
+        assert self.packing is not None
         return pack(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
 
     def _bounds(self) -> tuple[int, int]:
         """The least and the greatest code that a number becomes."""
-        if self.packing is None:
-            return -_LARGEST_INT16, _LARGEST_INT16
-        narrow = self.symmetric and self.packing.bits == 8
+        assert self.packing is not None
+        narrow = self.symmetric and self.packing.bits >= 8
         return self.packing.lowest + narrow, self.packing.highest
 
     def _scales(self, rows: npt.NDArray[Any], lowest: int, highest: int) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -306,8 +309,7 @@ class QuantizedTensor:
     """A constant with what is needed to read it. Nothing is read until asked for.
 
     Attributes:
-        kind, axis, block_size: as :class:`Storage` has them. INT16, the vectors of models
-            whose every operator is quantized, is of kind "none".
+        storage: how it lies in the file: as rows of elements that share a scale.
         scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16
             scales are widened.
         zero_point: int64, shaped like ``scale`` (zeros when none are stored); empty for floats.
@@ -315,9 +317,7 @@ class QuantizedTensor:
 
     tensor: Tensor
     location: BufferLocation
-    kind: str
-    axis: int
-    block_size: int
+    storage: Storage
     scale: Floats
     zero_point: npt.NDArray[np.int64]
 
@@ -331,14 +331,12 @@ class QuantizedTensor:
         """
         if tensor.sparse:
             raise UnsupportedError(f"{tensor.label} is stored sparse, which this release cannot read.")
-        location = model.locate(tensor)
-        if tensor.type in FLOAT_TYPES:
-            return cls(tensor, location, "none", 0, 0, np.empty(0, np.float32), np.empty(0, np.int64))
-        if tensor.type is TensorType.INT16 and tensor.quantization is not None:
-            return cls._wide(tensor, location)
-        if tensor.type not in CODE_TYPES:
+        location, type_, quantization = model.locate(tensor), TensorType(tensor.type_id), tensor.quantization
+        if type_ in FLOAT_TYPES:
+            plain = Storage(type_, tensor.shape, "none")
+            return cls(tensor, location, plain, np.empty(0, np.float32), np.empty(0, np.int64))
+        if type_ not in CODE_TYPES:
             raise UnsupportedError(f"{tensor.label}: weights of type {tensor.type_name} are not supported.")
-        quantization = tensor.quantization
         if quantization is None:
             raise FormatError(f"{tensor.label} holds integers and no scale to read them with.")
         if quantization.details not in ("none", "blockwise"):
@@ -346,109 +344,24 @@ class QuantizedTensor:
                 f"{tensor.label} has {quantization.details} quantization, which this release cannot read."
             )
         if quantization.blockwise is not None:
-            return cls._blockwise(model, tensor, location)
-        # Counted before they are read: a vector may claim the rest of the file.
-        scales, axis = quantization.scale_count, quantization.axis
-        if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
-            raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
-        if quantization.zero_point_count not in (0, 1, scales):
-            raise FormatError(f"{tensor.label} has {scales} scales and {quantization.zero_point_count} zero points.")
-        scale, zero_point = quantization.scale, quantization.zero_point
-        kind = "per_tensor" if scale.size == 1 else "per_channel"
-        return cls(tensor, location, kind, axis if scale.size > 1 else 0, 0, scale, zero_point)._checked()
-
-    @classmethod
-    def _wide(cls, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
-        assert tensor.quantization is not None
-        if tensor.quantization.scale_count != 1 or tensor.quantization.zero_point.any():
-            raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
-        scale = tensor.quantization.scale
-        if not 0 <= scale[0] < LARGEST_SCALE / (1 << 15):
-            raise FormatError(f"{tensor.label} has a scale of {scale[0]:g}: the file is damaged.")
-        return cls(tensor, location, "none", 0, 0, scale, np.zeros(1, np.int64))
-
-    @classmethod
-    def _blockwise(cls, model: TfliteModel, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
-        # The tensor's own scale vector, if any, is to be ignored: the details name the tensors that count.
-        assert tensor.quantization is not None and tensor.quantization.blockwise is not None
-        details = tensor.quantization.blockwise
-        tensors = model.subgraphs[tensor.subgraph].tensors
-        size = details.block_size
-        if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
-            raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
-        for index, fewest in ((details.scales, 0), (details.zero_points, -1)):
-            if not fewest <= index < len(tensors):
-                raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
-        blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
-        count, stored = math.prod(blocks), tensors[details.scales]
-        # Floats only: scales that had scales of their own could lead back here.
-        if stored.type not in FLOAT_TYPES or stored.elements != count:
-            raise FormatError(
-                f"{tensor.label} has {stored.label} for its block scales; expected floats {list(blocks)}."
-            )
-        scale = read_floats(model, stored)
-        zero_point = np.empty(0, np.int64)
-        if details.zero_points >= 0:
-            stored = tensors[details.zero_points]
-            if stored.elements not in (1, count):
-                raise FormatError(f"{tensor.label} has {count} block scales and {stored.elements} zero points.")
-            zero_point = _plain_integers(model, stored)
-        return cls(tensor, location, "blockwise", 0, size, scale.reshape(blocks), zero_point)._checked()
-
-    def _checked(self) -> QuantizedTensor:
-        """The same with a zero point for each scale."""
-        label, scale, zero_point = self.tensor.label, self.scale, self.zero_point
-        if not (np.isfinite(scale).all() and (scale >= 0).all()):
-            raise FormatError(f"{label} has scales that are negative or not finite: the file is damaged.")
-        if scale.size and scale.max() > LARGEST_SCALE:
-            raise FormatError(f"{label} has a scale of {scale.max():g}: the file is damaged.")
-        assert self.packing is not None
-        low, high = self.packing.lowest, self.packing.highest
-        if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
-            raise FormatError(f"{label} has zero points outside the range of its codes, {low}…{high}.")
-        if zero_point.size != scale.size:
-            zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
-        return replace(self, zero_point=zero_point.reshape(scale.shape))
-
-    def rows(self, first: int, count: int) -> QuantizedTensor:
-        """Rows ``[first, first + count)`` of the first axis, as a constant of their own.
-
-        Raises:
-            UnsupportedError: they do not lie on whole bytes, or their scales run along another axis.
-        """
-        size, bits = self.tensor.elements // self.tensor.shape[0], ELEMENT_BITS[TensorType(self.tensor.type_id)]
-        begin, length = first * size * bits, count * size * bits
-        if begin % 8 or length % 8 or (self.kind == "per_channel" and self.axis):
-            raise UnsupportedError(
-                f"{self.tensor.label} holds several weights, which do not lie on bytes, or have scales, of their own."
-            )
-        parts = slice(first, first + count) if self.kind in ("per_channel", "blockwise") else slice(None)
-        return replace(
-            self,
-            tensor=replace(self.tensor, shape=(count, *self.tensor.shape[1:])),
-            location=replace(self.location, offset=self.location.offset + begin // 8, length=length // 8),
-            scale=self.scale[parts],
-            zero_point=self.zero_point[parts],
+            scale, zero_point = _block_scales(model, tensor, quantization.blockwise)
+            kind, axis, size = "blockwise", 0, quantization.blockwise.block_size
+        else:
+            scale, zero_point = _channel_scales(tensor, quantization)
+            kind, size = "per_tensor" if scale.size == 1 else "per_channel", 0
+            axis = quantization.axis if scale.size > 1 else 0
+        zero_point = _checked(tensor, CODE_TYPES[type_], scale, zero_point)
+        return cls(
+            tensor, location, Storage(type_, tensor.shape, kind, axis, size, not zero_point.any()), scale, zero_point
         )
 
     @property
     def packing(self) -> Packing | None:
         """How the codes are packed; None for floats."""
-        return CODE_TYPES.get(self.tensor.type) if self.tensor.type is not None else None
-
-    @cached_property
-    def symmetric(self) -> bool:
-        """Whether every zero point is 0."""
-        return not self.zero_point.any()
-
-    @cached_property
-    def storage(self) -> Storage:
-        """How it lies in the file: as rows of elements that share a scale."""
-        type_ = TensorType(self.tensor.type_id)
-        return Storage(type_, self.tensor.shape, self.kind, self.axis, self.block_size, self.symmetric)
+        return self.storage.packing
 
     def codes(self, begin: int = 0, end: int | None = None) -> Integers:
-        """The codes of elements ``[begin, end)``, flat, int8 or uint8; zero points are not subtracted.
+        """The codes of elements ``[begin, end)``, flat, as stored; zero points are not subtracted.
 
         Args:
             begin: of an element that begins on a byte, such as a multiple of 8.
@@ -486,10 +399,8 @@ class QuantizedTensor:
             np.copyto(values, self.codes(begin, begin + values.size))
             self.storage.scale_codes(values, self.scale.reshape(-1), self.zero_point.reshape(-1), begin)
             return
-        np.copyto(values, widened(self._bytes(begin, begin + values.size), self.storage.type))
         # By the type, never by the scales: floats may carry some that mean nothing.
-        if self.storage.type is TensorType.INT16:
-            values *= self.scale[0]
+        np.copyto(values, widened(self._bytes(begin, begin + values.size), self.storage.type))
         if not np.isfinite(values).all():
             raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
 
@@ -498,14 +409,64 @@ class QuantizedTensor:
         return self.location.read(begin * bits // 8, -(-end * bits // 8) - begin * bits // 8)
 
 
+def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Scales and zero points, one of all or one a channel."""
+    # Counted before they are read: a vector may claim the rest of the file.
+    scales, zeros, axis = quantization.scales.count, quantization.zero_points.count, quantization.axis
+    if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
+        raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
+    if zeros not in (0, 1, scales):
+        raise FormatError(f"{tensor.label} has {scales} scales and {zeros} zero points.")
+    return quantization.scale, quantization.zero_point
+
+
+def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Scales and zero points of blocks, ``[…, blocks]``: in tensors that the details name, whatever else there is."""
+    size, tensors = details.block_size, model.subgraphs[tensor.subgraph].tensors
+    if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
+        raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
+    for index, fewest in ((details.scales, 0), (details.zero_points, -1)):
+        if not fewest <= index < len(tensors):
+            raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
+    blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
+    stored = tensors[details.scales]
+    # Floats only: scales that had scales of their own could lead back here.
+    if stored.type not in FLOAT_TYPES or stored.elements != math.prod(blocks):
+        raise FormatError(f"{tensor.label} has {stored.label} for its block scales; expected floats {list(blocks)}.")
+    scale = read_floats(model, stored).reshape(blocks)
+    if details.zero_points < 0:
+        return scale, np.empty(0, np.int64)
+    stored = tensors[details.zero_points]
+    if stored.elements not in (1, scale.size):
+        raise FormatError(f"{tensor.label} has {scale.size} block scales and {stored.elements} zero points.")
+    return scale, _plain_integers(model, stored)
+
+
+def _checked(
+    tensor: Tensor, packing: Packing, scale: Floats, zero_point: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The zero points, one for each scale."""
+    if not (np.isfinite(scale).all() and (scale >= 0).all()):
+        raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
+    if scale.size and scale.max() > LARGEST_SCALE:
+        raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
+    if packing.bits > 8 and (scale.size != 1 or zero_point.any()):
+        raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
+    low, high = packing.lowest, packing.highest
+    if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
+        raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {low}…{high}.")
+    if zero_point.size != scale.size:
+        zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
+    return zero_point.reshape(scale.shape)
+
+
 def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
-    if tensor.type in CODE_TYPES:
-        packing = CODE_TYPES[TensorType(tensor.type_id)]
-        return packing.unpack(model.locate(tensor).read())[: tensor.elements].astype(np.int64)
-    if tensor.type not in (TensorType.INT16, TensorType.INT32, TensorType.INT64):
+    stored, type_ = model.locate(tensor).read(), TensorType(tensor.type_id)
+    if type_ in CODE_TYPES:
+        return CODE_TYPES[type_].unpack(stored)[: tensor.elements].astype(np.int64)
+    if type_ not in (TensorType.INT32, TensorType.INT64):
         raise UnsupportedError(f"{tensor.label} should hold zero points, which are integers.")
-    width = ELEMENT_BITS[TensorType(tensor.type_id)] // 8
-    return np.frombuffer(model.locate(tensor).read(), f"<i{width}").astype(np.int64)
+    return np.frombuffer(stored, f"<i{ELEMENT_BITS[type_] // 8}").astype(np.int64)
 
 
 def read_floats(model: TfliteModel, tensor: Tensor) -> Floats:

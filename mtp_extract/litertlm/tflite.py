@@ -14,6 +14,7 @@ A constant's bytes lie in one of three places:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -58,16 +59,9 @@ class TensorType(IntEnum):
     FLOAT8_E5M2 = 22
 
 
-_TYPES_BY_BITS = {
-    2: "INT2",
-    4: "INT4 UINT4",
-    8: "INT8 UINT8 BOOL FLOAT8_E4M3FN FLOAT8_E5M2",
-    16: "INT16 UINT16 FLOAT16 BFLOAT16",
-    32: "INT32 UINT32 FLOAT32",
-    64: "INT64 UINT64 FLOAT64 COMPLEX64",
-    128: "COMPLEX128",
-}
-ELEMENT_BITS = MappingProxyType({TensorType[n]: bits for bits, names in _TYPES_BY_BITS.items() for n in names.split()})
+ELEMENT_BITS: MappingProxyType[TensorType, int] = MappingProxyType(
+    {TensorType.BOOL: 8} | {t: int(bits[0]) for t in TensorType if (bits := re.search("[0-9]+", t.name))}
+)
 """Bits an element takes in a buffer. Types under 8 bits are packed, first element in the low bits."""
 
 _LONGEST_LABEL = 90
@@ -124,24 +118,14 @@ class Quantization:
     scales: Vector = field(repr=False)
     zero_points: Vector = field(repr=False)
 
-    @property
-    def scale_count(self) -> int:
-        """Number of scales; 0 when there are none."""
-        return self.scales.count
-
-    @property
-    def zero_point_count(self) -> int:
-        """Number of zero points; 0 when there are none."""
-        return self.zero_points.count
-
     @cached_property
     def scale(self) -> npt.NDArray[np.float32]:
-        """Scales as stored, float32 ``[scale_count]``."""
+        """Scales as stored, float32 ``[scales.count]``."""
         return np.frombuffer(self.scales.bytes(), "<f4")
 
     @cached_property
     def zero_point(self) -> npt.NDArray[np.int64]:
-        """Zero points as stored, int64 ``[zero_point_count]``."""
+        """Zero points as stored, int64 ``[zero_points.count]``."""
         return np.frombuffer(self.zero_points.bytes(), "<i8")
 
 
@@ -256,16 +240,6 @@ class BufferLocation:
 
 
 @dataclass(frozen=True)
-class ExternalBuffer:
-    """Where a constant lies in the TFLiteWeights section, as the model lists it."""
-
-    group: str
-    offset: int
-    length: int
-    packing: str
-
-
-@dataclass(frozen=True)
 class TfliteModel:
     """One TFLite model. ``weights`` is the TFLiteWeights section that belongs to it, if there is one."""
 
@@ -275,7 +249,7 @@ class TfliteModel:
     subgraphs: tuple[Subgraph, ...]
     signatures: tuple[Signature, ...]
     _buffers: tuple[tuple[Vector, int, int], ...] = field(repr=False)
-    _external: MappingProxyType[int, ExternalBuffer] = field(repr=False)
+    _external: MappingProxyType[int, tuple[str, int, int, str]] = field(repr=False)
 
     def signature(self, key: str) -> Signature | None:
         """The signature called ``key``; None when there is none."""
@@ -348,22 +322,18 @@ class TfliteModel:
 
     def _external_range(self, tensor: Tensor) -> tuple[int, int]:
         """(offset, length) in the TFLiteWeights section."""
-        external = self._external.get(tensor.external_buffer)
-        if external is None:
+        if tensor.external_buffer not in self._external:
             raise FormatError(
                 f"{self.region.source.name}: {tensor.label} points to external buffer {tensor.external_buffer:#x}, "
                 "which the model does not list."
             )
-        if external.packing not in _PLAIN_PACKINGS:
+        group, offset, length, packing = self._external[tensor.external_buffer]
+        if packing not in _PLAIN_PACKINGS or group != _EXTERNAL_GROUP:
             raise UnsupportedError(
-                f"{tensor.label} is stored with packing {escape(external.packing)!r}, which this release cannot read."
+                f"{tensor.label} lies in external group {escape(group)!r} with packing {escape(packing)!r}; only "
+                f"{_EXTERNAL_GROUP!r}, the TFLiteWeights section of the bundle, without a packing can be read."
             )
-        if external.group != _EXTERNAL_GROUP:
-            raise UnsupportedError(
-                f"{tensor.label} lies in external group {escape(external.group)!r}; only {_EXTERNAL_GROUP!r}, the "
-                "TFLiteWeights section of the bundle, can be read."
-            )
-        return external.offset, external.length
+        return offset, length
 
 
 def read_model(region: Region, weights: Region | None = None, budget: Budget | None = None) -> TfliteModel:
@@ -387,12 +357,9 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
     external = {}
     for table in root.tables(9):
         group = table.integer(1, "I")
-        external[table.integer(0, "I")] = ExternalBuffer(
-            groups[group] if group < len(groups) else f"(group {group} of {len(groups)})",
-            table.integer(2, "Q"),
-            table.integer(3, "Q"),
-            table.string(4) or "",
-        )
+        name = groups[group] if group < len(groups) else f"(group {group} of {len(groups)})"
+        place = table.integer(2, "Q"), table.integer(3, "Q")
+        external[table.integer(0, "I")] = (name, *place, table.string(4) or "")
     return TfliteModel(
         region,
         weights,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from mtp_extract.errors import CheckpointError, SourceError, escape
 from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
-from mtp_extract.litertlm.storage import Floats
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, finish, record_of, staging
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
@@ -169,14 +167,9 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
         UnsupportedError: the graph holds an operator that is none of a drafter's.
     """
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return prove(drafter.graph, drafter.walk, checkpoint.mtp, _reading(checkpoint))
-
-
-def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
-    """Role → its numbers."""
     tensors = checkpoint.whole().tensors
-    return lambda role: tensors[role].chunks()
+    with np.errstate(over="ignore", invalid="ignore"):
+        return prove(drafter.graph, drafter.walk, checkpoint.mtp, tensors.__getitem__)
 
 
 def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:

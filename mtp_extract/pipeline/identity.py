@@ -29,7 +29,6 @@ from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError, escape, few
 from mtp_extract.formats import format_of
 from mtp_extract.formats.packed import static_scale
-from mtp_extract.litertlm.storage import Floats
 from mtp_extract.pipeline import chains
 from mtp_extract.pipeline.chains import Chain, how_derived
 from mtp_extract.pipeline.check import Check, Verification, verify, with_record
@@ -303,9 +302,9 @@ def _function(
     A tensor that was derived from the file's, to the bit, counts as the file's; any other as it is.
     """
 
-    def read(role: str) -> Iterator[Floats]:
+    def read(role: str) -> Weight:
         there: Weight = written.tensors[role]
-        return (original.tensors.get(role, there) if compared.derived.get(role) else there).chunks()
+        return original.tensors.get(role, there) if compared.derived.get(role) else there
 
     try:
         with np.errstate(all="ignore"):

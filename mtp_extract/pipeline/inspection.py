@@ -124,8 +124,6 @@ def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
                 "name": role.tensor.name if role.tensor else None,
                 "type": role.tensor.type_name if role.tensor else None,
                 "factor": role.factor,
-                "offset": role.offset,
-                "first_row": role.first,
                 "why": role.why,
                 **_stored(drafter, role),
                 "name_confirms": role.role in confirmed,
@@ -173,11 +171,13 @@ def _caches(drafter: Shard) -> dict[str, Any]:
     result = {}
     for name, tensor in drafter.walk.caches.items():
         quantization = tensor.quantization
-        static = quantization is not None and quantization.scale_count == 1
+        static = quantization is not None and quantization.scales.count == 1
         scale = float(quantization.scale[0]) if quantization is not None and static else None
         if scale is not None and not 0 <= scale < math.inf:
             raise FormatError(f"{tensor.label} has a scale of {scale}: the file is damaged.")
-        zero_points = quantization.zero_point if quantization is not None and quantization.zero_point_count == 1 else ()
+        zero_points = (
+            quantization.zero_point if quantization is not None and quantization.zero_points.count == 1 else ()
+        )
         result[name] = {
             "dtype": tensor.type_name,
             "shape": list(tensor.shape),
@@ -230,8 +230,8 @@ def _tensor(model: TfliteModel, graph: Subgraph, tensor: Tensor) -> dict[str, An
     if quantization is not None:
         blocks = quantization.blockwise
         described["quantization"] = {
-            "scales": quantization.scale_count,
-            "zero_points": quantization.zero_point_count,
+            "scales": quantization.scales.count,
+            "zero_points": quantization.zero_points.count,
             "axis": quantization.axis,
             "details": quantization.details,
             "block_size": blocks.block_size if blocks else None,

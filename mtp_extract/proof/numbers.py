@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.checkpoint.weight import Weight, row_ranges
 from mtp_extract.errors import CheckpointError, ProofError
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.matrices import LARGEST
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, FLOAT_TYPES, Floats, QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.tflite import TfliteModel
 
-Read = Callable[[str], Iterable[Floats]]
-"""Role → its tensor as written, in flat chunks of float32."""
+Read = Callable[[str], Weight]
+"""Role → its tensor as written."""
 
 _ROUNDING = 1e-6
 _CONFIG = 1e-5
-_NOTHING: Floats = np.empty(0, np.float32)
 
 
 def hold_config(walk: Walk, config: DrafterConfig) -> None:
@@ -50,7 +50,7 @@ def hold_config(walk: Walk, config: DrafterConfig) -> None:
 
 
 def hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
-    """Hold every tensor that is read against the constant that plays its role.
+    """Hold every tensor against the constant that plays its role, some rows at a time.
 
     Raises:
         ProofError: a number is another one, or none that a drafter has.
@@ -58,64 +58,37 @@ def hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Re
     """
     roles = {role.role: role for role in walk.roles}
     for wanted, shape in shapes_of(config).items():
-        role, size = roles.get(wanted.name), math.prod(shape)
-        stored = _numbers_of(model, role) if role is not None else iter((np.ones(size, np.float32),))
-        offset = np.float32(abs(role.offset) if role is not None else 0.0)
+        name, weight, role = wanted.name, read(wanted.name), roles.get(wanted.name)
+        if math.prod(weight.shape) != math.prod(shape):
+            raise CheckpointError(f"{name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
+        stored = _numbers_of(model, role)
         # Of integers the scales were held when they were read.
         integers = role is not None and role.tensor is not None and role.tensor.type not in FLOAT_TYPES
-        at = 0
-        for one, other in _side_by_side(wanted.name, stored, read(wanted.name)):
-            at += one.size
+        for first, last in row_ranges(weight):
+            at, other = first * weight.columns, weight.floats(first, last).reshape(-1)
+            one = stored(at, at + other.size)
             if (integers or float(np.abs(one).max()) < LARGEST) and np.array_equal(one, other):
                 continue
-            apart, sizes = np.abs(one - other), np.abs(one) + offset
-            wrong = ~((apart <= np.float32(_ROUNDING) * sizes) & (sizes < LARGEST))
+            wrong = ~((np.abs(one - other) <= np.float32(_ROUNDING) * np.abs(one)) & (np.abs(one) < LARGEST))
             if wrong.any():
-                first = int(wrong.argmax())
+                where = int(wrong.argmax())
                 raise ProofError(
-                    f"{wanted.name}: the graph and the checkpoint part here: number {at - one.size + first} is "
-                    f"{one[first]:.6g} in the graph and {other[first]:.6g} in the checkpoint. Nothing is written."
+                    f"{name}: the graph and the checkpoint part here: number {at + where} is {one[where]:.6g} in the "
+                    f"graph and {other[where]:.6g} in the checkpoint. Nothing is written."
                 )
-        if at != size:
-            raise CheckpointError(f"{wanted.name}: expected {size} numbers, found {at}.")
 
 
-def _numbers_of(model: TfliteModel, role: FoundRole) -> Iterator[Floats]:
-    """stored = factor × (weight − offset), solved for the weight."""
-    if role.tensor is None:
-        yield np.ones(math.prod(role.shape), np.float32)
-        return
-    source = QuantizedTensor.of(model, role.tensor)
-    if role.first is not None:
-        source = source.rows(role.first, role.shape[0])
-    size = math.prod(role.shape)
-    chunks: Iterable[Floats]
-    if role.transposed:
-        chunks = [np.ascontiguousarray(source.floats().reshape(role.shape[::-1]).T).reshape(-1)]
-    elif source.tensor.elements == 1:
-        chunks = [np.full(size, source.floats()[0])]
-    else:
-        chunks = (source.floats(at, min(at + CHUNK_ELEMENTS, size)) for at in range(0, size, CHUNK_ELEMENTS))
-    for chunk in chunks:
-        plain = role.factor == 1 and not role.offset
-        yield chunk if plain else chunk / np.float32(role.factor) + np.float32(role.offset)
+def _numbers_of(model: TfliteModel, role: FoundRole | None) -> Callable[[int, int], Floats]:
+    """Numbers ``[begin, end)`` of a weight, flat: stored = factor × weight, solved for it."""
+    if role is None or role.tensor is None:
+        return lambda begin, end: np.ones(end - begin, np.float32)
+    source, factor = QuantizedTensor.of(model, role.tensor), np.float32(role.factor)
+    read = source.floats
+    if role.transposed or role.tensor.elements == 1:
+        stored = source.floats().reshape(role.shape[::-1] if role.transposed else 1)
+        whole = np.ascontiguousarray(np.broadcast_to(stored, role.shape[::-1]).T).reshape(-1)
 
+        def read(begin: int = 0, end: int | None = None) -> Floats:
+            return whole[begin:end]
 
-def _side_by_side(name: str, one: Iterable[Floats], other: Iterable[Floats]) -> Iterator[tuple[Floats, Floats]]:
-    """Pieces of the same size of two streams of numbers.
-
-    Raises:
-        CheckpointError: one ends before the other.
-    """
-    streams, rest = [iter(one), iter(other)], [_NOTHING, _NOTHING]
-    while True:
-        for i in (0, 1):
-            if not rest[i].size:
-                rest[i] = np.asarray(next((c for c in streams[i] if np.size(c)), _NOTHING), np.float32).reshape(-1)
-        size = min(rest[0].size, rest[1].size)
-        if not size:
-            if rest[0].size != rest[1].size:
-                raise CheckpointError(f"{name}: it has {'fewer' if rest[0].size else 'more'} numbers than the graph's.")
-            return
-        yield rest[0][:size], rest[1][:size]
-        rest = [rest[0][size:], rest[1][size:]]
+    return read if role.factor == 1 else lambda begin, end: read(begin, end) / factor

@@ -92,7 +92,7 @@ def prove(
         graph: the drafter's operators.
         walk: what was read in them.
         config: as written.
-        read: role → the tensor as written (before it is rounded to the stored type), in flat chunks of float32.
+        read: role → the tensor as written, before it is rounded to the stored type.
 
     Raises:
         ProofError: they part; the message names the first role at which they do.
@@ -180,7 +180,7 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     """|q| ≤ √n · the largest weight of its norm; |k| likewise, or as the grid of its cache has it."""
     layer = walk.layers[index]
     role = next(role for role in walk.roles if role.role == f"layers.{index}.q_norm")
-    weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor) + role.offset).max())
+    weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     tensor = graph.inputs[layer.key].tensor
     grid, row, key = grid_of(tensor), math.sqrt(layer.head_dim), _KEY_SIZE
     if tensor.type is not None and layer.key in walk.cache_scales:

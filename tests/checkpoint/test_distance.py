@@ -73,9 +73,10 @@ def matrices() -> Iterator[dict[str, Constant]]:
                 if role.tensor is not None and len(role.shape) == 2:
                     constant = Constant.of(drafter.model, role)
                     if constant.by_rows:
-                        found.setdefault(f"{constant.source.storage.type.name} {constant.source.kind}", constant)
+                        storage = constant.source.storage
+                        found.setdefault(f"{storage.type.name} {storage.kind}", constant)
                         factor = Constant(constant.shape, constant.source, 1.5)
-                        found.setdefault(f"{constant.source.storage.type.name} with a factor", factor)
+                        found.setdefault(f"{storage.type.name} with a factor", factor)
         yield found
 
 
@@ -89,7 +90,7 @@ def test_one_pass_finds_what_number_by_number_finds(
     verdicts = set()
     for kind, constant in matrices.items():
         rows, columns = constant.shape
-        if name == "far" and constant.source.kind == "blockwise":
+        if name == "far" and constant.source.storage.kind == "blockwise":
             continue  # its scales are FP16, in which no such weight can be
         steps = constant.weight.steps
         assert steps is not None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor
+from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, Storage
 from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType
 
 
@@ -35,16 +35,17 @@ def stored(
     scales = np.asarray(scale, np.float32)
     zeros = np.zeros(scales.shape, np.int64) if zero_point is None else np.asarray(zero_point, np.int64)
     location = BufferLocation(region, 0, len(data), "inline")
-    return QuantizedTensor(tensor(type_, shape), location, kind, axis, block, scales, zeros)
+    layout = Storage(type_, shape, kind, axis, block, not zeros.any())
+    return QuantizedTensor(tensor(type_, shape), location, layout, scales, zeros)
 
 
 def decode(type_: TensorType, data: bytes, count: int) -> np.ndarray:
     """Slow, by hand: one code at a time, lowest bits first."""
     packing = CODE_TYPES[type_]
     codes = []
+    whole = int.from_bytes(data, "little")
     for index in range(count):
-        bit = index * packing.bits
-        code = (data[bit // 8] >> (bit % 8)) & ((1 << packing.bits) - 1)
+        code = (whole >> (index * packing.bits)) & ((1 << packing.bits) - 1)
         if packing.signed and code >= 1 << (packing.bits - 1):
             code -= 1 << packing.bits
         codes.append(code)
