@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
@@ -17,7 +17,7 @@ from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.names import NameCheck, check_names
 from mtp_extract.io.file_kinds import HEAD, kind_of
 from mtp_extract.io.opening import open_source
-from mtp_extract.io.source import LocalSource, Progress, Region, Source
+from mtp_extract.io.source import Progress, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
     TFLITE_MODEL,
@@ -25,7 +25,6 @@ from mtp_extract.litertlm.container import (
     Section,
     is_bundle,
     read_bundle,
-    scan_tflite,
 )
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
@@ -42,8 +41,8 @@ class Shard:
     """The drafter of a file: where it lies, and everything its graph says."""
 
     opened: Opened
-    section: Section | None  # None for a bare model or one found by scanning
-    found_by: str  # "model_type", "signature", "scan" or "bare model"
+    section: Section | None  # None for a bare model
+    found_by: str  # "model_type", "signature" or "bare model"
     model: TfliteModel
     signature: Signature
     graph: FlatGraph
@@ -139,12 +138,12 @@ class Opened(AbstractContextManager["Opened"]):
 
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel]:
-        """The drafter's section, how it was found (by the header, a signature, or all of the file), and its model."""
+        """The drafter's section, how it was found (by the header or a signature), and its model."""
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         typed = self.chosen() if self.bundle is not None else []
-        found = [] if typed else list(self._with_drafter((s, partial(self.model, s)) for s in self._models))
-        sections = typed or [section for section, _ in found if section]
+        found = [] if typed else list(self._with_drafter())
+        sections = typed or [section for section, _ in found]
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
             raise NoDrafterError(
@@ -155,22 +154,16 @@ class Opened(AbstractContextManager["Opened"]):
             return typed[0], "model_type", self.model(typed[0])
         if found:
             return sections[0], "signature", found[0][1]
-        if isinstance(self.source, LocalSource):
-            regions = scan_tflite(self.source)
-            for _, model in self._with_drafter((None, partial(read_model, region, None)) for region in regions):
-                return None, "scan", model
         raise NoDrafterError(self._no_drafter())
 
-    def _with_drafter(
-        self, models: Iterable[tuple[Section | None, Callable[[Budget], TfliteModel]]]
-    ) -> Iterator[tuple[Section | None, TfliteModel]]:
-        """Those of ``models`` that can be read and have a drafter's signature; what they cost in all is bounded."""
+    def _with_drafter(self) -> Iterator[tuple[Section, TfliteModel]]:
+        """The models that can be read and have a drafter's signature; what they cost in all is bounded."""
         budget = Budget(_SEARCH_BUDGET)
-        for section, read in models:
+        for section in self._models:
             try:
-                model = read(budget)
+                model = self.model(section, budget)
             except MtpExtractError:
-                # Four bytes that happen to read TFL3, or another model's damage. A missing drafter is reported.
+                # Another model's damage. A missing drafter is reported.
                 continue
             if self._candidates(model):
                 yield section, model

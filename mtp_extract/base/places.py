@@ -56,7 +56,7 @@ class Place:
         # Summed, since a vocabulary has a scale a row and a table a layer.
         scales = stored.source.scale, stored.source.zero_point
         sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in scales)
-        where = stored.source.location.file_offset
+        where = stored.source.location.begin
         return self.columns, where, *sums, stored.factor, stored.transposed
 
     def part_of(self, weight: Weight) -> Weight:

@@ -61,7 +61,7 @@ class Constant:
             scheme,
             self._codes if scheme is not None else None,
             self._steps if scheme is not None else lambda: None,
-            origin=(source.tensor.subgraph, source.tensor.index, location.offset, location.length),
+            origin=(source.tensor.subgraph, source.tensor.index, location.begin, location.size),
             source=self,
             whole=self.transposed or self.folded,
         )

@@ -30,10 +30,8 @@ CHECKPOINT = "checkpoint"
 _READ = 1 << 18
 
 
-def sha256_of_section(drafter: Shard) -> str | None:
-    """SHA-256 of the drafter's section; None for a model found by scanning, which has no end of its own."""
-    if drafter.found_by == "scan":
-        return None
+def sha256_of_section(drafter: Shard) -> str:
+    """SHA-256 of the drafter's section."""
     region, digest = drafter.model.region, hashlib.sha256()
     for at in range(0, region.size, _READ):
         digest.update(region.read(at, min(_READ, region.size - at)))

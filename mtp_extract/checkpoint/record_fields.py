@@ -66,13 +66,13 @@ class Source(Record):
 
 
 class Section(Record):
-    index: Count | None  #: in the header's list; null for a bare model and for one found by scanning
+    index: Count | None  #: in the header's list; null for a bare model
     model_type: str | None  #: as the header says
     items: dict[str, str | int | float | bool]  #: the header's key/value items
     begin: Count  #: first byte, from the start of the file
     end: Count  #: one past the last byte
-    sha256: Sha256 | None  #: of these bytes; null where the end is not known (found by scanning)
-    found_by: Literal["model_type", "signature", "scan", "bare model"]  #: how the section was found
+    sha256: Sha256  #: of these bytes
+    found_by: Literal["model_type", "signature", "bare model"]  #: how the section was found
     signature: str  #: key of the TFLite signature
 
 

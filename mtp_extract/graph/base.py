@@ -268,7 +268,7 @@ def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
 
 
 def _stored(graph: FlatGraph, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return graph.model.locate(tensor).file_offset, tuple(tensor.shape)
+    return graph.model.locate(tensor).begin, tuple(tensor.shape)
 
 
 # Embedders.

@@ -56,8 +56,8 @@ class Content:
         """What ``source`` holds."""
 
         def produce() -> Iterator[bytes]:
-            for at in range(0, source.location.length, _CHUNK):
-                yield source.location.read(at, min(_CHUNK, source.location.length - at))
+            for at in range(0, source.location.size, _CHUNK):
+                yield source.location.read(at, min(_CHUNK, source.location.size - at))
 
         return cls(source.scale.reshape(-1), source.zero_point.reshape(-1), produce)
 

@@ -114,8 +114,6 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
     drafter = template.drafter()
     region, bundle = drafter.model.region, opened.bundle
     assert bundle is not None
-    if drafter.found_by == "scan":
-        raise UnsupportedError(f"{template.source.name}: its drafter has no section of its own to be copied.")
     items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
     new = [Added(TFLITE_MODEL, items, copied(region.source, region.begin, region.size))]
@@ -224,10 +222,6 @@ def _layout(opened: Opened, drafter: Shard, sites: Sequence[Site]) -> tuple[Laid
     if not changes:
         whole = source.laid if isinstance(source, LaidSource) else copied(source, 0, source.size)
         return whole, frozenset()
-    if drafter.found_by == "scan":
-        raise UnsupportedError(
-            f"{source.name}: its header does not say where the drafter is, so its layout cannot change."
-        )
     section = rebuilt(drafter.model, changes)
     keys = {(change.subgraph, change.tensor) for change in changes}
     roles = frozenset(site.found.role for site in sites if (site.tensor.subgraph, site.tensor.index) in keys)

@@ -120,17 +120,14 @@ def _owners(model: TfliteModel) -> Mapping[Span, list[Key]]:
 
 def _spans(model: TfliteModel, tensor: Tensor) -> Iterator[Span]:
     """The bytes of the file that are a tensor's: data, scales, zero points."""
-    span = model.span(tensor)
-    if span is not None and span[0] < span[1]:
-        yield span
-    quantization, begin = tensor.quantization, model.region.begin
-    if span is not None and quantization is not None:
-        for at, size in (
-            (quantization.scales.start, 4 * quantization.scales.count),
-            (quantization.zero_points.start, 8 * quantization.zero_points.count),
-        ):
-            if size:
-                yield begin + at, begin + at + size
+    if not model.has_data(tensor):
+        return
+    data, quantization, begin = model.data_of(tensor), tensor.quantization, model.region.begin
+    if data.size:
+        yield data.begin, data.begin + data.size
+    for vector in (quantization.scales, quantization.zero_points) if quantization is not None else ():
+        if vector.count:
+            yield begin + vector.start, begin + vector.start + vector.width * vector.count
 
 
 def _split(model: TfliteModel, entry: _Stored) -> Iterator[Change]:
@@ -217,7 +214,7 @@ def _site_pieces(site: Site) -> Iterator[Piece]:
     model, tensor, quantization = site.model, site.tensor, site.tensor.quantization
     content, storage = site.decision.content, site.decision.storage
     location = model.locate(tensor)
-    yield Piece(location.file_offset, location.length, produce=content.produce, beside=beside(site.decision.new))
+    yield Piece(location.begin, location.size, produce=content.produce, beside=beside(site.decision.new))
     if not content.scale.size or quantization is None:
         return
     if storage.kind == "blockwise":
@@ -247,4 +244,4 @@ def _block_scales(site: Site) -> Piece:
         )
     scales = model.tensor(tensor.subgraph, tensor.quantization.blockwise.scales)
     assert scales.type is not None
-    return made(model.locate(scales).file_offset, float_bytes(content.scale, scales.type, site.decision.role))
+    return made(model.locate(scales).begin, float_bytes(content.scale, scales.type, site.decision.role))

@@ -145,12 +145,13 @@ class Region:
     what: str
     _pages: dict[int, bytes] = field(default_factory=dict, repr=False, compare=False)
 
-    def read(self, offset: int, length: int) -> bytes:
-        """``length`` bytes from ``offset`` within the region.
+    def read(self, offset: int = 0, length: int | None = None) -> bytes:
+        """``length`` bytes from ``offset`` within the region; to its end if None.
 
         Raises:
             TruncatedError: the range leaves the region.
         """
+        length = self.size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > self.size:
             raise TruncatedError(
                 f"{self.source.name}: {self.what} has {self.size} bytes, but bytes {offset}…{offset + length} of it "

@@ -54,8 +54,6 @@ HEADER_START = 32
 _LONGEST_HEADER = 1 << 24
 _AGAIN = "The file is damaged: fetch it again."
 _MOST_ELEMENTS = 1 << 16
-_SCAN_CHUNK = 1 << 23
-_MOST_CANDIDATES = 4096
 
 
 @dataclass(frozen=True)
@@ -213,24 +211,3 @@ def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]
             raise FormatError(
                 f"{source.name}: {first.label} and {second.label} overlap at byte {second.begin}. {_AGAIN}"
             )
-
-
-def scan_tflite(source: Source) -> Iterator[Region]:
-    """Every place of ``source`` that looks like the start of a TFLite flatbuffer, in order.
-
-    The last resort for a file whose header does not lead to the drafter. A region reaches to the end of the source,
-    because a TFLite model does not say how long it is.
-    """
-    found, offset, tail = 0, 0, b""
-    while offset < source.size and found < _MOST_CANDIDATES:
-        chunk = tail + source.read(offset, min(_SCAN_CHUNK, source.size - offset))
-        base, at = offset - len(tail), 0
-        while (at := chunk.find(TFLITE_IDENTIFIER, at)) >= 0:
-            begin = base + at - 4
-            root = int.from_bytes(chunk[at - 4 : at], "little") if at >= 4 else -1
-            if begin >= 0 and 8 <= root < source.size - begin:
-                yield Region(source, begin, source.size - begin, f"the TFLite model found at byte {begin}")
-                found += 1
-            at += 1
-        # Four bytes of root offset before the identifier, less than four of an identifier cut in two.
-        tail, offset = chunk[-7:], base + len(chunk)

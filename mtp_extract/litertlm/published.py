@@ -7,15 +7,13 @@ and file names are no evidence: a drafter that was tuned and inserted again leav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_extract.data import load_mapping
 from mtp_extract.io.source import Source
 
 
-@dataclass(frozen=True)
-class License:
+class License(NamedTuple):
     """A licence: its id on the Hub, its name, where its text is."""
 
     id: str
@@ -23,53 +21,33 @@ class License:
     url: str
 
 
-@dataclass(frozen=True)
-class KnownBundle:
-    """One published file.
-
-    Attributes:
-        name: what people call the model, ``Gemma 4 E4B``.
-        repository, file: where it is on the Hub.
-        size: bytes of the whole file.
-        sha256: of the whole file; None where it was never published.
-        drafter_sha256: of the drafter's section; None where nobody recorded it.
-        base_model: Hub id of the model that the drafter drafts for.
-        license: Hub id of the licence its weights carry.
-    """
+class KnownBundle(NamedTuple):
+    """One published file: what people call the model, where it is on the Hub, and the model that it drafts for."""
 
     name: str
     repository: str
     file: str
-    size: int
-    sha256: str | None
-    drafter_sha256: str | None
     base_model: str
     license: str
-    note: str | None
 
 
-def _all() -> list[KnownBundle]:
-    return [
-        KnownBundle(drafter_sha256=entry["drafter"]["sha256"], **{k: v for k, v in entry.items() if k != "drafter"})
-        for entry in load_mapping("bundles")["bundles"]
-    ]
+def _published(sha256: str | None, section: str | None = None) -> KnownBundle | None:
+    """The file with this SHA-256, or whose drafter's section has it; None of both is known of no file."""
+    for entry in load_mapping("bundles")["bundles"]:
+        if (sha256 and sha256 == entry["sha256"]) or (section and section == entry["drafter"]["sha256"]):
+            return KnownBundle(*(entry[field] for field in KnownBundle._fields))
+    return None
 
 
 def known_bundle(source: Source) -> KnownBundle | None:
     """The published file that ``source`` is, by the SHA-256 that the Hub gives for it; None without one."""
-    return _identify(source.provenance.get("sha256"), None)
+    return _published(source.provenance.get("sha256"))
 
 
 def bundle_of(extraction: Mapping[str, Any]) -> KnownBundle | None:
     """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
-    source = extraction["source"]
-    return _identify((source.get("provenance") or {}).get("sha256"), (source.get("section") or {}).get("sha256"))
-
-
-def _identify(sha256: str | None, section: str | None) -> KnownBundle | None:
-    return next(
-        (b for b in _all() if (sha256 and sha256 == b.sha256) or (section and section == b.drafter_sha256)), None
-    )
+    section = extraction["source"].get("section") or {}
+    return _published(_provenance(extraction).get("sha256"), section.get("sha256"))
 
 
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:
@@ -79,7 +57,7 @@ def base_model_of(extraction: Mapping[str, Any]) -> str | None:
     for geometry in load_mapping("geometries")["geometries"]:
         if geometry["name"] == extraction.get("known_as"):
             return str(geometry["base_model"])
-    return _repository(extraction)
+    return _provenance(extraction).get("repository")
 
 
 def license_of(extraction: Mapping[str, Any]) -> License | None:
@@ -87,11 +65,11 @@ def license_of(extraction: Mapping[str, Any]) -> License | None:
 
     A drafter of known geometry alone says nothing: a tuned one has it too.
     """
-    repository = _repository(extraction)
-    bundle = bundle_of(extraction) or next((b for b in _all() if b.repository == repository), None)
-    return License(bundle.license, **load_mapping("bundles")["licenses"][bundle.license]) if bundle else None
+    bundles, bundle = load_mapping("bundles"), bundle_of(extraction)
+    by_repository = {entry["repository"]: entry["license"] for entry in bundles["bundles"]}
+    id_ = bundle.license if bundle else by_repository.get(_provenance(extraction).get("repository"))
+    return License(id_, **bundles["licenses"][id_]) if id_ else None
 
 
-def _repository(extraction: Mapping[str, Any]) -> str | None:
-    repository = (extraction["source"].get("provenance") or {}).get("repository")
-    return str(repository) if repository else None
+def _provenance(extraction: Mapping[str, Any]) -> Mapping[str, str]:
+    return extraction["source"].get("provenance") or {}

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.io.source import Region
 from mtp_extract.litertlm.tflite import (
     ELEMENT_BITS,
     Blockwise,
-    BufferLocation,
     Quantization,
     Tensor,
     TensorType,
@@ -316,7 +316,7 @@ class QuantizedTensor:
     """
 
     tensor: Tensor
-    location: BufferLocation
+    location: Region
     storage: Storage
     scale: Floats
     zero_point: npt.NDArray[np.int64]

@@ -221,25 +221,6 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class BufferLocation:
-    """Where a constant's bytes lie: ``length`` bytes at ``offset`` of ``region``; ``place`` says which of the three."""
-
-    region: Region
-    offset: int
-    length: int
-    place: str
-
-    @property
-    def file_offset(self) -> int:
-        """From the start of the file."""
-        return self.region.begin + self.offset
-
-    def read(self, start: int = 0, length: int | None = None) -> bytes:
-        """``length`` bytes (to the end when None) from ``start``."""
-        return self.region.read(self.offset + start, self.length - start if length is None else length)
-
-
-@dataclass(frozen=True)
 class TfliteModel:
     """One TFLite model. ``weights`` is the TFLiteWeights section that belongs to it, if there is one."""
 
@@ -265,8 +246,8 @@ class TfliteModel:
         data, offset, _ = self._buffers[tensor.buffer]
         return offset > 1 or data.count > 0
 
-    def locate(self, tensor: Tensor) -> BufferLocation:
-        """Where the bytes of the constant ``tensor`` lie; their number is checked against shape and type.
+    def locate(self, tensor: Tensor) -> Region:
+        """The bytes of the constant ``tensor``; their number is checked against shape and type.
 
         Raises:
             FormatError: there are none, or not as many as the shape says.
@@ -279,35 +260,27 @@ class TfliteModel:
             raise UnsupportedError(
                 f"{tensor.label} has an element type this release cannot read. Look for a newer release."
             )
-        location = self._location(tensor)
-        needed = (tensor.elements * bits + 7) // 8
-        if location.length != needed:
+        found, needed = self.data_of(tensor), (tensor.elements * bits + 7) // 8
+        if found.size != needed:
             raise FormatError(
-                f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {location.length}."
+                f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {found.size}."
             )
-        return location
+        return found
 
-    def span(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The bytes of the file that ``tensor`` names as its own, whatever it is; None where there are none.
+    def data_of(self, tensor: Tensor) -> Region:
+        """The bytes that ``tensor`` names as its own, whatever its type says; empty where there are none.
 
         Raises:
-            FormatError, TruncatedError, UnsupportedError: as :meth:`locate`, less what its type says.
+            FormatError, TruncatedError, UnsupportedError: as :meth:`locate`.
         """
-        if not self.has_data(tensor):
-            return None
-        location = self._location(tensor)
-        return location.file_offset, location.file_offset + location.length
-
-    def _location(self, tensor: Tensor) -> BufferLocation:
         if tensor.external_buffer:
-            region, place = self.weights, "external"
-            offset, size = self._external_range(tensor)
+            region, (offset, size) = self.weights, self._external_range(tensor)
         else:
             data, offset, size = self._buffers[tensor.buffer]
+            region = self.region
             # Of a buffer with both, LiteRT takes the data.
             if offset <= 1 or data.count:
-                return BufferLocation(self.region, data.start, data.count, "inline")
-            region, place = self.region, "appended"
+                offset, size = data.start, data.count
         if region is None:
             raise FormatError(
                 f"{self.region.source.name}: {tensor.label} lies in a TFLiteWeights section with the model_type of "
@@ -318,7 +291,7 @@ class TfliteModel:
                 f"{region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + size} of {region.what}, "
                 f"which has {region.size}. Fetch the file again."
             )
-        return BufferLocation(region, offset, size, place)
+        return Region(region.source, region.begin + offset, size, tensor.label)
 
     def _external_range(self, tensor: Tensor) -> tuple[int, int]:
         """(offset, length) in the TFLiteWeights section."""

@@ -247,7 +247,7 @@ def _data(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
         location = model.locate(tensor)
     except MtpExtractError as error:
         return {"problem": str(error)}
-    return {"place": location.place, "offset": location.file_offset, "length": location.length}
+    return {"offset": location.begin, "length": location.size}
 
 
 def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_a_rounded_and_sharded_base_is_the_same_one(sample: Path, tmp_path: Path
 def test_one_code_is_named(sample: Path, base: Path, tmp_path: Path, role: str) -> None:
     place = places_of(sample, role)[0]
     assert place.found.tensor is not None
-    at = place.model.locate(place.found.tensor).file_offset + 70
+    at = place.model.locate(place.found.tensor).begin + 70
     code = sample.read_bytes()[at]
     found = compared(patched(tmp_path / "b.litertlm", {at: bytes([(code + 2) % 256])}), base)
     assert list(apart(found)) == [role]

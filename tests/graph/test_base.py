@@ -40,7 +40,7 @@ def test_every_role_is_found_in_every_signature(sample: Path) -> None:
             assert signatures == ["decode", "verify"], role
     # Codes are shared by the signatures.
     for places in found.places.values():
-        assert len({p.model.locate(p.found.tensor).file_offset for p in places if p.found.tensor}) == 1
+        assert len({p.model.locate(p.found.tensor).begin for p in places if p.found.tensor}) == 1
 
 
 def _ops(model: Any, subgraph: int, name: str) -> list[Any]:

@@ -307,7 +307,7 @@ LIES: Mapping[str, object] = MappingProxyType(
                 "begin": 0,
                 "end": 1,
                 "model_type": "tf_lite_other",
-                "found_by": "scan",
+                "found_by": "bare model",
                 "signature": "decode",
                 "items": {},
             }.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import flatbuffers
 import pytest
-from helpers.make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, drafter_of, parts_of
+from helpers.make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, parts_of
 from helpers.make_drafter import plain_drafter
 from seam import (
     FormatError,
@@ -135,7 +135,7 @@ def test_headers(tmp_path: Path, case: str) -> None:
 
 
 def test_magic(tmp_path: Path) -> None:
-    """Without the magic it is no bundle; a drafter in it is found by scanning all the same."""
+    """Without the magic it is no bundle."""
     path = tmp_path / "bad.litertlm"
     path.write_bytes(bundle([PARTS[0], PARTS[2]], magic=b"LITERTLN"))
     refuse(
@@ -144,8 +144,6 @@ def test_magic(tmp_path: Path) -> None:
         NoDrafterError,
         "another kind of file .first bytes 4c 49 54 45 52 54 4c 4e.. Check",
     )
-    path.write_bytes(bundle(PARTS, magic=b"LITERTLN"))
-    assert extract(path, tmp_path / "found").record["source"]["section"]["found_by"] == "scan"
 
 
 def header_of(build: Callable[[flatbuffers.Builder], int]) -> bytes:
@@ -300,11 +298,3 @@ def test_eight_gigabytes_of_nothing(tmp_path: Path, head: bytes) -> None:
     path.write_bytes(head)
     os.truncate(path, 8 << 30 if head else 1 << 30)
     refuse(path, tmp_path / "out" / "x", MtpExtractError, r"sparse\.litertlm")
-
-
-def test_a_drafter_found_by_scanning_is_the_same(tmp_path: Path, sample: Path) -> None:
-    (tmp_path / "scan").write_bytes(b"\x99" * 1000 + b"TFL3" + drafter_of(sample))
-    extract(tmp_path / "scan", tmp_path / "scanned")
-    extract(sample, tmp_path / "direct")
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "scanned" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()

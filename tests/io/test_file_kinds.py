@@ -85,11 +85,3 @@ def test_an_empty_file(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(SourceError, match=r"found an empty file\. Fetch it again"):
         open_bundle(path)
-
-
-def test_a_drafter_inside_an_archive_is_still_found(sample: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.task"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        archive.write(sample, "bundle.litertlm")
-    with open_bundle(path) as opened:
-        assert opened.drafter().found_by == "scan"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, Storage
-from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType
+from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 
 def tensor(type_: TensorType, shape: tuple[int, ...]) -> Tensor:
@@ -31,10 +31,9 @@ def stored(
     zero_point: Any = None,
     block: int = 0,
 ) -> QuantizedTensor:
-    region = Region(Memory(data), 0, len(data), "test")
     scales = np.asarray(scale, np.float32)
     zeros = np.zeros(scales.shape, np.int64) if zero_point is None else np.asarray(zero_point, np.int64)
-    location = BufferLocation(region, 0, len(data), "inline")
+    location = Region(Memory(data), 0, len(data), "test")
     layout = Storage(type_, shape, kind, axis, block, not zeros.any())
     return QuantizedTensor(tensor(type_, shape), location, layout, scales, zeros)
 

@@ -108,8 +108,7 @@ def test_what_was_appended_once_moves_up(sample: Path) -> None:
     model = model_of(bytes(filled))
     for number, tensor in enumerate(chosen, 1):
         place = model.locate(model.tensor(0, tensor.index))
-        assert place.place == "appended"
-        filled[place.offset : place.offset + place.length] = bytes([number]) * place.length
+        filled[place.begin : place.begin + place.size] = bytes([number]) * place.size
     first = chosen[1]
     again = model_of(rebuild(bytes(filled), [NewTensor(0, first.index, storage_of(first))]))
     for number, tensor in enumerate(chosen, 1):
@@ -146,7 +145,7 @@ def test_googles_interpreter_runs_it() -> None:
         made = again.tensor(0, tensor.index)
         assert made.quantization is not None
         for at, content in (
-            (again.locate(made).offset, read.locate(tensor).read()),
+            (again.locate(made).begin, read.locate(tensor).read()),
             (made.quantization.scales.start, tensor.quantization.scale.tobytes()),
         ):
             new[at : at + len(content)] = content

@@ -80,7 +80,7 @@ class Codes:
 def codes_of(tensor: tflite.Tensor) -> Codes | None:
     """How a tensor's numbers are stored; None for floats, and for integers without a scale of their own."""
     known = tensor.quantization
-    if tensor.type not in _DTYPES or known is None or not known.scale_count:
+    if tensor.type not in _DTYPES or known is None or not known.scales.count:
         return None
     zero_point = int(known.zero_point[0]) if known.zero_point.size else 0
     return Codes(float(known.scale[0]), zero_point, _DTYPES[tensor.type])

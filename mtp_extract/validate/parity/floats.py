@@ -72,7 +72,7 @@ def is_coded(tensor: Tensor) -> bool:
     """Whether the integers of ``tensor`` stand for real numbers by scales of its own."""
     scales = tensor.quantization
     integers = tensor.type not in (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
-    return integers and scales is not None and (scales.scale_count > 0 or scales.details != "none")
+    return integers and scales is not None and (scales.scales.count > 0 or scales.details != "none")
 
 
 def _bytes_of(region: Region) -> Iterator[bytes]:
