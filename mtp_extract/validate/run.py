@@ -236,7 +236,7 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack:
         cases = _beside_base(plan, plan.base, directory, source, result, say, show)
     if source is not None and isinstance(drafter, MtpDrafter):
         say("loading the checkpoint with transformers")
-        loaded = check_transformers(directory, drafter, plan.seed)
+        loaded = check_transformers(directory, drafter, source, plan.seed)
         say("running the drafter section in Google's interpreter")
         with memory_guard("comparing with Google's interpreter"):
             # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.

@@ -12,12 +12,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from helpers.first_pair import first_bundle
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
@@ -96,7 +98,9 @@ def test_what_follows_random_tokens_is_judged_by_new_text(plan: Callable[..., Tu
 
 def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -> None:
     assert headed.directory is not None
-    check = check_transformers(headed.directory, load_drafter(headed.directory, dtype=torch.float32), 0)
+    with open_bundle(first_bundle()) as opened:
+        drafter = load_drafter(headed.directory, dtype=torch.float32)
+        check = check_transformers(headed.directory, drafter, opened.drafter(), 0)
     assert check.passed, check.evidence
 
 

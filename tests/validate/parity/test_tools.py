@@ -63,17 +63,22 @@ def test_a_transformers_that_constructs_no_assistant(checkpoint: Path, monkeypat
     ],
 )
 def test_no_transformers(
-    checkpoint: Path, drafter: MtpDrafter, monkeypatch: pytest.MonkeyPatch, module: ModuleType | None, why: str
+    checkpoint: Path,
+    drafter: MtpDrafter,
+    source: Shard,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType | None,
+    why: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", module)
-    found = check_transformers(checkpoint, drafter, 0)
+    found = check_transformers(checkpoint, drafter, source, 0)
     assert found.passed is None
     assert why in found.evidence
     assert f"{TRANSFORMERS} works" in found.evidence
 
 
 def test_a_transformers_that_computes_another_thing(
-    checkpoint: Path, drafter: MtpDrafter, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = transformers.Gemma4AssistantForCausalLM.forward
 
@@ -83,9 +88,9 @@ def test_a_transformers_that_computes_another_thing(
         return found
 
     monkeypatch.setattr(transformers.Gemma4AssistantForCausalLM, "forward", forward)
-    found = check_transformers(checkpoint, drafter, 0)
+    found = check_transformers(checkpoint, drafter, source, 0)
     assert found.passed is None
-    assert "known to be right, too: logits" in found.evidence
+    assert "known to be right, too: outputs within" in found.evidence
 
 
 @pytest.fixture
@@ -100,19 +105,19 @@ def damaged(checkpoint: Path, tmp_path: Path) -> Path:
     return place
 
 
-def test_a_damaged_directory_is_refuted_all_the_same(damaged: Path, drafter: MtpDrafter) -> None:
-    found = check_transformers(damaged, drafter, 0)
+def test_a_damaged_directory_is_refuted_all_the_same(damaged: Path, drafter: MtpDrafter, source: Shard) -> None:
+    found = check_transformers(damaged, drafter, source, 0)
     assert found.passed is False
     assert "missing keys" in found.evidence or "does not load" in found.evidence
 
 
 def test_a_release_that_was_not_tried_refutes_nothing(
-    damaged: Path, drafter: MtpDrafter, monkeypatch: pytest.MonkeyPatch
+    damaged: Path, drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is in its place changes when its first model is asked for.
     assert transformers.Gemma4AssistantForCausalLM
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.24.1")
-    found = check_transformers(damaged, drafter, 0)
+    found = check_transformers(damaged, drafter, source, 0)
     assert found.passed is None
     assert f"transformers 5.24.1 fails, and is of no release that was tried, so it cannot be asked; {TRANSFORMERS}" in (
         found.evidence
