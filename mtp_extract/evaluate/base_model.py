@@ -14,7 +14,7 @@ import torch
 
 from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape, few
 from mtp_extract.evaluate.extras import quiet_transformers, require
-from mtp_extract.io.http_library import FaultError, faults, hide_queries
+from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.place import files_of
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -144,7 +144,6 @@ def _asked(repository: str, revision: str | None) -> tuple[str, str | None, int]
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
-    hide_queries()
     try:
         with faults(repository):
             found = HfApi().model_info(repository, revision=revision, timeout=_PATIENCE, files_metadata=True)

@@ -16,7 +16,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_REPOSITORY = rf"(?:(?P<kind>datasets|spaces|models)/(?=.*/))?(?P<repository>{_NAME}/{_NAME})"
+_REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
 # refs/pr/1 is the one kind of revision whose slashes need no escape.
 _REVISION = r"(?P<revision>refs/[^/]+/[^/]+|[^/]+)"
 _PATH = r"(?:/(?P<path>.*))?"
@@ -26,26 +26,23 @@ _PAGE = re.compile(rf"/{_REPOSITORY}(?:/(?P<page>resolve|blob|raw|blame|tree)/{_
 
 @dataclass(frozen=True)
 class HubAddress:
-    """A file in a repository of the Hub.
+    """A file in a repository of models on the Hub.
 
     Attributes:
         repository: ``org/name``.
         path: of the file within the repository; of a folder it ends in "/", and of the repository itself it is empty.
         revision: branch, tag or commit; None for the default branch.
-        kind: ``model``, ``dataset`` or ``space``.
     """
 
     repository: str
     path: str
     revision: str | None = None
-    kind: str = "model"
 
     @property
     def name(self) -> str:
         """The address in the Hub's own form, which ends in the file's name."""
-        prefix = "" if self.kind == "model" else f"{self.kind}s/"
         at = f"@{quote(self.revision, safe='')}" if self.revision else ""
-        return escape(f"hf://{prefix}{self.repository}{at}/{self.path}".rstrip("/"))
+        return escape(f"hf://{self.repository}{at}/{self.path}".rstrip("/"))
 
     @property
     def is_file(self) -> bool:
@@ -58,8 +55,6 @@ class HubAddress:
         The Hub's ETag is the SHA-256 of the content for a file in LFS or Xet, git's blob id for others.
         """
         record = {"repository": self.repository, "path": self.path}
-        if self.kind != "model":
-            record["repository_type"] = self.kind
         record |= {"revision": self.revision or "main", "commit": commit}
         if etag:
             record["etag"] = etag
@@ -110,7 +105,7 @@ def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     if found is None or found["repository"].endswith(_MODEL_FILES):
         return WebAddress(text)
     file = unquote(found["path"] or "") + "/" * (found["page"] == "tree" and bool(found["path"]))
-    return _address(found, file, found["revision"])
+    return HubAddress(found["repository"], file, found["revision"] and unquote(found["revision"]))
 
 
 def is_hub_id(text: str) -> bool:
@@ -142,12 +137,7 @@ def _hub(text: str) -> HubAddress:
             "Expected hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision, found "
             f"{escape(text)}."
         )
-    return _address(found, path, revision)
-
-
-def _address(found: re.Match[str], path: str, revision: str | None) -> HubAddress:
-    kind = (found["kind"] or "models").removesuffix("s")
-    return HubAddress(found["repository"], path, unquote(revision) if revision else None, kind)
+    return HubAddress(found["repository"], path, revision and unquote(revision))
 
 
 def cached_address(path: Path) -> HubAddress | None:
@@ -156,8 +146,8 @@ def cached_address(path: Path) -> HubAddress | None:
     for at, name in enumerate(parts[:-2]):
         kind, *repository = name.split("--")
         snapshots, commit = parts[at + 1 : at + 3]
-        if kind in ("models", "datasets", "spaces") and snapshots == "snapshots" and COMMIT.fullmatch(commit):
-            return HubAddress("/".join(repository), "/".join(parts[at + 3 :]), commit, kind.removesuffix("s"))
+        if kind == "models" and repository and snapshots == "snapshots" and COMMIT.fullmatch(commit):
+            return HubAddress("/".join(repository), "/".join(parts[at + 3 :]), commit)
     return None
 
 

@@ -88,6 +88,7 @@ def faults(name: str) -> Iterator[None]:
 
     What a server wrote is never repeated in a message: it may quote the request, and with it a token.
     """
+    hide_queries()
     try:
         yield
     except (FaultError, MtpExtractError):

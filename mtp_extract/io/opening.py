@@ -12,7 +12,7 @@ from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few, nearest
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, as_address, cached_address, parse_address
-from mtp_extract.io.http_library import FaultError, faults, hide_queries
+from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.source import LocalSource, Progress, Source
 
 _CONFIG, _GGUF = "config.json", ".gguf"
@@ -71,7 +71,6 @@ def _open_remote(text: str, token: str | bool | None, progress: Progress) -> Sou
     from mtp_extract.io.remote import RemoteSource, retried
 
     address = parse_address(text, constants.ENDPOINT)
-    hide_queries()
     if isinstance(address, WebAddress):
         remote = RemoteSource(address.name, address.url, _headers(False), None, progress)
         told = {"etag": str(remote.told["ETag"]), "last_modified": str(remote.told["Last-Modified"])}
@@ -86,7 +85,7 @@ def _open_remote(text: str, token: str | bool | None, progress: Progress) -> Sou
     found = retried(address.name, lambda: _ask_hub(address, token))
     if copy := _copy_of(address, found.commit_hash):
         return copy
-    url = hf_hub_url(address.repository, address.path, repo_type=address.kind, revision=found.commit_hash)
+    url = hf_hub_url(address.repository, address.path, revision=found.commit_hash)
     remote = RemoteSource(address.name, url, _headers(token), found.size, progress)
     remote.provenance = address.record(found.commit_hash, found.etag)
     return remote
@@ -106,14 +105,14 @@ def _ask_hub(address: HubAddress, token: str | bool | None) -> Any:
 
     from mtp_extract.io.remote import CONNECT_TIMEOUT
 
-    url = hf_hub_url(address.repository, address.path, repo_type=address.kind, revision=address.revision)
+    url = hf_hub_url(address.repository, address.path, revision=address.revision)
     found = get_hf_file_metadata(url, token=token, timeout=CONNECT_TIMEOUT)
     if not COMMIT.fullmatch(found.commit_hash or ""):
         raise SourceError(
             f"{address.name}: expected the Hub to name the file's commit, found "
             f"{escape(found.commit_hash or 'none', 60)}. Check HF_ENDPOINT, or a proxy that drops headers."
         )
-    return replace(found, size=found.size if (found.size or -1) >= 0 else None)
+    return found
 
 
 def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
@@ -121,7 +120,7 @@ def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
     from huggingface_hub import try_to_load_from_cache
 
     with faults(address.name):
-        found = try_to_load_from_cache(address.repository, address.path, revision=revision, repo_type=address.kind)
+        found = try_to_load_from_cache(address.repository, address.path, revision=revision)
     if not isinstance(found, str):
         return None
     source = _open_local(Path(found))
@@ -171,7 +170,6 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
             f"{address.name}: expected a checkpoint's directory or an id of the Hugging Face Hub, found the address of "
             "another site. Download it first, and give its path."
         )
-    hide_queries()
     try:
         sizes = _sizes(address, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
@@ -221,7 +219,7 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
         sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*")}
         sizes = {path: size for path, size in sizes.items() if (folder / path).is_file()}
     else:
-        about: dict[str, Any] = {"revision": address.revision, "repo_type": address.kind, "files_metadata": True}
+        about: dict[str, Any] = {"revision": address.revision, "files_metadata": True}
         try:
             with faults(address.name):
                 # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
@@ -243,7 +241,6 @@ def _snapshot(address: HubAddress, files: Iterable[str] | None = None) -> Path:
                 snapshot_download(
                     address.repository,
                     revision=address.revision,
-                    repo_type=address.kind,
                     allow_patterns=None if files is None else [*map(glob.escape, files)],
                     local_files_only=files is None,
                 )
