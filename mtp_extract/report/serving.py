@@ -1,4 +1,4 @@
-"""How to serve a drafter: the section of a model card with a command for each engine that loads it."""
+"""How to serve a drafter: a command for each engine that loads it, for a model card."""
 
 from __future__ import annotations
 
@@ -8,139 +8,75 @@ from typing import Any
 
 from mtp_extract.errors import escape
 from mtp_extract.formats import engines_for
-from mtp_extract.report.markdown import code
 
-_TRANSFORMERS = """\
-**transformers** (run with 5.22.2; 5.23.0 cannot construct a Gemma 4 assistant)
+_PYTHON = """\
+# transformers 5.22.2 (5.23.0 cannot construct a Gemma 4 assistant)
+from transformers import AutoModelForCausalLM
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("BASE_MODEL")
-model = AutoModelForCausalLM.from_pretrained("BASE_MODEL", dtype="bfloat16", device_map="auto")
+base = AutoModelForCausalLM.from_pretrained("BASE_MODEL", dtype="bfloat16", device_map="auto")
 drafter = AutoModelForCausalLM.from_pretrained("DRAFTER", dtype="bfloat16", device_map="auto")
-inputs = tokenizer.apply_chat_template(
-    [{"role": "user", "content": "Name three rivers."}],
-    add_generation_prompt=True,
-    return_dict=True,
-    return_tensors="pt",
-).to(model.device)
-output = model.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
-print(tokenizer.decode(output[0], skip_special_tokens=True))
-```
-"""
-
-_VLLM = """\
-**vLLM** (0.33.0: its loader was run, its kernels want a GPU)
-
-```sh
+output = base.generate(**inputs, assistant_model=drafter, max_new_tokens=128)"""
+_LLAMA = "llama-server -m target.gguf -md WEIGHTS --spec-type draft-mtp --spec-draft-n-max 4"
+_COMMANDS = {
+    "vllm": """\
+# vLLM 0.33.0 (its loader was run, its kernels want a GPU)
 vllm serve BASE_MODEL \\
-  --speculative-config '{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}'
-```
-"""
-
-_SGLANG = """\
-**SGLang** (0.5.23: its reading of the configuration was run, the rest read in its source)
-
-```sh
+  --speculative-config '{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}'""",
+    "sglang": """\
+# SGLang 0.5.23 (read in its source)
 python -m sglang.launch_server --model-path BASE_MODEL \\
   --speculative-algorithm NEXTN --speculative-draft-model-path DRAFTER \\
-  --speculative-num-steps 5 --speculative-num-draft-tokens 6 --speculative-eagle-topk 1
-```
-"""
-
-_MLX = """\
-**mlx-vlm** (run with 0.7.10)
-
-```sh
+  --speculative-num-steps 5 --speculative-num-draft-tokens 6 --speculative-eagle-topk 1""",
+    "mlx-vlm": """\
+# mlx-vlm 0.7.10
 python -m mlx_vlm generate --model BASE_MODEL --prompt "Name three rivers." \\
-  --draft-model DRAFTER --draft-kind mtp --draft-block-size 4
-```
-"""
-
-_LLAMA = """\
-**llama.cpp** (run at commit 0c1e57098; `target.gguf` is the base)
-
-```sh
-llama-server -m target.gguf -md WEIGHTS --spec-type draft-mtp --spec-draft-n-max 4
-```
-"""
-
-_ENGINES = {"transformers": _TRANSFORMERS, "vllm": _VLLM, "sglang": _SGLANG, "mlx-vlm": _MLX}
-"""Of engines that load a directory, by their name in :data:`~mtp_extract.formats.ENGINES`."""
-
-_HEAD_VLLM = """\
-**vLLM** (0.33.0: its loader and its module of such a head were run, on a CPU)
-
-```sh
+  --draft-model DRAFTER --draft-kind mtp --draft-block-size 4""",
+}
+_HEAD_COMMANDS = {
+    "vllm": """\
+# vLLM 0.33.0 (its loader and its module of such a head were run, on a CPU)
 vllm serve BASE_MODEL \\
-  --speculative-config '{"method":"eagle3","model":"DRAFTER","num_speculative_tokens":3}'
-```
-"""
-
-_HEAD_SGLANG = """\
-**SGLang** (0.5.23: read in its source)
-
-```sh
+  --speculative-config '{"method":"eagle3","model":"DRAFTER","num_speculative_tokens":3}'""",
+    "sglang": """\
+# SGLang 0.5.23 (read in its source)
 python -m sglang.launch_server --model-path BASE_MODEL \\
   --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER \\
-  --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
-```
-"""
-
-_HEAD_LLAMA = """\
-**llama.cpp** (0c1e570: such heads were run; a head that reads what leaves the base's last layer it cannot serve)
-
-```sh
+  --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4""",
+    "llama.cpp": """\
+# llama.cpp at 0c1e570 (such heads were run)
 python convert_hf_to_gguf.py DRAFTER --target-model-dir BASE_MODEL --outfile eagle3-drafter.gguf
-llama-server -m base.gguf -md eagle3-drafter.gguf --spec-type draft-eagle3 --spec-draft-n-max 3
-```
-"""
+llama-server -m base.gguf -md eagle3-drafter.gguf --spec-type draft-eagle3 --spec-draft-n-max 3""",
+}
 
 
-def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, source: str | None) -> str:
+def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, again: str) -> str:
     """A command for each engine that loads a directory, in Markdown.
 
     Args:
         record: the content of ``extraction.json``.
         base: id of the base on the Hub, or what stands for it.
         head: whether it is an EAGLE-3 head.
-        source: how to name its bundle on a command line, as one shell word; None for a checkpoint of unknown origin.
+        again: the command that writes the directory in another format, which is to be named.
     """
     engines = engines_for(record["layout"])
-    intro = (
-        "`DRAFTER` is this directory or its id on the Hub. Greedy text is the base's own in F32; in BF16 it may part "
-        "from it where two tokens of the base nearly tie. "
-    )
+    blocks = [_PYTHON] if "transformers" in engines and not head else []
     if head:
-        intro += "This copy was run in none of these engines: names, shapes and flags were held against their loaders."
-        parts = [_HEAD_VLLM, _HEAD_SGLANG if "sglang" in engines else _HEAD_OTHER]
-        if not record["geometry"].get("fc_norm") and not record["geometry"].get("norm_output"):
-            parts.append(_HEAD_LLAMA)
+        # llama.cpp knows no head that reads what leaves the base's last layer.
+        known = ("vllm", *engines, *(() if record["geometry"].get("norm_output") else ("llama.cpp",)))
+        commands = [_HEAD_COMMANDS[engine] for engine in _HEAD_COMMANDS if engine in known]
     else:
-        intro += (
-            "Use BF16: Gemma 4's activations leave the range of FP16. \"Run\" means that mtp-extract's own pair of "
-            "base and drafter was run there, on a CPU."
-        )
-        again = "mtp-convert DRAFTER" if source is None else f"mtp-extract {source}"
-        parts = [_ENGINES[engine] for engine in engines if engine in _ENGINES]
-        if record["layout"].startswith("compressed-tensors"):
-            parts = [part.replace("5.22.2;", "5.22.2 and compressed-tensors 0.20.0;") for part in parts]
-        if not engines:
-            parts.append(
-                f"`mtp-validate` and the Python API of mtp-extract read the {code(record['layout'])} format. Engines "
-                f"read others:\n\n```sh\n{again} --format transformers\n```\n"
-            )
+        commands = [_COMMANDS[engine] for engine in engines if engine in _COMMANDS]
         if "llama.cpp" in engines:
             weights = next(name for name in record["files"] if name.endswith(".gguf"))
-            parts.append(_LLAMA.replace("WEIGHTS", shell_word(f"DRAFTER/{weights}")))
+            commands.append(f"# llama.cpp at 0c1e57098\n{_LLAMA.replace('WEIGHTS', shell_word(f'DRAFTER/{weights}'))}")
         else:
-            convert = f"{again} --format gguf -o drafter-gguf\nllama-server"
-            parts.append(_LLAMA.replace("llama-server", convert).replace("WEIGHTS", "drafter-gguf/mtp-*.gguf"))
-    return "\n".join([f"{intro}\n", *(part.replace("BASE_MODEL", base) for part in parts)])
-
-
-_HEAD_OTHER = "SGLang reads the other layout: `mtp-convert DRAFTER --format eagle3`.\n"
+            weights = "drafter-gguf/mtp-*.gguf"
+            convert = f"{again} --format gguf -o drafter-gguf"
+            commands.append(f"# llama.cpp at 0c1e57098\n{convert}\n{_LLAMA.replace('WEIGHTS', weights)}")
+        if not engines:
+            commands.append(f"# engines read other formats, such as\n{again} --format transformers")
+    fenced = [f"```python\n{block}\n```" for block in blocks] + [f"```sh\n{command}\n```" for command in commands]
+    return "\n\n".join(fenced).replace("BASE_MODEL", base)
 
 
 def shell_word(text: object) -> str:

@@ -27,10 +27,10 @@ def pair_of(
 
     Args:
         name: what to call the base.
-        found: with what was drafted; the buffers are those of the most drafts a round.
+        found: with what was drafted; the buffers are those of the longest chain.
         positions: tokens of the longest text, prompt included.
     """
-    needs, most = drafter.needs, max(found.worth.values(), key=lambda worth: worth.drafts)
+    needs, drafts = drafter.needs, max(worth.drafts for worth in found.worth.values() if worth.tree is None)
     streams = needs.final_hidden + len(needs.layers)
     draft = {"name": facts.name, "assistant_role": "eagle3_head" if needs.own_cache else "mtp_drafter"}
     return {
@@ -48,11 +48,11 @@ def pair_of(
         },
         "verify": {
             "rule": "greedy",
-            "T": most.drafts + 1,
+            "T": drafts + 1,
             "inputs": ["draft_candidate_tokens", "target_logits"],
             "outputs": ["accepted_tokens", "rejected_token"],
         },
-        "buffers": _buffers(base, drafter, most.drafts + 1, most.depth, positions),
+        "buffers": _buffers(base, drafter, drafts + 1, positions),
         "metrics": {
             drafted: {
                 "backbone_only_tok_per_sec": worth.base_tokens_per_s,
@@ -74,7 +74,7 @@ def _side(model: nn.Module, width: int) -> dict[str, Any]:
     return {"hidden_size": width, "dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
 
 
-def _buffers(base: Base, drafter: Network, fed: int, depth: int, positions: int) -> dict[str, Any]:
+def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
     """Of a round that feeds the base ``fed`` tokens after at most ``positions`` of them."""
     needs, width, size = drafter.needs, drafter.config.hidden_size, next(base.model.parameters()).element_size()
     config = drafter.config
@@ -88,7 +88,7 @@ def _buffers(base: Base, drafter: Network, fed: int, depth: int, positions: int)
         "draft_kv_cache": _buffer(own, size) if own else {"shared_with": "target_kv_cache", "bytes": 0},
         "draft_logits": _buffer([1, needs.vocab_size], 4),
         "candidate_tokens": _buffer([fed - 1], 8),
-        "accepted_tokens": _buffer([depth + 1], 8),
+        "accepted_tokens": _buffer([fed], 8),
         "verifier_scratch": _buffer([fed], 8),
     }
 

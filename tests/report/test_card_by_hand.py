@@ -77,7 +77,7 @@ def test_replacing_says_so(edited: Path, sample: Path) -> None:
 def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
     before = (extracted / "README.md").read_text()
     card, notes = sent(extracted, WORDS)
-    assert 'license: "apache-2.0"\nbase_model:\n- "org/base"\nbase_model_relation: "adapter"' in card
+    assert 'license: "apache-2.0"\nbase_model: ["org/base"]\nbase_model_relation: "adapter"' in card
     assert "# A \\| drafter\n" in card
     assert "states its licence: `apache-2.0`." in card and "(`other`)" not in card
     assert notes == ()
