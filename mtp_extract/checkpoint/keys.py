@@ -49,6 +49,11 @@ off = some(None, False, 0, [], {})
 """What is not there, in each of its forms."""
 
 
+def allow(fits: Allowed, *keys: str) -> AllowedKeys:
+    """Every one of ``keys``, which spaces part, if ``fits``."""
+    return dict.fromkeys(" ".join(keys).split(), fits)
+
+
 def at(places: Iterable[str], keys: AllowedKeys) -> AllowedKeys:
     """``keys`` below each of ``places``, which end in a dot or are empty."""
     return {f"{place}{key}": fits for place in places for key, fits in keys.items()}

@@ -45,7 +45,7 @@ _INTEGERS, _EAGLE3 = f"{__name__}.integers", f"{__name__}.eagle3"
 
 FORMATS = {
     "transformers": Listed(
-        f"{__name__}.transformers", "FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"
+        f"{__name__}.directory", "FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"
     ),
     "litert": Listed(f"{__name__}.litert", "FORMAT", ("f32",), "one F32 tensor per stored constant"),
     "mlx": Listed(_INTEGERS, "MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),

@@ -25,7 +25,7 @@ from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import AllowedKeys, anything, at, is_text, is_whole, off, require_keys, some
+from mtp_extract.checkpoint.keys import AllowedKeys, allow, anything, at, is_text, is_whole, off, require_keys, some
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import common_dtype, read_array, stored_weight
 from mtp_extract.checkpoint.weight import Weight
@@ -199,44 +199,27 @@ _Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=
 """Numbers of layers of the base."""
 
 
-class _Eagle(Struct):
-    eagle_aux_hidden_state_layer_ids: _Layers | None = None
-    norm_before_fc: bool | None = None
-    use_aux_hidden_state: bool = True
-
-
-class _OfEagle3(Struct):
-    eagle_aux_hidden_state_layer_ids: _Layers | None = None
-    eagle_config: _Eagle | None = None
-
-
 def _flat_eagle3(document: Mapping[str, Any]) -> dict[str, Any]:
-    found = reading.fields(document, _OfEagle3)
-    eagle = found.eagle_config or _Eagle()
-    leaving = eagle.eagle_aux_hidden_state_layer_ids or []
-    flat = {**document, IDS: found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]}
-    if not flat[IDS]:
+    eagle = reading.Keys(reading.Keys(document)("eagle_config", dict[str, Any] | None, None) or {}, "eagle_config.")
+    leaving = eagle(IDS, _Layers | None, None) or []
+    layers = reading.Keys(document)(IDS, _Layers | None, None) or [layer + 1 for layer in leaving]
+    if not layers:
         raise CheckpointError(
             f"expected {IDS}, found none; engines take 2, n // 2 and n − 3 of a base of n layers: write those that the "
             "head was trained with"
         )
-    return flat if eagle.norm_before_fc is None else {**flat, "norm_before_fc": eagle.norm_before_fc}
-
-
-class _OfSpeculators(Struct):
-    speculators_model_type: Literal["eagle3"]
-    eagle_aux_hidden_state_layer_ids: _Layers
-    norm_before_residual: bool  # speculators takes false where there is none, vLLM true
-    transformer_layer_config: dict[str, Any]
-    speculators_config: Any = None
+    norm = eagle("norm_before_fc", bool | None, None)
+    return {**document, IDS: layers, **({} if norm is None else {"norm_before_fc": norm})}
 
 
 def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
-    found = reading.fields(document, _OfSpeculators)
-    verifier = found.speculators_config
+    found = reading.Keys(document)
+    found("speculators_model_type", Literal["eagle3"])
+    found("norm_before_residual", bool)  # speculators takes false where there is none, vLLM true
+    verifier = document.get("speculators_config")
     for key in ("verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
-    return {**document, **found.transformer_layer_config, _BASE: verifier}
+    return {**document, **found(LLAMA, dict[str, Any]), _BASE: verifier}
 
 
 class _Rope(Struct, forbid_unknown_fields=True):
@@ -244,34 +227,6 @@ class _Rope(Struct, forbid_unknown_fields=True):
 
     rope_theta: Number
     rope_type: Literal["default"] = "default"
-
-
-class _Keys(Struct):
-    """What is read of either layout; the rest follows, and is compared."""
-
-    model_type: Literal["llama"]  # in one of qwen3, which vLLM alone serves, queries and keys are normed
-    hidden_size: Size
-    intermediate_size: Size
-    vocab_size: Size
-    num_attention_heads: Size
-    rms_norm_eps: Number
-    eagle_aux_hidden_state_layer_ids: _Layers
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    rope_theta: Number | None = None
-    rope_parameters: _Rope | None = None
-    max_position_embeddings: Size | None = None
-    draft_vocab_size: Size | None = None
-    target_hidden_size: Size | None = None
-    fc_norm: bool | None = None
-    norm_before_fc: bool | None = None
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
-    base_model_name_or_path: Any = None
-
-
-_OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
-"""Keys that are fields of an Eagle3Config under their own names."""
 
 
 def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
@@ -284,28 +239,34 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
         CheckpointError: a key is missing or of the wrong type or range.
         DrafterError: a shape that no head has.
     """
-    found = reading.fields(flat, _Keys)
-    theta = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta
+    found = reading.Keys(flat)
+    found("model_type", Literal["llama"])  # in one of qwen3, which vLLM alone serves, queries and keys are normed
+    rope = found("rope_parameters", _Rope | None, None)
+    theta = rope.rope_theta if rope else found("rope_theta", Number | None, None)
     if theta is None:
         raise CheckpointError(
             "expected rope_theta, found none, for which engines take 10000; write what the head was trained with"
         )
-    base = found.base_model_name_or_path
+    same = found.fields({name: name for name in _OWN_NAMES})
+    heads, base = found("num_attention_heads", Size), flat.get(_BASE)
     return Eagle3Config(
-        backbone_hidden_size=found.target_hidden_size or found.hidden_size,
-        draft_vocab_size=found.draft_vocab_size or found.vocab_size,
-        num_heads=found.num_attention_heads,
-        num_kv_heads=found.num_key_value_heads or found.num_attention_heads,
-        head_dim=found.head_dim or max(found.hidden_size // found.num_attention_heads, 1),
-        base_layers=tuple(found.eagle_aux_hidden_state_layer_ids),
+        backbone_hidden_size=found("target_hidden_size", Size | None, None) or same["hidden_size"],
+        draft_vocab_size=found("draft_vocab_size", Size | None, None) or same["vocab_size"],
+        num_heads=heads,
+        num_kv_heads=found("num_key_value_heads", Size | None, None) or heads,
+        head_dim=found("head_dim", Size | None, None) or max(same["hidden_size"] // heads, 1),
+        base_layers=tuple(found(IDS, _Layers)),
         rope_theta=theta,
         own_embedding=own_embedding,
         # A path of whoever trained means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
-        **{name: getattr(found, name) for name in _OWN_NAMES},
-        **{name: bool(getattr(found, name)) for name in _NORMS},
+        **same,
+        **{name: bool(found(name, bool | None, None)) for name in _NORMS},
     )
 
+
+_OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+"""Keys that are fields of an Eagle3Config under their own names."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
@@ -314,13 +275,13 @@ _TOLERATED: AllowedKeys = at(
     {
         **UNCOMPUTED,
         # What a head has not, in other words.
-        **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "use_aux_norm"), some(False, None)),
-        **dict.fromkeys(("logit_scale", "partial_rotary_factor", "pretraining_tp"), some(1)),
-        **dict.fromkeys(("sliding_window", "use_sliding_window"), off),
+        **allow(some(False, None), "attention_bias mlp_bias bias use_aux_norm"),
+        **allow(some(1), "logit_scale partial_rotary_factor pretraining_tp"),
+        **allow(off, "sliding_window use_sliding_window"),
         "layer_types": some(["full_attention"]),
         # Implied where they are missing.
-        **dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta", "tie_word_embeddings"), some(None)),
-        **dict.fromkeys(("draft_vocab_size", "target_hidden_size", *_NORMS), some(None)),
+        **allow(some(None), "head_dim num_key_value_heads rope_theta tie_word_embeddings"),
+        **allow(some(None), "draft_vocab_size target_hidden_size", *_NORMS),
         "rope_parameters": anything,  # which is read in full
         "max_window_layers": is_whole,
     },
@@ -336,8 +297,7 @@ EAGLE = HeadFormat(
         _BASE: is_text,
         "architectures": some(["Eagle3LlamaForCausalLM"]),
         "eagle_config.norm_before_fc": some(True, False),
-        **dict.fromkeys(("eagle_config", "eagle_config.use_aux_hidden_state"), some(None)),
-        **dict.fromkeys((IDS, f"eagle_config.{IDS}"), some(None)),
+        **allow(some(None), "eagle_config eagle_config.use_aux_hidden_state", IDS, f"eagle_config.{IDS}"),
     },
 )
 
@@ -350,8 +310,7 @@ SPECULATORS = HeadFormat(
         "speculators_version": is_text,
         f"{LLAMA}.architectures": anything,
         # Which base it is for, and how many tokens to propose.
-        "speculators_config.verifier*": anything,
-        "speculators_config.*proposal_method*": anything,
+        **allow(anything, "speculators_config.verifier* speculators_config.*proposal_method*"),
     },
 )
 

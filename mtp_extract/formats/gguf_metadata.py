@@ -13,14 +13,23 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, as_stored
-from mtp_extract.checkpoint.keys import AllowedKeys, anything, is_number, is_text, is_whole, require_keys, some
+from mtp_extract.checkpoint.keys import (
+    AllowedKeys,
+    allow,
+    anything,
+    at,
+    is_number,
+    is_text,
+    is_whole,
+    require_keys,
+    some,
+)
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Activation, Number, Share, Size
+from mtp_extract.formats.reading import Number, Share, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
 from mtp_extract.litertlm.storage import Floats
 
@@ -46,26 +55,26 @@ _TOLERATED: AllowedKeys = MappingProxyType(
     {
         ARCHITECTURE: some(ARCH),
         "general.type": some("model"),
-        # What it is called, who made it, and how one samples from a model that is no drafter. Drafts are tokens of the
-        # base, whatever a file calls them; that they are as many is read.
-        **dict.fromkeys(
-            (
-                *(f"general.{key}" for key in ("name", "author", "version", "organization", "finetune", "basename")),
-                *(f"general.{key}" for key in ("description", "quantized_by", "size_label", "license*", "url", "doi")),
-                *(f"general.{key}" for key in ("uuid", "repo_url", "source.*", "base_model.*", "dataset.*", "tags")),
-                *(f"general.{key}" for key in ("languages", "sampling.*", "file_type", "alignment")),
-                *("general.quantization_version", "tokenizer.*", "quantize.imatrix.*"),
+        # What it is called, who made it, and how one samples from a model that is no drafter.
+        **at(
+            ["general."],
+            allow(
+                anything,
+                "name author version organization finetune basename description quantized_by size_label license* url",
+                "doi uuid repo_url source.* base_model.* dataset.* tags languages sampling.* file_type alignment",
+                "quantization_version",
             ),
-            anything,
         ),
+        # Drafts are tokens of the base, whatever a file calls them; that they are as many is read.
+        **allow(anything, "tokenizer.* quantize.imatrix.*"),
         f"{ARCH}.context_length": is_whole,
         f"{ARCH}.attention.head_count_kv": anything,  # which is read in full
         # Implied where they are missing.
-        **dict.fromkeys((f"{ARCH}.vocab_size", f"{OWN}hidden_activation"), some(None)),
-        **dict.fromkeys((f"{ARCH}.attention.scale", f"{ARCH}.rope.scaling.factor"), some(1)),
-        **dict.fromkeys((f"{ARCH}.expert_count", f"{ARCH}.expert_used_count"), some(0)),
-        **dict.fromkeys((f"{OWN}version", f"{OWN}source.*", f"{OWN}section.*"), is_text),
-        **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}final_logit_softcapping"), is_number),
+        **allow(some(None), f"{ARCH}.vocab_size", f"{OWN}hidden_activation"),
+        **at([f"{ARCH}."], allow(some(1), "attention.scale rope.scaling.factor")),
+        **at([f"{ARCH}."], allow(some(0), "expert_count expert_used_count")),
+        **at([OWN], allow(is_text, "version source.* section.*")),
+        **at([OWN], allow(is_number, "rope.* attention.* final_logit_softcapping")),
     }
 )
 """What a file may say otherwise than it is written here: by whom, of what, and for which tokens."""
@@ -152,27 +161,19 @@ def notes_of_config(config: DrafterConfig) -> tuple[str, ...]:
     return tuple(note for note, holds in notes.items() if holds)
 
 
-class _Keys(Struct, rename=lambda name: name.replace("__", ".")):
-    """The keys of which the others follow: the architecture's, and two of ours that llama.cpp has none for."""
-
-    block_count: Size
-    embedding_length: Size
-    embedding_length_out: Size
-    feed_forward_length: Size
-    attention__head_count: Size
-    attention__head_count_kv: Size | list[Size]
-    attention__key_length: Size
-    attention__key_length_swa: Size
-    attention__sliding_window: Size
-    attention__sliding_window_pattern: list[bool]
-    attention__layer_norm_rms_epsilon: Number
-    rope__freq_base: Number
-    rope__freq_base_swa: Number
-    rope__factor: Number = 1.0
-    final_logit_softcapping: Number | None = None
-    context_length: Size | None = None
-    mtp_extract__hidden_activation: Activation = "gelu_pytorch_tanh"
-    mtp_extract__rope__partial_rotary_factor: Share | None = None
+_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding_length_out": "backbone_hidden_size",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "final_logit_softcapping": "final_logit_softcap",
+        "context_length": "max_position_embeddings",
+        f"{OWN}hidden_activation": "hidden_activation",
+    }
+)
+"""Key → field of a DrafterConfig."""
 
 
 def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
@@ -219,30 +220,23 @@ def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None
     if factors is not None and turned:
         keys[_FACTOR] = _plain(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
-    found = reading.fields(keys, _Keys)
-    slides, kv_heads = found.attention__sliding_window_pattern, found.attention__head_count_kv
-    heads = kv_heads if isinstance(kv_heads, list) else [kv_heads] * found.block_count
-    if not found.block_count == len(slides) == len(heads):
+    found = reading.Keys(keys)
+    slides, count = found("attention.sliding_window_pattern", list[bool]), found("block_count", Size)
+    kv_heads = found("attention.head_count_kv", Size | list[Size])
+    heads = kv_heads if isinstance(kv_heads, list) else [kv_heads] * count
+    if not count == len(slides) == len(heads):
         raise CheckpointError(
-            f"expected attention.sliding_window_pattern and head_count_kv of {found.block_count} layers, found "
-            f"{len(slides)} and {len(heads)}; check the file"
+            f"expected attention.sliding_window_pattern and head_count_kv of {count} layers, found {len(slides)} and "
+            f"{len(heads)}; check the file"
         )
-    share = found.mtp_extract__rope__partial_rotary_factor or 2 * turned / found.attention__key_length or 1.0
-    window, full_rope = found.attention__sliding_window, RopeConfig(found.rope__freq_base, share, found.rope__factor)
-    return DrafterConfig(
-        backbone_hidden_size=found.embedding_length_out,
-        hidden_size=found.embedding_length,
-        intermediate_size=found.feed_forward_length,
-        vocab_size=vocabulary,
-        num_heads=found.attention__head_count,
-        layers=tuple(
-            LayerConfig(SLIDING, found.attention__key_length_swa, count, window, RopeConfig(found.rope__freq_base_swa))
-            if is_sliding
-            else LayerConfig(FULL, found.attention__key_length, count, None, full_rope)
-            for is_sliding, count in zip(slides, heads, strict=True)
-        ),
-        rms_norm_eps=found.attention__layer_norm_rms_epsilon,
-        final_logit_softcap=found.final_logit_softcapping,
-        hidden_activation=found.mtp_extract__hidden_activation,
-        max_position_embeddings=found.context_length,
+    width, window = found("attention.key_length", Size), found("attention.sliding_window", Size)
+    share = found(f"{OWN}rope.partial_rotary_factor", Share | None, None) or 2 * turned / width or 1.0
+    full = RopeConfig(found("rope.freq_base", Number), share, found(_FACTOR, Number, 1.0))
+    sliding, width_swa = RopeConfig(found("rope.freq_base_swa", Number)), found("attention.key_length_swa", Size)
+    layers = tuple(
+        LayerConfig(SLIDING, width_swa, of_base, window, sliding)
+        if is_sliding
+        else LayerConfig(FULL, width, of_base, None, full)
+        for is_sliding, of_base in zip(slides, heads, strict=True)
     )
+    return DrafterConfig(vocab_size=vocabulary, layers=layers, **found.fields(_FIELDS))

@@ -74,20 +74,9 @@ def _refused(directory: Path, why: str) -> UnsupportedError:
     )
 
 
-class _Model(Struct):
-    type: Literal["BPE"]
-    byte_fallback: bool
-    vocab: dict[str, int]
-
-
 class _Added(Struct):
     content: str
     id: int
-
-
-class _Tokenizer(Struct):
-    model: _Model
-    added_tokens: list[_Added] | None = None
 
 
 def _tokens(document: Mapping[str, Any]) -> tuple[list[str], set[str]]:
@@ -96,15 +85,18 @@ def _tokens(document: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     Raises:
         CheckpointError: another kind of tokenizer, or tokens that are not numbered from 0 on.
     """
-    parsed = reading.fields(document, _Tokenizer)
-    if not parsed.model.byte_fallback:
+    found = reading.Keys(document)
+    model = found.within("model")
+    model("type", Literal["BPE"])
+    if not model("byte_fallback", bool):
         raise CheckpointError("expected a BPE tokenizer that falls back to bytes, as Gemma 4's, found another kind")
-    added = {entry.content: entry.id for entry in parsed.added_tokens or []}
-    numbers = {**parsed.model.vocab, **added}
+    vocabulary = model("vocab", dict[str, int])
+    added = {entry.content: entry.id for entry in found("added_tokens", list[_Added] | None, None) or []}
+    numbers = {**vocabulary, **added}
     tokens = sorted(numbers, key=lambda token: numbers[token])
     if [numbers[token] for token in tokens] != list(range(len(tokens))):
         raise CheckpointError(f"expected its {len(tokens)} tokens to be numbered from 0 on, found other numbers")
-    return tokens, added.keys() - parsed.model.vocab.keys()
+    return tokens, added.keys() - vocabulary.keys()
 
 
 def _type(token: str, special: bool, added: bool) -> int:

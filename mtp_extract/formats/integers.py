@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.checkpoint.keys import anything, is_number, is_text, off, some
+from mtp_extract.checkpoint.keys import allow, anything, is_number, is_text, off, some
 from mtp_extract.checkpoint.packing import row_bytes
 from mtp_extract.checkpoint.planned import DTYPE_SIZES
-from mtp_extract.formats.packed import EMBEDDING, HEAD, Packed, PackedFormat, Part
+from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed, Part
 
 GROUPS = (128, 64, 32)
 """Neighbouring elements of a row that may share a scale, in the kernels of engines."""
@@ -52,7 +52,7 @@ def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[s
     return {**next(iter(entries.values())), **entries}
 
 
-MLX = PackedFormat(
+MLX = DirectoryFormat(
     name="mlx",
     key="quantization",
     parts=_mlx_parts,
@@ -63,7 +63,7 @@ MLX = PackedFormat(
     "format keeps whole rows of any length",
     unties=False,
     header="mlx",
-    tolerated=MappingProxyType({"mode": some(None), "*.mode": some(None)}),  # affine where nothing is said
+    tolerated=allow(some(None), "mode *.mode"),  # affine where nothing is said
 )
 
 
@@ -116,8 +116,8 @@ def _target(module: str, fused: bool) -> str:
     return f"re:.*{escaped}$"
 
 
-def _compressed(name: str, floats_head_for: str = "") -> PackedFormat:
-    return PackedFormat(
+def _compressed(name: str, floats_head_for: str = "") -> DirectoryFormat:
+    return DirectoryFormat(
         name=name,
         key="quantization_config",
         parts=_compressed_parts,
@@ -129,9 +129,8 @@ def _compressed(name: str, floats_head_for: str = "") -> PackedFormat:
         tolerated=MappingProxyType(
             {
                 # What would change the numbers that an engine computes.
-                **dict.fromkeys(("kv_cache_scheme", "sparsity_config", "transform_config"), off),
+                **allow(off, "kv_cache_scheme sparsity_config transform_config config_groups.*.*_activations"),
                 "config_groups.*.format": some("pack-quantized"),
-                "config_groups.*.*_activations": off,
                 "config_groups.*.weights.observer*": anything,
                 "version": is_text,
                 "global_compression_ratio": is_number,
@@ -163,7 +162,7 @@ def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict
     }
 
 
-GEMMA = PackedFormat(
+GEMMA = DirectoryFormat(
     name="gemma",
     key="quantization_config",
     parts=_gemma_parts,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
-
-from msgspec import Struct
+from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
@@ -23,12 +21,13 @@ from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
-from mtp_extract.formats.reading import Activation, Number, Size
+from mtp_extract.formats.reading import Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, parse_rope, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
 _SIZES = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size")
 _NUMBERS = ("attention_scale", "rms_norm_eps", "hidden_activation", "final_logit_softcap")
+_OWN_NAMES = (*_SIZES, "num_heads", *_NUMBERS, "max_position_embeddings")
 """Keys that are fields of a DrafterConfig under their own names."""
 
 
@@ -67,15 +66,15 @@ class LitertFormat:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            found = reading.fields(document, _Config)
-            config = _config(found)
+            found = reading.Keys(document)
+            config, names = _config(found), found("tensors", dict[str, str])
             roles = {role.name: role for role in shapes_of(config)}
-            if unknown := sorted(set(found.tensors) - set(roles)):
+            if unknown := sorted(names.keys() - roles.keys()):
                 raise CheckpointError(f"expected no role {', '.join(map(escape, unknown))}; extract the drafter anew")
-            if missing := sorted(name for name in roles if name not in found.tensors and not roles[name].optional):
+            if missing := sorted(name for name in roles if name not in names and not roles[name].optional):
                 raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
-        require_keys(path, document, _document(config, found.tensors), {"max_position_embeddings": is_whole})
-        return config, found.tensors
+        require_keys(path, document, _document(config, names), {"max_position_embeddings": is_whole})
+        return config, names
 
     def read(self, directory: Path) -> Checkpoint:
         config, names = self._read_config(directory)
@@ -126,43 +125,24 @@ def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]
     }
 
 
-class _Config(Struct):
-    format_version: Literal[1]
-    backbone_hidden_size: Size
-    hidden_size: Size
-    intermediate_size: Size
-    vocab_size: Size
-    num_heads: Size
-    head_dims: list[Size]
-    num_kv_heads: list[Size]
-    layer_types: LayerTypes
-    sliding_windows: list[Size | None]
-    attention_scale: Number
-    rms_norm_eps: Number
-    hidden_activation: Activation
-    rope: dict[str, Any]
-    tensors: dict[str, str]
-    final_logit_softcap: Number | None = None
-    max_position_embeddings: Size | None = None
-
-
-def _config(found: _Config) -> DrafterConfig:
+def _config(found: reading.Keys) -> DrafterConfig:
     """The shape that ``mtp_drafter_config.json`` describes.
 
     Raises:
-        CheckpointError: lists of unequal length, or another kind of RoPE.
+        CheckpointError: a key is missing or of the wrong type or range, or lists are of unequal length.
         DrafterError: a shape that no drafter has.
     """
-    columns = (found.layer_types, found.head_dims, found.num_kv_heads, found.sliding_windows)
-    if len({len(column) for column in columns}) > 1:
+    kinds = found("layer_types", LayerTypes)
+    columns = [found(key, list[Size]) for key in ("head_dims", "num_kv_heads")]
+    columns.append(found("sliding_windows", list[Size | None]))
+    if {len(column) for column in columns} != {len(kinds)}:
         raise CheckpointError(
             "expected as many head_dims, num_kv_heads and sliding_windows as layer_types, found others"
         )
-    if any(kind == SLIDING and window is None for kind, *_, window in zip(*columns, strict=True)):
-        raise CheckpointError("expected a window for each sliding layer, found none; extract the drafter anew")
-    layers = tuple(
-        LayerConfig(kind, head_dim, heads, window if kind == SLIDING else None, parse_rope(found.rope, kind))
-        for kind, head_dim, heads, window in zip(*columns, strict=True)
-    )
-    own = (*_SIZES, "num_heads", *_NUMBERS, "max_position_embeddings")
-    return DrafterConfig(layers=layers, **{name: getattr(found, name) for name in own})
+    rope = found.within("rope")
+    layers = []
+    for kind, head_dim, heads, window in zip(kinds, *columns, strict=True):
+        if kind == SLIDING and window is None:
+            raise CheckpointError("expected a window for each sliding layer, found none; extract the drafter anew")
+        layers.append(LayerConfig(kind, head_dim, heads, window if kind == SLIDING else None, parse_rope(rope, kind)))
+    return DrafterConfig(layers=tuple(layers), **found.fields({name: name for name in _OWN_NAMES}))

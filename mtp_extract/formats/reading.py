@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -55,20 +56,74 @@ def kind_of(path: Path) -> str | None:
     return method if method in _QUANTIZED else ""
 
 
-Fields = TypeVar("Fields")
+_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "backbone_hidden_size": Size,
+        "hidden_size": Size,
+        "intermediate_size": Size,
+        "vocab_size": Size,
+        "num_heads": Size,
+        "attention_scale": Number,
+        "rms_norm_eps": Number,
+        "final_logit_softcap": Number | None,
+        "hidden_activation": Activation,
+        "max_position_embeddings": Size | None,
+    }
+)
+"""Fields of a drafter's config that configurations have as they are → what they may be."""
+
+_OPTIONAL = ("attention_scale", "rms_norm_eps", "final_logit_softcap", "hidden_activation", "max_position_embeddings")
+"""Those that have a default, which engines take too."""
+
+_REQUIRED: Any = object()
 
 
-def fields(document: object, kind: type[Fields]) -> Fields:
-    """The fields of ``kind``, a :class:`msgspec.Struct`, that ``document`` has; other keys are passed over.
+@dataclass(frozen=True)
+class Keys:
+    """An object of a configuration, of which each key is read as what it may be, and those not asked for passed over.
 
-    Raises:
-        CheckpointError: one is missing, of another type or out of range; the message names its place.
+    Attributes:
+        place: where it lies, for messages; empty or ends in a dot.
     """
-    try:
-        return msgspec.convert(document, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        said = escape(error).replace(" - at `$.", " at `")
-        raise CheckpointError(f"{said[0].lower()}{said[1:]}; check the config") from error
+
+    found: Mapping[str, Any]
+    place: str = ""
+
+    def __call__(self, key: str, kind: Any, default: Any = _REQUIRED) -> Any:
+        """What ``key`` says, a value of the type ``kind``; ``default`` where it is not there.
+
+        Raises:
+            CheckpointError: it is missing, of another type or out of range; the message names its place.
+        """
+        name = escape(f"{self.place}{key}")
+        if key not in self.found:
+            if default is _REQUIRED:
+                raise CheckpointError(f"expected `{name}`, found none; check the config")
+            return default
+        try:
+            return msgspec.convert(self.found[key], kind)
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            what, _, inside = escape(error).partition(" - at `$")
+            raise CheckpointError(
+                f"{what[0].lower()}{what[1:]} at `{name}{inside.rstrip('`')}`; check the config"
+            ) from error
+
+    def within(self, key: str) -> Keys:
+        """The object that ``key`` is.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        return Keys(self(key, dict[str, Any]), f"{self.place}{key}.")
+
+    def fields(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Fields of a config, of ``names``: key → field. One that is not there keeps its default.
+
+        Raises:
+            CheckpointError: one that has none is missing, or is of another type or out of range.
+        """
+        there = {key: field for key, field in names.items() if key in self.found or field not in _OPTIONAL}
+        return {field: self(key, _FIELDS[field]) for key, field in there.items()}
 
 
 @contextmanager
@@ -136,7 +191,7 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
         return _tensors(directory / name, advice)
     found: dict[str, tuple[Path, StoredTensor]] = {}
     with naming(index):
-        places = fields(read_object(index), _Index).weight_map
+        places = Keys(read_object(index))("weight_map", dict[str, str])
         for file in dict.fromkeys(places.values()):
             if Path(file).name != file:
                 raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
@@ -148,10 +203,6 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
         if missing := sorted(places.keys() - found.keys()):
             raise CheckpointError(f"expected {escape(missing[0])} where the index says it is, found it nowhere")
     return found
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 def _tensors(path: Path, advice: str) -> Stored:

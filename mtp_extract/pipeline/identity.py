@@ -28,7 +28,7 @@ from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError, escape, few
 from mtp_extract.formats import format_of
-from mtp_extract.formats.packed import static_scale
+from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline import chains
 from mtp_extract.pipeline.chains import Chain, how_derived
 from mtp_extract.pipeline.check import Check, Verification, verify, with_record

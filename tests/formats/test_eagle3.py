@@ -286,16 +286,16 @@ def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_before_residual": ...}, "field `norm_before_residual`"),
+        ({"norm_before_residual": ...}, "expected `norm_before_residual`"),
         ({"speculators_model_type": "dflash"}, "'dflash' at `speculators_model_type`"),
-        ({IDS: ...}, "missing required field"),
-        ({"transformer_layer_config": ...}, "field `transformer_layer_config`"),
+        ({IDS: ...}, "found none"),
+        ({"transformer_layer_config": ...}, "expected `transformer_layer_config`"),
         ({"transformer_layer_config": []}, "expected `object`"),
         (
             {"transformer_layer_config": {"model_type": "qwen3"}},
             "'qwen3' at `model_type`",
         ),
-        ({"transformer_layer_config": {}}, "missing required field `model_type`"),
+        ({"transformer_layer_config": {}}, "expected `model_type`, found none"),
         ({"transformer_layer_config": 3}, "expected `object`"),
         ({IDS: "1, 3, 5"}, "expected `array`, got `str`"),
         ({"norm_before_residual": "true"}, "expected `bool`, got `str`"),

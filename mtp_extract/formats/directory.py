@@ -1,8 +1,8 @@
-"""Directories with transformers' names and configuration in which matrices are packed integers.
+"""Directories with transformers' names and configuration, in which matrices are floats or packed integers.
 
-A matrix is several tensors. The first holds its codes, the second its scales; whatever else a format wants is made of
-the scales, and compared with that when it is read. The shapes of the first two say how a matrix is packed, so that the
-configuration is made of the tensors and compared with the one that lies beside them.
+A packed matrix is several tensors. The first holds its codes, the second its scales; whatever else a format wants is
+made of the scales, and compared with that when it is read. The shapes of the first two say how a matrix is packed, so
+that the configuration is made of the tensors and compared with the one that lies beside them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,17 @@ from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, at
 from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, OutputFile, PlannedTensor, json_text, plan_array
-from mtp_extract.checkpoint.stored import StoredTensor, read_array, read_rows, stored_weight
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, of_codes, row_codes, row_ranges
+from mtp_extract.checkpoint.stored import StoredTensor, common_dtype, read_array, read_rows, stored_weight
+from mtp_extract.checkpoint.weight import (
+    RowCodes,
+    Steps,
+    Weight,
+    has_exact_steps,
+    of_codes,
+    row_codes,
+    row_ranges,
+    same_floats,
+)
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats, plan_weight
@@ -83,8 +92,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class PackedFormat:
-    """A directory with ``config.json``, ``generation_config.json`` and ``model.safetensors``.
+class DirectoryFormat:
+    """``config.json``, ``generation_config.json`` and ``model.safetensors``; packed, if ``key`` is given.
 
     Attributes:
         key: of the configuration's entry that says how matrices are packed.
@@ -102,12 +111,12 @@ class PackedFormat:
     """
 
     name: str
-    key: str
-    parts: Callable[[Packed], Sequence[Part]]
-    document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]]
-    groups: tuple[int, ...]
-    rows: bool
-    unfit: str
+    key: str = ""
+    parts: Callable[[Packed], Sequence[Part]] = lambda packed: ()
+    document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
+    groups: tuple[int, ...] = ()
+    rows: bool = False
+    unfit: str = ""
     unties: bool = True
     floats_head_for: str = ""
     static: tuple[str, ...] = ()
@@ -118,7 +127,7 @@ class PackedFormat:
     further_files: tuple[str, ...] = (GENERATION_FILE,)
 
     def recognizes(self, directory: Path) -> bool:
-        return reading.kind_of(directory / self.marker) == self.name
+        return reading.kind_of(directory / self.marker) == (self.key and self.name)
 
     def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
         if role.kind == INDEX:
@@ -126,7 +135,7 @@ class PackedFormat:
         try:
             self._fit(role, tensor)
         except NoCodesError as error:
-            return hold_floats(tensor, "f32", str(error))
+            return hold_floats(tensor, "f32" if self.key else dtype, str(error))
         # What a converter folded into the scales is divided out, and the quotient rounded once.
         return Holding(CODES) if has_exact_steps(tensor) else Holding(CODES, "F32", DTYPES["f32"].roundoff)
 
@@ -136,6 +145,8 @@ class PackedFormat:
         Raises:
             NoCodesError: they cannot be: why, and what keeps them.
         """
+        if not self.key:
+            raise NoCodesError("the format holds floats only")
         codes = row_codes(tensor)
         sizes, block, row = codes.steps.size, codes.steps.block, codes.shape[1]
         if not has_exact_steps(tensor) and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any()):
@@ -158,21 +169,22 @@ class PackedFormat:
         for role, tensor in matrices.items():
             with suppress(NoCodesError):
                 fit[role.name] = self._fit(role, tensor)
-        if not fit:
+        if self.key and not fit:
             raise self._useless(plain=any(tensor.scheme is None for tensor in matrices.values()))
         if checkpoint.mtp.ordered_head is not None and HEAD in fit:
             raise UnsupportedError(
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
                 "integers. Leave lm_head in floats."
             )
-        packed = {name: how for name, (_, how) in fit.items()}
+        dtype, packed = "f32" if self.key else dtype, {name: how for name, (_, how) in fit.items()}
         tensors: list[PlannedTensor] = []
         for role, (stem, parts) in self._layout(shapes, packed).items():
             if role.name in fit:
                 activations = checkpoint.activations.get(role.name, (None, None))
                 tensors += _plan_matrix(stem, role.name, fit[role.name], parts, activations)
             else:
-                tensors.append(plan_weight(checkpoint, role, shapes[role], stem, "f32"))
+                tensors.append(plan_weight(checkpoint, role, shapes[role], stem, dtype))
+        document = self._document(checkpoint.mtp, packed, DTYPES[dtype].transformers)
         return [
             OutputFile(
                 self.weights_file,
@@ -180,7 +192,7 @@ class PackedFormat:
                 metadata={"format": self.header, "mtp_extract": __version__},
                 notes=tuple(_notes(checkpoint, packed)) if self.static else (),
             ),
-            OutputFile(self.marker, text=json_text(self._document(checkpoint.mtp, packed, "float32"))),
+            OutputFile(self.marker, text=json_text(document)),
             OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
 
@@ -204,7 +216,8 @@ class PackedFormat:
                 static = (Part(suffix, "F32", ()) for suffix in self.static)
                 found[role] = name.removesuffix(_WEIGHT), (*self.parts(how), *static)
             else:
-                found[role] = name, (Part("", "I64" if role.kind == INDEX else "F32", shape),)
+                floats = "F32" if self.key else ""  # or any other
+                found[role] = name, (Part("", "I64" if role.kind == INDEX else floats, shape),)
         return found
 
     def _unties(self, packed: Mapping[str, Packed]) -> bool:
@@ -225,19 +238,19 @@ class PackedFormat:
     def read_config(self, directory: Path) -> DrafterConfig:
         return self._read(directory)[0]
 
-    def _read(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, StoredTensor], dict[str, Packed]]:
+    def _read(self, directory: Path) -> tuple[DrafterConfig, reading.Stored, dict[str, Packed]]:
         """The drafter's shape, its tensors, and how each role is packed that is."""
         path = directory / self.marker
-        document = read_object(path)
-        stored = {name: tensor for name, (_, tensor) in reading.read_tensors(directory / self.weights_file).items()}
+        document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
+        tensors = {name: tensor for name, (_, tensor) in stored.items()}
         own_head = any(name.startswith(f"{HEAD}.") for name in stored)
         with reading.naming(path):
             config = parse_config(document)
             shapes = shapes_of(config)
             packed: dict[str, Packed] = {}
-            for role in _matrices(shapes):
+            for role in _matrices(shapes) if self.key else ():
                 module = HEAD if role.name == HEAD and own_head else role.names["transformers"].removesuffix(_WEIGHT)
-                if how := self._found(module, shapes[role], stored):
+                if how := self._found(module, shapes[role], tensors):
                     packed[role.name] = how
             made = self._document(config, packed, "")
         expected = {
@@ -245,8 +258,13 @@ class PackedFormat:
             for role, (stem, parts) in self._layout(shapes, packed).items()
             for part in parts
         }
-        reading.check_tensors(expected, stored)
-        require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
+        checks = (
+            partial(reading.check_tensors, expected, tensors, more=() if self.key else (f"{HEAD}{_WEIGHT}",)),
+            partial(require_documents, directory, document, config, made, at([f"{self.key}."], self.tolerated)),
+        )
+        # Of tensors that are no matrix of either kind, the configuration would be said to be wrong.
+        for check in checks if self.key else reversed(checks):
+            check()
         return config, stored, packed
 
     def _found(self, module: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Packed | None:
@@ -264,20 +282,32 @@ class PackedFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         config, stored, packed = self._read(directory)
-        path = directory / self.weights_file
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
         for role, (stem, parts) in self._layout(shapes_of(config), packed).items():
             if how := packed.get(role.name):
-                matrix = _Matrix(path, stem, how, tuple((part, stored[stem + part.suffix]) for part in parts))
-                tensors[role.name] = matrix.weight()
-                if any(pair := [matrix.activation(suffix) for suffix in self.static]):
-                    activations[role.name] = pair[0], pair[1]
+                tensors[role.name], pair = _read_matrix(stem, how, parts, stored)
+                if any(pair):
+                    activations[role.name] = pair
             else:
-                tensors[role.name] = stored_weight(path, stored[stem], stem)
+                tensors[role.name] = stored_weight(*stored[stem], stem)
+        if HEAD not in packed and (copy := stored.get(f"{HEAD}{_WEIGHT}")):
+            _require_copy(stored_weight(*copy), tensors[HEAD])
+        floats = (tensors[role.name] for role in shapes_of(config) if role.kind != INDEX)
+        dtype = "f32" if self.key else common_dtype(floats)
         return Checkpoint(
-            GEMMA4_MTP, config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)
+            GEMMA4_MTP, config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations)
         )
+
+
+FORMAT = DirectoryFormat("transformers")
+"""Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
+
+
+def _require_copy(copy: Weight, original: Weight) -> None:
+    """Check that a head that is stored beside the embedding it is tied to is the same."""
+    if not same_floats(copy, original):
+        raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the same values as {EMBEDDING}{_WEIGHT}, found others"])
 
 
 def _matrices(shapes: Mapping[Role, tuple[int, ...]]) -> list[Role]:
@@ -305,52 +335,45 @@ def _packed_rows(codes: RowCodes, bits: int, dtype: str) -> Iterator[npt.NDArray
         yield rows if dtype == "I8" else pack(rows, bits, DTYPE_SIZES[dtype])
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """A packed matrix in the file at ``path``: its tensors, the codes first, the scales second."""
+def _read_matrix(
+    stem: str, packed: Packed, parts: Sequence[Part], stored: reading.Stored
+) -> tuple[RowCodes, Activations]:
+    """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here.
 
-    path: Path
-    module: str
-    packed: Packed
-    parts: tuple[tuple[Part, StoredTensor], ...]
+    Raises:
+        CheckpointError: what lies beside the codes is damaged.
+    """
+    path, codes = stored[stem + parts[0].suffix]
+    scales, *others = (_array(*stored[stem + part.suffix]) for part in parts[1:])
 
-    def weight(self) -> RowCodes:
-        """It as a weight; what lies beside its codes is read and checked when it is asked for."""
-        (part, codes), shape, bits = self.parts[0], self.packed.shape, self.packed.bits
+    def require(sound: bool, what: str) -> None:
+        if not sound:
+            raise CheckpointError(f"{escape(path)}: {escape(stem)}: expected {what}. Extract the drafter anew.")
 
-        def rows(first: int, last: int) -> npt.NDArray[np.int8]:
-            found = read_rows(self.path, codes, first, last)
-            return found.view(np.int8) if part.dtype == "I8" else unpack(found, bits, shape[1])
+    def rows(first: int, last: int) -> npt.NDArray[np.int8]:
+        found = read_rows(path, codes, first, last)
+        return found.view(np.int8) if codes.dtype == "I8" else unpack(found, packed.bits, packed.shape[1])
 
-        return of_codes(shape, Packing(bits, signed=True), rows, self._steps, origin=(self.path, codes.offset))
+    with np.errstate(over="ignore", invalid="ignore"):
+        sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << packed.bits - 1))
+    require(bool(sound.all()), "scales that are finite and not negative, found others")
+    static: list[Activation | None] = []
+    for part, found in zip(parts[2:], others, strict=True):
+        if part.make:
+            made = part.make(scales)
+            require(np.array_equal(found, made), f"{part.suffix[1:]} as its shape and scales make it, found others")
+        else:
+            scale = float(found)
+            require(0 <= scale < np.inf, f"a scale of activations that is finite and not negative, found {scale}")
+            static.append(Activation("int8", scale, 0) if scale else None)
+    steps = Steps.around_zero(packed.group, scales).by_row()
+    packing = Packing(packed.bits, signed=True)
+    weight = of_codes(packed.shape, packing, rows, lambda: steps, origin=(path, codes.offset))
+    return weight, (static[0], static[1]) if static else (None, None)
 
-    def _steps(self) -> Steps:
-        scales, *others = (self._array(stored) for _, stored in self.parts[1:])
-        with np.errstate(over="ignore", invalid="ignore"):
-            sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << self.packed.bits - 1))
-        if not sound.all():
-            raise self._damaged("expected scales that are finite and not negative, found others")
-        for (part, _), found in zip(self.parts[2:], others, strict=True):
-            if part.make and not np.array_equal(found, part.make(scales)):
-                raise self._damaged(f"expected {part.suffix[1:]} as its shape and scales make it, found others")
-        return Steps.around_zero(self.packed.group, scales).by_row()
 
-    def activation(self, suffix: str) -> Activation | None:
-        """The static quantization that ``suffix`` has a scale of, where that is not 0.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        scale = float(self._array(next(stored for part, stored in self.parts if part.suffix == suffix)))
-        if not 0 <= scale < np.inf:
-            raise self._damaged(f"expected a scale of activations that is finite and not negative, found {scale}")
-        return Activation("int8", scale, 0) if scale else None
-
-    def _array(self, stored: StoredTensor) -> npt.NDArray[Any]:
-        return read_array(self.path, stored, _TYPES[stored.dtype]).reshape(stored.shape)
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{escape(self.path)}: {escape(self.module)}: {what}. Extract the drafter anew.")
+def _array(path: Path, stored: StoredTensor) -> npt.NDArray[Any]:
+    return read_array(path, stored, _TYPES[stored.dtype]).reshape(stored.shape)
 
 
 def static_scale(activation: Activation | None) -> float:
