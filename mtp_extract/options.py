@@ -97,7 +97,7 @@ Baseline = Annotated[
 ]
 Workloads = Annotated[
     Path | None,
-    About("Prompts as .txt, .json, .jsonl or .csv; by default about 100 of ours.", metavar="FILE"),
+    About("Prompts as .txt, .json or .jsonl; by default about 100 of ours.", metavar="FILE"),
 ]
 Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")]
 """See :func:`~mtp_extract.evaluate.base_model.load_base`."""

@@ -103,8 +103,8 @@ def placement(device: str) -> torch.device | None:
     there["mps"] = torch.backends.mps.is_available()
     if kind is None or not there.get(kind.type):
         raise MtpExtractError(
-            f"expected a device that is there, such as auto, cpu, cuda:0 or balanced, found {escape(device)} and "
-            f"{count} CUDA GPUs; let it be chosen",
+            f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}; let it be "
+            "chosen",
             remedies=("device=auto",),
         )
     return kind

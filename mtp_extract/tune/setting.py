@@ -34,7 +34,7 @@ class Setting:
     prompts: Annotated[
         Path | None,
         About(
-            "Prompts of your workload as .txt, .json, .jsonl or .csv; by default those that come with mtp-extract.",
+            "Prompts of your workload as .txt, .json or .jsonl; by default those that come with mtp-extract.",
             metavar="FILE",
         ),
     ] = None

@@ -97,7 +97,6 @@ def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.T
         "three.txt": "one\ntwo\nthree\n",
         "wrong.json": '{"code": [',
         "wrong.jsonl": '{"question": "a"}\n',
-        "wrong.csv": "question,answer\na,b\n",
         "prompts.parquet": b"PAR1",
     }
     for name, content in files.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import string
 from collections import Counter
@@ -21,7 +20,6 @@ from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 AGAIN = {"role": "user", "content": "Really?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-HUMAN, GPT = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
 
 ROWS: dict[str, tuple[dict[str, Any], Prompt | None]] = {
@@ -47,15 +45,6 @@ ROWS: dict[str, tuple[dict[str, Any], Prompt | None]] = {
     "OpenAI, ends in a call": ({"messages": [USER, CALL]}, Prompt("file", (USER,))),
     "no answer": ({"messages": [USER, ASSISTANT, AGAIN]}, Prompt("file", (USER, ASSISTANT, AGAIN))),
     "UltraChat": ({"prompt": "Why?", "messages": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
-    "ShareGPT": ({"id": "x_0", "conversations": [HUMAN, GPT]}, Prompt("file", (USER,), completion="Because.")),
-    "ShareGPT, a later part": (
-        {"conversations": [GPT, HUMAN, GPT, {"from": "human", "value": "Really?"}]},
-        Prompt("file", (USER, ASSISTANT, AGAIN)),
-    ),
-    "ShareGPT, nothing asked": ({"conversations": [GPT]}, None),
-    "ShareGPT, empty": ({"conversations": []}, None),
-    "SpecForge": ({"conversations": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
-    "LMSYS": ({"conversation": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
     "MT-Bench": (
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
         Prompt("writing", "Write.", "81"),
@@ -105,57 +94,49 @@ def test_lines_workloads_and_tables(tmp_path: Path) -> None:
     ]
     named = written(tmp_path / "file.json", '{"a": ["one", " "], "b": ["two\\n"], "c": []}')
     assert read_prompts(named) == (Prompt("a", "one"), Prompt("b", "two\n"))
-    table = 'prompt,workload,source,completion,note\r\n"one, ""two""\nthree",w,s,yes,x\r\n\r\nfour,,,,\r\n'
-    assert read_prompts(written(tmp_path / "file.csv", table)) == (
-        Prompt("w", 'one, "two"\nthree', "s", "yes"),
-        Prompt("file", "four"),
-    )
 
 
 def test_a_prompt_is_its_own_source_in_every_form(tmp_path: Path) -> None:
-    forms = {"txt": "Why?", "json": '{"x": ["Why?"]}', "jsonl": '{"prompt": "Why?"}', "csv": "prompt\nWhy?\n"}
+    forms = {"txt": "Why?", "json": '{"x": ["Why?"]}', "jsonl": '{"prompt": "Why?"}'}
     for form, text in forms.items():
         assert read_prompts(written(tmp_path / f"file.{form}", text))[0].source == "Why?"
 
 
 BAD: dict[str, tuple[str, str, str]] = {
-    "no object": ("x.jsonl", '{"prompt": "a"}\n\n[1]', r"line 3: \[1\]\. Bring it"),
-    "not JSON": ("x.jsonl", '{"prompt": "a"}\nplain words', r"line 2: Expecting value.*in plain words"),
-    "text": ("x.jsonl", '{"text": "a"}', r'expected prompts.*\{"prompt": "…"\}.*line 1: \{"text": "a"\}'),
-    "a number": ("x.jsonl", '{"prompt": 3}', "line 1"),
-    "nothing asked": ("x.jsonl", '{"prompt": ""}', "line 1"),
-    "no messages": ("x.jsonl", '{"prompt": []}', "line 1"),
-    "numbers": ("x.jsonl", '{"prompt": [1]}', "line 1: the message 1"),
-    "turns and others": ("x.jsonl", '{"turns": ["a", 1]}', 'line 1: the message "a"'),
-    "no chat": ("x.jsonl", '{"messages": "a"}', 'line 1: "a"'),
-    "no role": ("x.jsonl", '{"messages": [{"content": "a"}]}', r'the message \{"content": "a"\}'),
-    "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "the message"),
-    "a mixed answer": ("x.jsonl", '{"prompt": "a", "completion": [1]}', r"the completion \[1\]"),
-    "a numbered answer": ("x.jsonl", '{"prompt": [{"role": "user", "content": "a"}], "completion": 5}', "completion 5"),
-    "a source that is none": ("x.jsonl", '{"prompt": "a", "source": ["b"]}', r'source \["b"\], neither'),
-    "a workload that is none": ("x.jsonl", '{"prompt": "a", "workload": true}', "workload true, neither"),
-    "withheld": (
+    "no object": ("x.jsonl", '{"prompt": "a"}\n\n[1]', r"line 3: .*got `array`, in \[1\]\. Bring it"),
+    "not JSON": ("x.jsonl", '{"prompt": "a"}\nplain words', r"line 2: JSON is malformed.*in plain words"),
+    "text": ("x.jsonl", '{"text": "a"}', r'expected prompts.*\{"prompt": "…"\}.*line 1: no prompt.*\{"text": "a"\}'),
+    "a number": ("x.jsonl", '{"prompt": 3}', r"line 1: .*got `int` - at `\$\.prompt`"),
+    "nothing asked": ("x.jsonl", '{"prompt": " "}', "line 1: no prompt"),
+    "no messages": ("x.jsonl", '{"prompt": []}', "line 1: no prompt"),
+    "an answer alone": ("x.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: no prompt"),
+    "numbers": ("x.jsonl", '{"prompt": [1]}', r"line 1: .*\$\.prompt\[0\]"),
+    "texts and messages": ("x.jsonl", '{"prompt": ["a", {"role": "user", "content": "b"}]}', "texts among messages"),
+    "turns and others": ("x.jsonl", '{"turns": ["a", 1]}', r"line 1: .*\$\.turns\[1\]"),
+    "no chat": ("x.jsonl", '{"messages": "a"}', r"line 1: .*\$\.messages"),
+    "no role": ("x.jsonl", '{"messages": [{"content": "a"}]}', "required field `role`"),
+    "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "a message without content"),
+    "a mixed answer": (
         "x.jsonl",
-        '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}',
-        "its own script has fetched",
+        '{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}',
+        "after a prompt",
     ),
-    "half a character": ("x.jsonl", '{"prompt": "\\ud800"}', r"half a character, \\ud800"),
+    "a numbered answer": ("x.jsonl", '{"prompt": [{"role": "user", "content": "a"}], "completion": 5}', "completion"),
+    "a source that is none": ("x.jsonl", '{"prompt": "a", "source": ["b"]}', r"\$\.source"),
+    "a workload that is none": ("x.jsonl", '{"prompt": "a", "workload": true}', r"\$\.workload"),
+    "half a character": ("x.jsonl", '{"prompt": "\\ud800"}', r"line 1: .*\\ud800"),
     "half of one in a message": ("x.jsonl", '{"messages": [{"role": "user", "content": "\\udfff"}]}', r"\\udfff"),
     "half of one in a source": ("x.jsonl", '{"prompt": "a", "source": "\\ud800"}', r"\\ud800"),
     "not UTF-8": ("x.txt", "\ud800", "'utf-8' codec can't decode"),
+    "not UTF-8, in JSON": ("x.jsonl", '{"prompt": "\ud800"}', "line 1"),
     "too deep": ("x.json", "[" * 100_000, "recursion|nested"),
-    "a list of texts": ("x.json", '["a"]', 'entry 1: "a"'),
-    "a workload of numbers": ("x.json", '{"w": [1]}', r'\{"workload": \["prompt", …\]\}.*w: \[1\]'),
-    "an object of JSON lines": ("x.json", '{"prompt": "a"}', 'prompt: "a"'),
-    "a word": ("x.json", '"a"', 'found: "a"'),
-    "two lines": ("x.json", '{"prompt": "a"}\n{"prompt": "b"}', "Extra data"),
+    "a list of texts": ("x.json", '["a"]', 'entry 1: .*in "a"'),
+    "a workload of numbers": ("x.json", '{"w": [1]}', r'\{"workload": \["prompt", …\]\}.*got `int`'),
+    "an object of JSON lines": ("x.json", '{"prompt": "a"}', "Expected `array`, got `str`"),
+    "a word": ("x.json", '"a"', "got `str`"),
+    "two lines": ("x.json", '{"prompt": ["a"]}\n{"prompt": ["b"]}', "trailing characters"),
     "nothing": ("x.json", '{"w": []}', "at least one prompt, found none"),
-    "no column": ("x.csv", "question,answer\na,b\n", "line 1: question,answer"),
-    "an empty table": ("x.csv", "", "line 1"),
-    "a cell too many": ("x.csv", "prompt,source\na,b,c\n", "line 2: another number of columns"),
-    "a cell too few": ("x.csv", "prompt,source\na\n", "line 2: another number of columns"),
-    "an open cell": ("x.csv", 'prompt\n"a\n', "unexpected end of data"),
-    "no prompt": ("x.csv", "prompt,source\n,b\n", 'line 2: {"source": "b"}'),
+    "a table": ("x.csv", "prompt\na\n", r"\.jsonl such as .*a name that ends in \.csv"),
     "another ending": ("x.md", "a", r"\.jsonl such as .*a name that ends in \.md"),
     "no ending": ("x", "a", "a name without an ending"),
     "a name and text of control": ("x\x1b.jsonl", '{"\x1b[31m": 1}', r"x\\x1b\.jsonl"),
@@ -189,9 +170,7 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                ["prompt", "messages", "turns", "role", "content", "from", "value", "completion", "source", "x"]
-            ),
+            st.sampled_from(["prompt", "messages", "turns", "role", "content", "completion", "source", "x"]),
             inner,
             max_size=4,
         )
@@ -209,19 +188,13 @@ def test_what_is_written_is_read(tmp_path: Path, prompts: list[tuple[str, str, s
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     assert read_prompts(written(tmp_path / "x.jsonl", lines)) == wanted
     assert read_prompts(written(tmp_path / "x.json", json.dumps(rows))) == wanted
-    if not any("\0" in cell for prompt in prompts for cell in prompt):
-        with open(tmp_path / "x.csv", "w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, names)
-            table.writeheader()
-            table.writerows(rows)
-        assert read_prompts(tmp_path / "x.csv") == wanted
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(JSON, min_size=1, max_size=3), form=st.sampled_from(["json", "jsonl", "csv", "txt"]))
+@given(rows=st.lists(JSON, min_size=1, max_size=3), form=st.sampled_from(["json", "jsonl", "txt"]))
 def test_anything_is_read_or_refused(tmp_path: Path, rows: list[Any], form: str) -> None:
     lines = "\n".join(json.dumps(row) for row in rows)
-    path = written(tmp_path / f"x.{form}", json.dumps(rows) if form == "json" else "prompt\n" * (form == "csv") + lines)
+    path = written(tmp_path / f"x.{form}", json.dumps(rows) if form == "json" else lines)
     try:
         found = read_prompts(path)
     except MtpExtractError as error:
