@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants, get_token
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
@@ -176,7 +176,8 @@ def upload(
     with _explained(repo_id, secret):
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
-        held = _repository_files(api, repo_id)
+        # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
+        held = _entries(api.list_repo_tree(repo_id, recursive=True)) if api.repo_exists(repo_id) else None
         there = {path: entry for path, entry in (held or {}).items() if not beside or path in paths}
         sent = tuple(add.path_in_repo for add in adds if not _holds(there, add))
         # The Hub puts a .gitattributes into a new repository by itself.
@@ -190,11 +191,8 @@ def upload(
             raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
         if held is None:
             api.create_repo(repo_id, private=private)
-        commit = (
-            api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
-            if sent
-            else str(api.repo_info(repo_id).sha)
-        )
+        # What the Hub holds already is not sent again, nor is a commit made of nothing.
+        commit = api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
         arrived = _entries(api.get_paths_info(repo_id, list(paths), revision=commit))
         if wrong := [add.path_in_repo for add in adds if not _holds(arrived, add)]:
             raise HubError(f"{repo_id}: {few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
@@ -203,15 +201,12 @@ def upload(
 
 def _check_name(repo_id: str) -> None:
     try:
-        validate_repo_id(repo_id)
-        fits = repo_id.count("/") == 1
-    except HFValidationError:
-        fits = False
-    if not fits:
+        validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
+    except HFValidationError as error:
         raise HubError(
             f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and letters, digits, "
             "'-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
-        )
+        ) from error
 
 
 def _token(token: str | None) -> str:
@@ -221,20 +216,6 @@ def _token(token: str | None) -> str:
     if not found:
         raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
     return found
-
-
-def _repository_files(api: Any, repo_id: str) -> dict[str, Any] | None:
-    """What the repository holds; None if there is no such repository."""
-    try:
-        return _entries(api.list_repo_tree(repo_id, recursive=True))
-    except (RevisionNotFoundError, EntryNotFoundError):
-        return {}
-    except HfHubHTTPError as error:
-        # Also what the Hub says of a private repository of somebody else; creating it then fails, with
-        # nothing sent.
-        if error.response is None or error.response.status_code != 404:
-            raise
-        return None
 
 
 def _entries(listing: Any) -> dict[str, Any]:
@@ -269,11 +250,9 @@ def _reason(error: BaseException, token: str) -> str:
     while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
         causes.append(causes[-1].__cause__)
     for cause in causes:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status is not None:
-            return f"{_STATUSES.get(status, f'the Hub answered {status}. {_AGAIN}')}."
-    if any(isinstance(cause, http_library().TransportError) for cause in causes):
-        return f"the Hub cannot be reached, or the connection was lost. {_AGAIN}."
-    text = str(causes[-1]).replace(token, "…") or type(causes[-1]).__name__
-    text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text).strip().rstrip(".")
-    return f"the upload failed: {escape(text)}. {_AGAIN}."
+        if (response := getattr(cause, "response", None)) is not None:
+            return f"{_STATUSES.get(response.status_code, f'the Hub answered {response.status_code}. {_AGAIN}')}."
+        if isinstance(cause, http_library().TransportError):
+            return f"the Hub cannot be reached, or the connection was lost. {_AGAIN}."
+    text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", str(causes[-1]).replace(token, "…")).strip().rstrip(".")
+    return f"the upload failed: {escape(text or type(causes[-1]).__name__)}. {_AGAIN}."
