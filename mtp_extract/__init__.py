@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.hub.upload import UploadResult, upload
     from mtp_extract.pipeline.conversion import convert
-    from mtp_extract.pipeline.directory import ExtractionResult
     from mtp_extract.pipeline.extraction import extract
+    from mtp_extract.pipeline.writing import ExtractionResult
     from mtp_extract.report.card import CardWords
 
 __all__ = [
@@ -62,7 +62,7 @@ _HOMES = {
     "UploadResult": ("mtp_extract.hub.upload", "UploadResult"),
     "upload": ("mtp_extract.hub.upload", "upload"),
     "Shard": ("mtp_extract.bundle", "Shard"),
-    "ExtractionResult": ("mtp_extract.pipeline.directory", "ExtractionResult"),
+    "ExtractionResult": ("mtp_extract.pipeline.writing", "ExtractionResult"),
     "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
     "Opened": ("mtp_extract.bundle", "Opened"),
     "convert": ("mtp_extract.pipeline.conversion", "convert"),

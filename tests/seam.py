@@ -23,7 +23,7 @@ from mtp_extract.base.places import Place, find_base
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.checkpoint.files import read_header
 from mtp_extract.checkpoint.weight import Weight, filled, of_array
 from mtp_extract.errors import (
     CheckpointError,

@@ -1,25 +1,20 @@
-"""Weights with a config, wherever they came from and wherever they go; and what a format is."""
+"""Weights with a config, wherever they came from and wherever they go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import Config, Role, shapes_of
-from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.architecture.roles import Config, shapes_of
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.roles import Activation
 
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
-
-FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
-"""What else may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 
 def require_mtp(config: Config) -> DrafterConfig:
@@ -72,64 +67,3 @@ class Checkpoint:
             role.name: filled(shape) for role, shape in shapes_of(self.config).items() if role.optional
         }
         return replace(self, tensors=MappingProxyType({**implied, **self.tensors}))
-
-
-@dataclass(frozen=True)
-class Holding:
-    """How a format holds a weight.
-
-    Attributes:
-        kept: :data:`CODES`, :data:`FLOATS`, :data:`INDICES`, or :data:`NOTHING` where the weight is left out.
-        rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16"); empty if nothing is.
-        bound: the most by which that changes a number, as a share of it; 0 if nothing is rounded.
-        why: why it or its codes are not kept, and what keeps them; empty where they are, or where it has none.
-    """
-
-    kept: str
-    rounded_to: str = ""
-    bound: float = 0.0
-    why: str = ""
-
-
-class Format(Protocol):
-    """A directory layout that engines load. One module in :mod:`mtp_extract.formats` each.
-
-    Attributes:
-        name: as users call it.
-        marker: the file with the configuration.
-        weights_file: the file with the weights; of both a pattern where the name says more than the format's.
-        further_files: names of what else is written.
-    """
-
-    name: str
-    marker: str
-    weights_file: str
-    further_files: tuple[str, ...]
-
-    def recognizes(self, directory: Path) -> bool:
-        """Whether ``directory`` is of this format, from a look at its marker; that it is sound, reading will show."""
-
-    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
-        """How a weight will be held, before a byte is written."""
-
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        """The files to write, the weights first, each weight as :meth:`hold` says.
-
-        Raises:
-            UnsupportedError: something of ``checkpoint`` that the format cannot express.
-        """
-
-    def read_config(self, directory: Path) -> Config:
-        """What the directory's configuration says.
-
-        Raises:
-            CheckpointError: it is damaged, incomplete, another model's, or says something else than would be written
-                of what was read from it.
-        """
-
-    def read(self, directory: Path) -> Checkpoint:
-        """What the directory holds; weights are read when asked for.
-
-        Raises:
-            CheckpointError: as :meth:`read_config`, or a tensor is missing, unexpected or of another shape.
-        """

@@ -15,14 +15,14 @@ import numpy as np
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.constant import constant_of
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.keys import HEADER, is_text, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
-from mtp_extract.checkpoint.safetensors_file import CONTAINER
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
+from mtp_extract.checkpoint.rounding import narrowed
+from mtp_extract.checkpoint.safetensors_file import read_header, read_metadata
 from mtp_extract.checkpoint.stored import StoredTensor, read_array, read_rows, stored_of
-from mtp_extract.checkpoint.tensor_file import differing
-from mtp_extract.checkpoint.weight import Steps, Weight, of_codes
+from mtp_extract.checkpoint.weight import Steps, Weight, of_codes, same_floats
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.litertlm.storage import Packing
 
@@ -31,41 +31,35 @@ CODES_FILE = "codes/codes.safetensors"
 _SCHEMES = "schemes"
 _LARGEST_FACTOR = 1e30
 _PARTS = ("codes", "scale", "zero_point")
-_FLOATS = frozenset(dtype.safetensors for dtype in DTYPES.values())
 _CODE_TYPES = MappingProxyType({"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)})
 
 
-def plan_codes(weights: OutputFile) -> list[OutputFile]:
-    """The file with the integers, scales and zero points behind the floats of ``weights``, as stored.
+def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[OutputFile]:
+    """The file with the integers, scales and zero points, as stored, of what ``weights`` holds as ``floats``, by role.
 
-    None where there are none: what is written as integers needs no others beside it.
+    None where there are none.
     """
     tensors: list[PlannedTensor] = []
     schemes: dict[str, dict[str, Any]] = {}
-    for weight in weights.tensors:
-        tensor = weight.tensor
-        if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
+    for role, planned in weights.weights.items():
+        weight = floats.get(role)
+        if weight is None or weight.scheme is None:
             continue
-        steps, constant = tensor.steps, constant_of(tensor)
+        name, steps, constant = planned.name, weight.steps, constant_of(weight)
         if constant is not None:
             scale, zero_point = constant.source.scale, constant.source.zero_point
         else:
             assert steps is not None
-            shape = (-1,) if steps.block == tensor.shape[1] else steps.size.shape
+            shape = (-1,) if steps.block == weight.shape[1] else steps.size.shape
             scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
-        across = steps is not None and len(tensor.shape) == 2 and steps.block == 1 < tensor.shape[1]
+        across = steps is not None and len(weight.shape) == 2 and steps.block == 1 < weight.shape[1]
         factor = steps.factor if steps is not None else None
-        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": int(across)}
+        schemes[name] = {"bits": weight.scheme.bits, "factor": factor, "axis": int(across)}
+        kind = "I8" if weight.scheme.signed else "U8"
         tensors += [
-            PlannedTensor(
-                name=f"{weight.name}.codes",
-                dtype="I8" if tensor.scheme.signed else "U8",
-                shape=tensor.shape,
-                produce=tensor.code_chunks,
-                role=weight.role,
-            ),
-            plan_array(f"{weight.name}.scale", scale),
-            plan_array(f"{weight.name}.zero_point", zero_point),
+            PlannedTensor(f"{name}.codes", kind, weight.shape, weight.code_chunks, role),
+            plan_array(f"{name}.scale", scale),
+            plan_array(f"{name}.zero_point", zero_point),
         ]
     metadata = {"format": "pt", "mtp_extract": __version__, _SCHEMES: json.dumps(schemes, sort_keys=True)}
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
@@ -80,7 +74,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     path = directory / CODES_FILE
     if not os.path.lexists(path):
         return checkpoint
-    stored = CONTAINER.read_header(path)
+    stored = read_header(path)
     schemes = _schemes(path)
     weights = {
         floats.name: (floats, weight)
@@ -102,9 +96,8 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
         coded = _coded(path, stored, name, weight.shape, schemes.get(name, {}))
         if coded is None:
             continue
-        dtype = next(key for key, dtype in DTYPES.items() if dtype is floats.dtype)
-        planned = plan_floats(name, "", coded, dtype)
-        if differing(floats.path, {name: floats.tensor}, [planned]):
+        word = next(ROUNDED_TO[key] for key, dtype in DTYPES.items() if dtype is floats.dtype)
+        if not same_floats(narrowed(coded, word), weight):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
             )
@@ -117,7 +110,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
 
 def _schemes(path: Path) -> Mapping[str, Any]:
     """By name of weight, how many bits its codes have and what was folded into its scales."""
-    metadata = CONTAINER.read_metadata(path)
+    metadata = read_metadata(path)
     require_keys(path, metadata, {}, {**HEADER, _SCHEMES: is_text})
     try:
         found: Mapping[str, Any] = parse_json(metadata[_SCHEMES])

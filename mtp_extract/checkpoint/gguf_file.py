@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from mtp_extract.checkpoint.planned import BLOCKS, Layout, PlannedTensor
+from mtp_extract.checkpoint.planned import BLOCKS, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.output import aligned
@@ -26,7 +26,10 @@ from mtp_extract.io.regular import open_regular
 ARCHITECTURE = "general.architecture"
 """The key that every file must have."""
 
-_MAGIC, _VERSION, _ALIGNMENT = b"GGUF", 3, 32
+ALIGNMENT = 32
+"""Every tensor begins at a multiple of this many bytes."""
+
+_MAGIC, _VERSION = b"GGUF", 3
 _ALIGNMENT_KEY = "general.alignment"
 _MOST_ENTRIES = 1 << 16
 _MOST_DIMENSIONS = 4
@@ -65,61 +68,46 @@ class Header:
     tensors: dict[str, StoredTensor]
 
 
-class Gguf:
-    """The container of ``.gguf``.
+def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> bytes:
+    """What a file of ``tensors`` begins with.
 
     Metadata are typed by their Python types: int is UINT32, float FLOAT32, np.float64 FLOAT64; in lists int is INT32.
     """
+    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+    from gguf.gguf_writer import WriterState
 
-    def lay_out(self, tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> Layout:
-        from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
-        from gguf.gguf_writer import WriterState
-
-        kinds = (
-            (bool, GGUFValueType.BOOL),
-            (np.float64, GGUFValueType.FLOAT64),
-            (int, GGUFValueType.UINT32),
-            (float, GGUFValueType.FLOAT32),
-            (str, GGUFValueType.STRING),
-            (list, GGUFValueType.ARRAY),
+    kinds = (
+        (bool, GGUFValueType.BOOL),
+        (np.float64, GGUFValueType.FLOAT64),
+        (int, GGUFValueType.UINT32),
+        (float, GGUFValueType.FLOAT32),
+        (str, GGUFValueType.STRING),
+        (list, GGUFValueType.ARRAY),
+    )
+    writer = GGUFWriter(None, str(metadata[ARCHITECTURE]))
+    for key, value in metadata.items():
+        if key != ARCHITECTURE:
+            writer.add_key_value(key, value, next(kind for python, kind in kinds if isinstance(value, python)))
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name,
+            tensor.shape,
+            np.dtype(np.float32),  # not looked at beside the type that follows
+            tensor.length,
+            raw_dtype=GGMLQuantizationType[tensor.dtype],
         )
-        writer = GGUFWriter(None, str(metadata[ARCHITECTURE]))
-        for key, value in metadata.items():
-            if key != ARCHITECTURE:
-                writer.add_key_value(key, value, next(kind for python, kind in kinds if isinstance(value, python)))
-        for tensor in tensors:
-            writer.add_tensor_info(
-                tensor.name,
-                tensor.shape,
-                np.dtype(np.float32),  # not looked at beside the type that follows
-                tensor.length,
-                raw_dtype=GGMLQuantizationType[tensor.dtype],
-            )
-        # The writer opens files by name only; this one is to be part of another.
-        made: Any = io.BytesIO()
-        writer.fout, writer.state = [made], WriterState.EMPTY
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        header = made.getvalue() + bytes(-made.tell() % _ALIGNMENT)
-        offsets, at = {}, len(header)
-        for tensor in tensors:
-            offsets[tensor.name] = at
-            at += aligned(tensor.length, _ALIGNMENT)
-        return Layout(header, offsets, at)
-
-    def read_header(self, path: Path) -> dict[str, StoredTensor]:
-        return read_gguf(path).tensors
-
-    def witnessed(self, path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-        # The gguf package would read every text of a tokenizer, one by one.
-        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.read_header(path).items()}
-
-    def read_metadata(self, path: Path) -> Mapping[str, Any]:
-        return read_gguf(path).metadata
+    # The writer opens files by name only; this one is to be part of another.
+    made: Any = io.BytesIO()
+    writer.fout, writer.state = [made], WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return bytes(made.getvalue()) + bytes(-made.tell() % ALIGNMENT)
 
 
-CONTAINER = Gguf()
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the file at ``path``; as :func:`read_gguf`."""
+    return read_gguf(path).tensors
 
 
 def as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +151,7 @@ class _Reader:
             raise self._damaged(f"expected GGUF version {_VERSION}, found {found}")
         tensors, entries = self._number(8), self._number(8)
         metadata = self._named("key", entries, self._value)
-        alignment = metadata.get(_ALIGNMENT_KEY, _ALIGNMENT)
+        alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= _LONGEST_NAME or alignment & alignment - 1:
             raise self._damaged(f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
         described = self._named("tensor", tensors, self._described)

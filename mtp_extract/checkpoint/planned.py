@@ -1,14 +1,13 @@
-"""What a file is to hold, planned before a byte is written."""
+"""What a file is to hold, before a byte of it is written."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,6 @@ from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, escape
-
-if TYPE_CHECKING:
-    from mtp_extract.checkpoint.stored import StoredTensor
 
 Chunks = Iterator["npt.NDArray[np.generic]"]
 
@@ -44,8 +40,7 @@ class PlannedTensor:
         dtype: a name in :data:`BLOCKS`.
         shape: of the array, not of its bytes.
         produce: yields the data in order, as arrays of any shape whose bytes they are.
-        role, tensor: what it is made of; empty and None for what is no weight.
-        part: what of its role it holds beside the main thing: "scale", "bias", …; empty for that.
+        role: what it holds, or holds a part of; empty for what is no weight.
     """
 
     name: str
@@ -53,8 +48,6 @@ class PlannedTensor:
     shape: tuple[int, ...]
     produce: Callable[[], Chunks] = field(repr=False)
     role: str = ""
-    tensor: Weight | None = field(default=None, repr=False)
-    part: str = ""
 
     @property
     def length(self) -> int:
@@ -78,49 +71,14 @@ class OutputFile:
     metadata: Mapping[str, Any] = field(default_factory=lambda: {"format": "pt", "mtp_extract": __version__})
     notes: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Where everything in a file of tensors lies.
-
-    Attributes:
-        header: what the file begins with.
-        offsets: of each tensor's data, from the start of the file.
-        size: of the file, in bytes.
-    """
-
-    header: bytes
-    offsets: Mapping[str, int]
-    size: int
-
-
-class Container(Protocol):
-    """A kind of file that holds tensors; one module in :mod:`mtp_extract.checkpoint` each."""
-
-    def lay_out(self, tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> Layout:
-        """The file that is to hold ``tensors``, in this order."""
-
-    def read_header(self, path: Path) -> dict[str, StoredTensor]:
-        """The tensors of the file at ``path``, checked against its size.
-
-        Raises:
-            CheckpointError: not such a file, or one whose header contradicts its size.
-        """
-
-    def witnessed(self, path: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Type and shape of every tensor in the file at ``path``, in the order of the data: as a reader sees it that
-        is not this package's, where there is one.
-
-        Raises:
-            CheckpointError: that reader refuses the file.
-        """
-
-    def read_metadata(self, path: Path) -> Mapping[str, Any]:
-        """What the header of the file at ``path`` says beside its tensors.
-
-        Raises:
-            CheckpointError: as for the tensors.
-        """
+    @property
+    def weights(self) -> dict[str, PlannedTensor]:
+        """Role → the tensor of its numbers or codes, which is the first of the role."""
+        found: dict[str, PlannedTensor] = {}
+        for tensor in self.tensors:
+            if tensor.role:
+                found.setdefault(tensor.role, tensor)
+        return found
 
 
 def json_text(document: Mapping[str, Any]) -> str:
@@ -140,10 +98,9 @@ def plan_floats(name: str, role: str, tensor: Weight, dtype: str) -> PlannedTens
                 )
             yield stored.narrow(chunk, name)
 
-    return PlannedTensor(name, stored.safetensors, tensor.shape, rounded, role, tensor)
+    return PlannedTensor(name, stored.safetensors, tensor.shape, rounded, role)
 
 
-def plan_array(name: str, array: npt.NDArray[np.generic], part: str = "") -> PlannedTensor:
-    """A small array as it is; a ``part`` of no role."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([flat]), part=part)
+def plan_array(name: str, array: npt.NDArray[np.generic], role: str = "") -> PlannedTensor:
+    """A small array as it is."""
+    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([array]), role)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Shard
-from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import FLOATS, Arranged
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.record_fields import MadeCodes, Section, Source
 from mtp_extract.checkpoint.rounding import SCALES, rounding_of
 from mtp_extract.graph.roles import Activation
-from mtp_extract.io.regular import open_regular
 from mtp_extract.io.typed import fill
 
 CHECKPOINT = "checkpoint"
@@ -35,15 +34,6 @@ def sha256_of_section(drafter: Shard) -> str:
     region, digest = drafter.model.region, hashlib.sha256()
     for at in range(0, region.size, _READ):
         digest.update(region.read(at, min(_READ, region.size - at)))
-    return digest.hexdigest()
-
-
-def sha256_of_file(path: Path) -> str:
-    """SHA-256 of the bytes of the file at ``path``."""
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while piece := file.read(_READ):
-            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -132,21 +122,19 @@ def activations_of(record: Mapping[str, Any]) -> Mapping[str, tuple[Activation |
     return MappingProxyType({role: (made(pair["input"]), made(pair["output"])) for role, pair in pairs.items()})
 
 
-def held(weights: OutputFile, holdings: Mapping[str, Holding]) -> dict[str, int]:
-    """How many weights of the file ``weights`` are held as codes, as indices, and as floats of which type."""
-    main = [planned for planned in weights.tensors if not planned.part]
-    kept = ((holdings[planned.role].kept, planned.dtype) for planned in main)
-    return dict(sorted(Counter(dtype if how == FLOATS else how for how, dtype in kept).items()))
+def held(made: Arranged) -> dict[str, int]:
+    """How many weights are held as codes, as indices, and as floats of which type; what several share, once."""
+    found = ((made.kept[role].how, planned.dtype) for role, planned in made.files[0].weights.items())
+    return dict(sorted(Counter(dtype if how == FLOATS else how for how, dtype in found).items()))
 
 
-def rounded(checkpoint: Checkpoint, holdings: Mapping[str, Holding], files: Mapping[str, Any]) -> dict[str, int]:
+def rounded(made: Arranged, files: Container[str]) -> dict[str, int]:
     """What weights were rounded to, and how many of them; those left out whose own codes lie in ``files``, too."""
     counted: Counter[str] = Counter()
-    for role, holding in holdings.items():
-        tensor = checkpoint.tensors.get(role)
-        beside = CODES_FILE in files and holding.kept == FLOATS and tensor is not None and tensor.scheme is not None
-        if holding.rounded_to and not beside:
-            counted[holding.rounded_to + (SCALES if holding.kept == CODES else "")] += 1
+    for kept in made.kept.values():
+        beside = CODES_FILE in files and kept.how == FLOATS and kept.weight.scheme is not None
+        if kept.rounded_to and not beside:
+            counted[kept.rounded_to + (SCALES if kept.how == CODES else "")] += 1
     return dict(sorted(counted.items()))
 
 

@@ -15,7 +15,7 @@ from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.packing import Codes
-from mtp_extract.checkpoint.weight import Steps, Weight, of_codes, row_codes, row_ranges, same_floats
+from mtp_extract.checkpoint.weight import Steps, Weight, of_codes, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.litertlm.storage import Floats, Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
@@ -25,8 +25,8 @@ SCALES = " scales"
 
 
 def narrowed(weight: Weight, rounded_to: str) -> Weight:
-    """The numbers of ``weight``, without its codes, rounded to what a
-    :class:`~mtp_extract.checkpoint.checkpoint.Holding` says: "BF16", "FP16", or not at all where that is empty.
+    """The numbers of ``weight``, without its codes, rounded to "BF16" or "FP16", as a record calls them, or not at all
+    where that is empty.
     """
     dtype = DTYPES[next(name for name, word in ROUNDED_TO.items() if word == rounded_to)]
 
@@ -225,23 +225,3 @@ def _with_rounded_steps(tensor: Weight, step: str) -> Weight:
     assert codes.scheme is not None
     steps = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
     return of_codes(codes.shape, codes.scheme, codes.codes, lambda: steps, origin=codes.origin, whole=codes.whole)
-
-
-_ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"F32{SCALES}",))
-
-
-def how_rounded(original: Weight, found: Weight) -> tuple[str, ...] | None:
-    """The one rounding, or none, that makes the numbers of ``found`` of those of ``original``, to the bit.
-
-    Returns:
-        As :func:`rounded_again` takes it; None where no single rounding does.
-    """
-    return next((steps for steps in _ONE_STEP if _makes(original, steps, found)), None)
-
-
-def _makes(original: Weight, steps: Sequence[str], found: Weight) -> bool:
-    try:
-        return same_floats(rounded_again(original, steps), found)
-    except (CheckpointError, UnsupportedError):
-        # It admits of no such rounding: it has no codes, or numbers beyond FP16.
-        return False

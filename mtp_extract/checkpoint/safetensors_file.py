@@ -2,8 +2,7 @@
 data of all tensors without gaps.
 
 The ``safetensors`` package does not write: it wants every tensor in memory and orders metadata keys differently from
-run to run. It is the witness of what was written: it reads the header alone, refuses one whose tensors do not follow
-each other without gaps to the end of the file, and so says where each lies.
+run to run.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from mtp_extract.checkpoint.json_file import parse_json
-from mtp_extract.checkpoint.planned import DTYPE_SIZES, Layout, PlannedTensor
+from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.regular import open_regular
@@ -27,65 +24,63 @@ _LONGEST_HEADER = 100_000_000
 _LARGEST = 1 << 63
 
 
-class Safetensors:
-    """The container of ``.safetensors``; metadata are strings by name."""
-
-    def lay_out(self, tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> Layout:
-        entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-        offsets: dict[str, int] = {}
-        at = 0
-        for tensor in tensors:
-            offsets[tensor.name] = at
-            entries[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + tensor.length],
-            }
-            at += tensor.length
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        header = struct.pack("<Q", len(text)) + text
-        return Layout(header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + at)
-
-    def read_header(self, path: Path) -> dict[str, StoredTensor]:
-        try:
-            size = path.stat().st_size
-            length, entries = _read_json(path, size)
-            tensors = {name: _described(entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
-        except OSError as error:
-            raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{escape(path)}: its safetensors header is damaged.") from error
-        at = 8 + length
-        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-            elements = math.prod(tensor.shape)
-            expected = elements * DTYPE_SIZES.get(tensor.dtype, -1)
-            if tensor.offset != at or tensor.length != expected or tensor.length < 0:
-                raise CheckpointError(
-                    f"{escape(path)}: its header gives {escape(name)} a place or a size that cannot be."
-                )
-            at += tensor.length
-        if at != size:
-            raise CheckpointError(f"{escape(path)}: it has {size} bytes, its header describes {at}.")
-        return tensors
-
-    def witnessed(self, path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                seen = {name: file.get_slice(name) for name in file.offset_keys()}
-                return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in seen.items()}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{escape(path)}: the safetensors package cannot read it: {error}.") from error
-
-    def read_metadata(self, path: Path) -> dict[str, str]:
-        self.read_header(path)
-        found = _read_json(path, path.stat().st_size)[1].get("__metadata__", {})
-        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-            raise CheckpointError(f"{escape(path)}: its safetensors header is damaged.")
-        return found
+ALIGNMENT = 1
+"""Tensors follow each other without gaps."""
 
 
-CONTAINER = Safetensors()
+def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes:
+    """What a file of ``tensors`` begins with."""
+    entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    at = 0
+    for tensor in tensors:
+        places = [at, at := at + tensor.length]
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": places}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the file at ``path``, checked against its size.
+
+    Raises:
+        CheckpointError: not such a file, or one whose header contradicts its size.
+    """
+    return _read(path)[0]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header of the file at ``path`` says beside its tensors.
+
+    Raises:
+        CheckpointError: as for the tensors, or it is no text.
+    """
+    found = _read(path)[1]
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{escape(path)}: its safetensors header is damaged.")
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, StoredTensor], Any]:
+    """The tensors, and what is said beside them."""
+    try:
+        size = path.stat().st_size
+        length, entries = _read_json(path, size)
+        metadata = entries.pop("__metadata__", {})
+        tensors = {name: _described(entry, 8 + length) for name, entry in entries.items()}
+    except OSError as error:
+        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{escape(path)}: its safetensors header is damaged.") from error
+    at = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        expected = math.prod(tensor.shape) * DTYPE_SIZES.get(tensor.dtype, -1)
+        if tensor.offset != at or tensor.length != expected or tensor.length < 0:
+            raise CheckpointError(f"{escape(path)}: its header gives {escape(name)} a place or a size that cannot be.")
+        at += tensor.length
+    if at != size:
+        raise CheckpointError(f"{escape(path)}: it has {size} bytes, its header describes {at}.")
+    return tensors, metadata
 
 
 def _described(entry: Mapping[str, Any], start: int) -> StoredTensor:

@@ -289,6 +289,26 @@ def same_floats(one: Weight, other: Weight) -> bool:
     )
 
 
+def same_weight(made: Weight, found: Weight) -> bool:
+    """Whether ``found`` is ``made``, to the bit: of a weight with codes, the codes and their scales, which a format may
+    have repeated along a row; of any other the numbers."""
+    if found.scheme is None:
+        return same_floats(made, found)
+    try:
+        codes, other = row_codes(made), row_codes(found)
+    except NoCodesError:
+        return _same_stored(made, found)
+    return same_codes(codes, other) and np.array_equal(*steps_alike(codes, other))
+
+
+def _same_stored(one: Weight, other: Weight) -> bool:
+    """The same of codes whose scales run across the rows, or whose zero points leave 8 bits."""
+    if one.steps is None or other.steps is None:
+        return False
+    steps = [(s.block, s.size, s.zero_point, s.factor) for s in (one.steps, other.steps)]
+    return all(map(np.array_equal, *steps)) and same_codes(one, other)
+
+
 def divided(values: Floats, factor: float) -> Floats:
     """``values`` as stored, without the ``factor`` that was folded into them.
 

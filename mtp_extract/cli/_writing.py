@@ -15,7 +15,7 @@ from mtp_extract.formats import EVERY, FORMATS, HEADS
 from mtp_extract.pipeline.plan import WritingPlan
 
 if TYPE_CHECKING:
-    from mtp_extract.pipeline.directory import ExtractionResult
+    from mtp_extract.pipeline.writing import ExtractionResult
 
 CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
 FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in CHOICES.items())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import HEAD_ROLES, ORDERING, Config
+from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import stored_of
@@ -72,7 +73,7 @@ def reads_of_a_step(layout: str, checkpoint: Checkpoint) -> StepReads:
 def _of_mtp(layout: str, checkpoint: Checkpoint) -> Iterator[_Weight]:
     coded = any(tensor.scheme is not None for tensor in checkpoint.tensors.values())
     dtype = CODES if coded and CODES in FORMATS[layout].dtypes else checkpoint.dtype
-    for file in format_named(layout).plan(checkpoint, dtype):
+    for file in arrange(format_named(layout), checkpoint, dtype).files:
         for planned in file.tensors:
             tensor = checkpoint.tensors.get(planned.role)
             stored = stored_of(tensor) if tensor is not None else None

@@ -14,7 +14,8 @@ from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
 from mtp_extract.errors import CheckpointError, either, escape, nearest
 
 if TYPE_CHECKING:
-    from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+    from mtp_extract.checkpoint.arranged import Format
+    from mtp_extract.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

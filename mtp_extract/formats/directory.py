@@ -8,8 +8,7 @@ that the configuration is made of the tensors and compared with the one that lie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,7 +21,8 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, at
@@ -41,7 +41,6 @@ from mtp_extract.checkpoint.weight import (
 )
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.holding import hold_floats, plan_weight
 from mtp_extract.formats.transformers import (
     GENERATION,
     GENERATION_FILE,
@@ -129,15 +128,15 @@ class DirectoryFormat:
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == (self.key and self.name)
 
-    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
+    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         if role.kind == INDEX:
-            return Holding(INDICES)
+            return Kept(INDICES, weight)
         try:
-            self._fit(role, tensor)
+            codes, _ = self._fit(role, weight)
         except NoCodesError as error:
-            return hold_floats(tensor, "f32" if self.key else dtype, str(error))
+            return keep_floats(weight, "f32" if self.key else dtype, str(error))
         # What a converter folded into the scales is divided out, and the quotient rounded once.
-        return Holding(CODES) if has_exact_steps(tensor) else Holding(CODES, "F32", DTYPES["f32"].roundoff)
+        return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
 
     def _fit(self, role: Role, tensor: Weight) -> tuple[RowCodes, Packed]:
         """The codes of a matrix and how they will be packed.
@@ -162,28 +161,26 @@ class DirectoryFormat:
             raise NoCodesError(self.unfit.format(block=block))
         return codes, Packed(codes.shape, codes.bits, fitting[0])
 
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
+        checkpoint, kept = arranged.checkpoint, arranged.kept
         shapes = shapes_of(checkpoint.mtp)
-        matrices = {role: tensor for role in _matrices(shapes) if (tensor := checkpoint.tensors.get(role.name))}
-        fit: dict[str, tuple[RowCodes, Packed]] = {}
-        for role, tensor in matrices.items():
-            with suppress(NoCodesError):
-                fit[role.name] = self._fit(role, tensor)
+        matrices = {role: kept[role.name] for role in _matrices(shapes)}
+        fit = {role.name: self._fit(role, one.weight) for role, one in matrices.items() if one.how == CODES}
         if self.key and not fit:
-            raise self._useless(plain=any(tensor.scheme is None for tensor in matrices.values()))
+            raise self._useless(plain=any(one.weight.scheme is None for one in matrices.values()))
         if checkpoint.mtp.ordered_head is not None and HEAD in fit:
             raise UnsupportedError(
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
                 "integers. Leave lm_head in floats."
             )
-        dtype, packed = "f32" if self.key else dtype, {name: how for name, (_, how) in fit.items()}
+        dtype, packed = "f32" if self.key else arranged.dtype, {name: how for name, (_, how) in fit.items()}
         tensors: list[PlannedTensor] = []
         for role, (stem, parts) in self._layout(shapes, packed).items():
             if role.name in fit:
                 activations = checkpoint.activations.get(role.name, (None, None))
                 tensors += _plan_matrix(stem, role.name, fit[role.name], parts, activations)
             else:
-                tensors.append(plan_weight(checkpoint, role, shapes[role], stem, dtype))
+                tensors.append(kept[role.name].tensor(stem, role))
         document = self._document(checkpoint.mtp, packed, DTYPES[dtype].transformers)
         return [
             OutputFile(
@@ -320,12 +317,12 @@ def _plan_matrix(
     """``parts`` of the matrix of ``role``."""
     (codes, packed), (first, *others) = fit, parts
     rows = partial(_packed_rows, codes, packed.bits, first.dtype)
-    yield PlannedTensor(f"{module}{first.suffix}", first.dtype, first.shape, rows, role, codes)
+    yield PlannedTensor(f"{module}{first.suffix}", first.dtype, first.shape, rows, role)
     scales = codes.steps.in_blocks(packed.group)
     static = iter(activations)
     for part in others:
         array = part.make(scales) if part.make else np.array(static_scale(next(static)), np.float32)
-        yield replace(plan_array(f"{module}{part.suffix}", array, part=part.suffix), role=role)
+        yield plan_array(f"{module}{part.suffix}", array, role)
 
 
 def _packed_rows(codes: RowCodes, bits: int, dtype: str) -> Iterator[npt.NDArray[np.generic]]:

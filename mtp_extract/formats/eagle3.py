@@ -22,7 +22,8 @@ from msgspec import Meta, Struct
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, allow, anything, at, is_text, is_whole, off, require_keys, some
@@ -32,7 +33,6 @@ from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import format_of, reading
 from mtp_extract.formats.eagle3_lint import IDS, LLAMA, Finding, lint
-from mtp_extract.formats.holding import hold_floats, plan_weight
 from mtp_extract.formats.reading import Number, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNCOMPUTED
 
@@ -70,24 +70,21 @@ class HeadFormat:
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == self.name
 
-    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
-        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
+    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
+        return Kept(INDICES, weight) if role.kind == INDEX else keep_floats(weight, dtype)
 
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        config = checkpoint.config
+    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
+        config = arranged.checkpoint.config
         if not isinstance(config, Eagle3Config):
             raise UnsupportedError(
                 f"Expected an EAGLE-3 head, found an MTP drafter, which the {self.name} layout cannot hold. Choose "
                 "another format.",
                 remedies=("format",),
             )
-        planned = [
-            plan_weight(checkpoint, role, shape, role.names[self.name], dtype)
-            for role, shape in shapes_of(config).items()
-        ]
+        planned = [arranged.kept[role.name].tensor(role.names[self.name], role) for role in shapes_of(config)]
         if config.reduced:
-            planned.append(_plan_marks(config, checkpoint.tensors[_D2T].indices()))
-        document = self.document(config, DTYPES[dtype].transformers)
+            planned.append(_plan_marks(config, arranged.kept[_D2T].weight.indices()))
+        document = self.document(config, DTYPES[arranged.dtype].transformers)
         found = lint(self.name, document, config)
         # What an engine that reads the layout would load wrongly and not say so is not written.
         if wrong := [finding for finding in found if finding.is_error]:
@@ -348,7 +345,7 @@ def _plan_marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> Planned
         mapping: of each row of the head its token less its number.
     """
     marks = _marks(config, mapping + np.arange(config.draft_vocab_size))
-    return PlannedTensor(_T2D, "BOOL", marks.shape, lambda: iter([marks]), role=_D2T, part="marks")
+    return PlannedTensor(_T2D, "BOOL", marks.shape, lambda: iter([marks]), role=_D2T)
 
 
 def findings_of(directory: Path) -> tuple[Finding, ...]:

@@ -18,11 +18,13 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
+from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import StoredTensor, read_rows, stored_weight
 from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, of_codes, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
@@ -36,7 +38,6 @@ from mtp_extract.formats.gguf_metadata import (
     rope_frequency_factors,
 )
 from mtp_extract.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
-from mtp_extract.formats.holding import hold_floats, weight_of
 from mtp_extract.litertlm.storage import Packing
 
 _ROPE = "rope_freqs.weight"
@@ -65,32 +66,28 @@ class GgufFormat:
     def recognizes(self, directory: Path) -> bool:
         return _file_in(directory).is_file()
 
-    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
+    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         if self.name not in role.names:
-            return Holding(NOTHING, why=_DROPPED)
+            return Kept(NOTHING, weight, why=_DROPPED)
         if role.kind != MATRIX:
-            return hold_floats(tensor, "f32", "llama.cpp multiplies by vectors of F32")
+            return keep_floats(weight, "f32", "llama.cpp multiplies by vectors of F32")
         if dtype != CODES:
-            return hold_floats(tensor, dtype, "floats were asked for")
+            return keep_floats(weight, dtype, "floats were asked for")
         try:
-            codes = _codes(tensor)
+            codes = _codes(weight)
         except NoCodesError as error:
-            return hold_floats(tensor, "f32", str(error))
+            return keep_floats(weight, "f32", str(error))
         if (codes.steps.size == codes.steps.size.astype(np.float16)).all():
-            return Holding(CODES) if has_exact_steps(tensor) else Holding(CODES, "F32", DTYPES["f32"].roundoff)
-        return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
+            return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
+        return Kept(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
 
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        config, origin = checkpoint.mtp, checkpoint.provenance
+    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
+        checkpoint, config, origin = arranged.checkpoint, arranged.checkpoint.mtp, arranged.checkpoint.provenance
         metadata = config_metadata(config)
-        planned = [
-            _plan(checkpoint, role, shape, dtype)
-            for role, shape in shapes_of(config).items()
-            if self.name in role.names
-        ]
+        planned = [_plan(arranged.kept[role.name], role) for role in shapes_of(config) if self.name in role.names]
         factors = rope_frequency_factors(config)
         if factors is not None:
-            planned.append(plan_array(_ROPE, factors, part="frequencies"))
+            planned.append(plan_array(_ROPE, factors))
         matrices = [tensor for tensor in planned if len(tensor.shape) > 1]
         most = max(_FILE_TYPES, key=lambda kind: sum(tensor.dtype == kind for tensor in matrices))
         everything: dict[str, Any] = {
@@ -196,13 +193,13 @@ def _codes(tensor: Weight) -> RowCodes:
     return codes
 
 
-def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], dtype: str) -> PlannedTensor:
-    tensor, name = weight_of(checkpoint, role, shape), role.names[FORMAT.name]
-    if FORMAT.hold(role, tensor, dtype).kept != CODES:
-        return plan_floats(name, role.name, tensor, "f32" if role.kind != MATRIX or dtype == CODES else dtype)
-    codes = _codes(tensor)
+def _plan(kept: Kept, role: Role) -> PlannedTensor:
+    name = role.names[FORMAT.name]
+    if kept.how != CODES:
+        return kept.tensor(name, role)
+    codes = row_codes(kept.weight)
     kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
-    return PlannedTensor(name, kind.name, shape, lambda: blocks_of(codes), role.name, tensor)
+    return PlannedTensor(name, kind.name, codes.shape, lambda: blocks_of(codes), role.name)
 
 
 def _origin(provenance: Mapping[str, str]) -> dict[str, str]:

@@ -13,14 +13,14 @@ from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import is_whole, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.holding import hold_floats
 from mtp_extract.formats.reading import Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, parse_rope, rope_parameters
 
@@ -42,17 +42,17 @@ class LitertFormat:
     def recognizes(self, directory: Path) -> bool:
         return (directory / self.marker).is_file()
 
-    def hold(self, role: Role, tensor: Weight, dtype: str) -> Holding:
-        return hold_floats(tensor, dtype)
+    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
+        return keep_floats(weight, dtype)
 
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
+        checkpoint = arranged.checkpoint
         if checkpoint.mtp.ordered_head is not None:
             raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
         names = _tensor_names(checkpoint.tensors, checkpoint.mtp.num_layers)
         first = {name: role for role, name in reversed(names.items())}
-        tensors = tuple(
-            plan_floats(name, role, checkpoint.tensors[role], dtype) for name, role in reversed(first.items())
-        )
+        roles = {role.name: role for role in shapes_of(checkpoint.mtp)}
+        tensors = tuple(arranged.kept[role].tensor(name, roles[role]) for name, role in reversed(first.items()))
         return [
             OutputFile(self.weights_file, tensors=tensors),
             OutputFile(self.marker, text=json_text(_document(checkpoint.mtp, names))),

@@ -14,8 +14,8 @@ import msgspec
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import HEADER, anything, require_keys
+from mtp_extract.checkpoint.safetensors_file import read_header, read_metadata
 from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
-from mtp_extract.checkpoint.tensor_file import read_header, read_metadata
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape, few
 

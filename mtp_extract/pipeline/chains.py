@@ -9,17 +9,8 @@ import numpy as np
 
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
-from mtp_extract.checkpoint.weight import (
-    ROW_STEP,
-    Steps,
-    Weight,
-    has_exact_steps,
-    row_codes,
-    same_codes,
-    same_floats,
-    steps_alike,
-)
-from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
+from mtp_extract.checkpoint.weight import ROW_STEP, Steps, Weight, has_exact_steps, same_weight
+from mtp_extract.errors import CheckpointError, UnsupportedError
 
 Chain = tuple[str, ...]
 """What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
@@ -62,30 +53,10 @@ def how_derived(original: Weight, found: Weight) -> Chain | None:
 def _gives(original: Weight, chain: Chain, found: Weight) -> bool:
     try:
         with np.errstate(all="ignore"):
-            made = rounded_again(original, chain)
-            return same_floats(made, found) if found.scheme is None else _same_codes(made, found)
+            return same_weight(rounded_again(original, chain), found)
     except (CheckpointError, UnsupportedError):
         # It admits of no such step: it has no codes, or numbers beyond FP16.
         return False
-
-
-def _same_codes(one: Weight, other: Weight) -> bool:
-    """Whether both hold the same codes with the same scales, which a format may have repeated along a row."""
-    try:
-        codes, found = row_codes(one), row_codes(other)
-    except NoCodesError:
-        return _same_stored(one, other)
-    if not same_codes(codes, found):
-        return False
-    return np.array_equal(*steps_alike(codes, found))
-
-
-def _same_stored(one: Weight, other: Weight) -> bool:
-    """The same of codes whose scales run across the rows, or whose zero points leave 8 bits."""
-    if one.steps is None or other.steps is None:
-        return False
-    steps = [(s.block, s.size, s.zero_point, s.factor) for s in (one.steps, other.steps)]
-    return all(map(np.array_equal, *steps)) and same_codes(one, other)
 
 
 def _folded(original: Weight, found: Weight) -> Chain:

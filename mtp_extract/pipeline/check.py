@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mtp_extract.checkpoint.files import sha256_of_file
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.record import sha256_of_file
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, weights_of

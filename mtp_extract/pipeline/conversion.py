@@ -1,5 +1,5 @@
 """Conversion: directory → checkpoint → directory of another format. What it shares with extracting is in
-:mod:`mtp_extract.pipeline.directory`."""
+:mod:`mtp_extract.pipeline.writing`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.bundle import Opened, open_bundle
 from mtp_extract.checkpoint import record
+from mtp_extract.checkpoint.arranged import INDICES, Arranged
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.holdings import check_codes, check_floats
+from mtp_extract.checkpoint.files import holds_tensors, sha256_of_file
 from mtp_extract.checkpoint.record import activations_of
-from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.io.place import check_place, files_of
+from mtp_extract.io.place import check_place, files_of, staged
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.chains import how_derived
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import RECORD, recorded
 from mtp_extract.pipeline.unexpected import require_manifest
+from mtp_extract.pipeline.writing import ExtractionResult, Files, finish, prepare, record_of, write_and_read
 from mtp_extract.report.files import REPORT_FILES
 
 
@@ -82,7 +82,6 @@ def convert(
     directory = Path(checkpoint_here(directory))
     place = with_record(directory)
     name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
-    choice = Choice.of(name, plan, overwrite=overwrite)
     target = Path(out) if out is not None else default_directory(directory, name)
     with ExitStack() as stack:
         opened = source if isinstance(source, Opened) else None
@@ -91,12 +90,12 @@ def convert(
         inputs = place, None if opened is None else opened.source.path, *files_of(tokenizer)
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         read = ReadDirectory.of(place)
-        prepared = choice.prepare(read.checkpoint)
-        with staging(prepared, target, inputs=inputs, progress=progress) as staged:
-            check_codes(staged.written, prepared.checkpoint, prepared.holdings)
-            check_floats(staged.written, prepared.checkpoint, prepared.holdings)
-            proof = read.inherited_proof() if opened is None else read.new_proof(staged, opened)
-            return finish(prepared, staged, read.record(prepared, staged, proof), target, read.notes())
+        made = prepare(read.checkpoint, name, plan)
+        with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
+            files, back = write_and_read(made, stage, progress)
+            made.require_same(back)
+            proof = read.inherited_proof() if opened is None else read.new_proof(stage, opened)
+            return finish(made, stage, read.record(made, files, proof), target, read.notes())
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class ReadDirectory:
         """By name: SHA-256 of each file with tensors."""
         whole = self.directory
         return {
-            path.relative_to(whole).as_posix() if path != whole else path.name: record.sha256_of_file(path)
+            path.relative_to(whole).as_posix() if path != whole else path.name: sha256_of_file(path)
             for path in self._weights
         }
 
@@ -189,7 +188,7 @@ class ReadDirectory:
             notes.append(f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.")
         return tuple(notes)
 
-    def record(self, prepared: Prepared, staged: Staged, proof: Mapping[str, Any] | None) -> dict[str, Any]:
+    def record(self, made: Arranged, files: Files, proof: Mapping[str, Any] | None) -> dict[str, Any]:
         """The record of what was made of it, with ``proof``."""
         old, checkpoint = self.old or {}, self.checkpoint
         step = {
@@ -201,17 +200,17 @@ class ReadDirectory:
             "files": self.sums,
         }
         steps = [*old.get("converted_from", []), step]
-        made = record_of(prepared, staged, origin=self.origin, proof=proof, converted_from=steps)
         # Where the head is left out, so is what is said of it.
-        kept = ["tuning", *(["ordered_head"] if prepared.holds_ordered_head else [])]
-        return {**made, **{key: old[key] for key in kept if key in old}}
+        ordered = any(kept.how == INDICES for kept in made.kept.values())
+        told = [key for key in ("tuning", *(["ordered_head"] if ordered else [])) if key in old]
+        return {**record_of(made, files, self.origin, proof, steps), **{key: old[key] for key in told}}
 
     def inherited_proof(self) -> dict[str, Any] | None:
         """The proof that its record has, marked as inherited."""
         proof = self.old["proof"] if self.old is not None else None
         return {**proof, "inherited": True} if proof else None
 
-    def new_proof(self, staged: Staged, source: Opened) -> dict[str, Any]:
+    def new_proof(self, stage: Path, source: Opened) -> dict[str, Any]:
         """Derive what was written from the bundle again, and prove that it computes the same.
 
         Raises:
@@ -219,7 +218,7 @@ class ReadDirectory:
         """
         source.prefetch()
         config = self.checkpoint.mtp
-        found = check_identity(staged.directory, drafter_for(source, config))
+        found = check_identity(stage, drafter_for(source, config))
         found.require(self.directory, source.source.name)
         assert found.proof is not None
         return {**found.proof.as_json(), "inherited": False}

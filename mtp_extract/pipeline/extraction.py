@@ -1,4 +1,4 @@
-"""Extraction: bundle → checkpoint → directory. What converting shares is in :mod:`mtp_extract.pipeline.directory`."""
+"""Extraction: bundle → checkpoint → directory. What converting shares is in :mod:`mtp_extract.pipeline.writing`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+from mtp_extract.checkpoint.arranged import FLOATS
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.constant import Constant
-from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, SourceError, escape
 from mtp_extract.formats import EVERY, format_of
-from mtp_extract.io.place import check_place, files_of
+from mtp_extract.io.place import check_place, files_of, staged
 from mtp_extract.io.source import Progress, Source
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, finish, record_of, staging
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
+from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, record_of, write_and_read
 from mtp_extract.proof.proof import Proof, prove
 
 
@@ -98,7 +98,7 @@ def extract(
             or an ``engine`` that does not load it.
     """
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
-    choice = Choice.of(format, plan, overwrite=overwrite)
+    name = plan.choose(format)
     require_no_checkpoint(source)
     with (
         nullcontext(source)
@@ -113,11 +113,16 @@ def extract(
         original = checkpoint_of(drafter)
         origin = record.of_bundle(drafter, original, record.sha256_of_section(drafter))
         original = replace(original, provenance=record.provenance(origin["source"]))
-        prepared = choice.prepare(original)
-        with staging(prepared, target, inputs=inputs, progress=progress) as staged:
-            proof = prove_written(drafter, original, prepared, staged.written)
-            made = record_of(prepared, staged, origin=origin, proof={**proof.as_json(), "inherited": False})
-            return finish(prepared, staged, made, target, _notes(drafter, original, choice.format))
+        made = prepare(original, name, plan)
+        with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
+            files, back = write_and_read(made, stage, progress)
+            made.require_same(back, floats=False)
+            # Floats are proven as they were read back; rounded ones, whose bytes were compared, before that.
+            unrounded = [role for role, kept in made.kept.items() if kept.how == FLOATS and not kept.rounded_to]
+            read = {**original.tensors, **{role: back.tensors[role] for role in unrounded}}
+            proof = prove_checkpoint(drafter, replace(back, tensors=MappingProxyType(read)))
+            made_of = record_of(made, files, origin, {**proof.as_json(), "inherited": False})
+            return finish(made, stage, made_of, target, _notes(drafter, original, made.format.name))
 
 
 def require_no_checkpoint(source: object) -> None:
@@ -136,29 +141,6 @@ def require_no_checkpoint(source: object) -> None:
             )
 
 
-def prove_written(drafter: Shard, original: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
-    """Hold what was written against what it was made of, and prove that this computes what the graph computes.
-
-    Codes that are kept and numbers that are rounded are compared bit for bit with what they were made of, and so the
-    weights before rounding are held against the graph; what is not rounded is held as it was read back.
-
-    Args:
-        original: the drafter's own.
-        prepared: the same as it was to be written.
-        written: the same, read back.
-
-    Raises:
-        ProofError, CheckpointError: they differ, or what was written is something else.
-    """
-    holdings = prepared.holdings
-    check_codes(written, prepared.checkpoint, holdings)
-    if prepared.choice.quantize:
-        check_floats(written, prepared.checkpoint, holdings)
-        return prove_checkpoint(drafter, replace(original, config=written.config))
-    before = {role: tensor for role, tensor in original.tensors.items() if holdings[role].rounded_to}
-    return prove_checkpoint(drafter, replace(written, tensors=MappingProxyType({**written.tensors, **before})))
-
-
 def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
     """Prove that ``checkpoint`` computes what the graph of ``drafter`` computes.
 
@@ -172,7 +154,7 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
         return prove(drafter.graph, drafter.walk, checkpoint.mtp, tensors.__getitem__)
 
 
-def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
+def _notes(drafter: Shard, checkpoint: Checkpoint, layout: str) -> tuple[str, ...]:
     notes: list[str] = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]
@@ -191,7 +173,7 @@ def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str
         f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
         for role, others in drafter.names.contradicted.items()
     ]
-    if any(r.input is not None for r in drafter.walk.roles) and not EVERY[format_.name].activations:
+    if any(r.input is not None for r in drafter.walk.roles) and not EVERY[layout].activations:
         notes.append(
             "The graph quantizes activations statically; extraction.json records their scales, which this "
             "format does not hold."

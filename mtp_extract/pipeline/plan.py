@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.errors import either
+from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import ENGINES, EVERY, FORMATS, choose
 from mtp_extract.options import About, check_values
 
@@ -58,8 +58,13 @@ class WritingPlan:
         Raises:
             ValueError: an unknown name, type or rule, an engine that does not load the format, or a tokenizer for which
                 it has no room.
+            UnsupportedError: rounding and exactness at once.
         """
         name = choose(format_, self.engine, architecture)
+        if self.exact and self.quantize:
+            raise UnsupportedError(
+                f"Rounding by {self.quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
+            )
         listed = EVERY[name]
         if self.tokenizer is not None and not listed.tokenizer_inside:
             having = either(key for key, one in FORMATS.items() if one.tokenizer_inside)

@@ -15,13 +15,14 @@ import torch
 
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
+from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
 from mtp_extract.drafter.protocol import Needs
 from mtp_extract.formats import format_named
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
-from mtp_extract.pipeline.staging import write_file
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
@@ -160,7 +161,7 @@ def write_head(checkpoint: Checkpoint, directory: Path) -> None:
     Raises:
         OutputError: it cannot be written, or reads back differently.
     """
-    files = format_named(EAGLE3).plan(checkpoint, checkpoint.dtype)
+    files = arrange(format_named(EAGLE3), checkpoint, checkpoint.dtype).files
     listed = listing(WEIGHTS_FILE, [file.name for file in files])
     with staged(directory, overwrite=True, listed=listed) as stage:
         for file in files:

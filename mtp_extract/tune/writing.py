@@ -10,26 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
+from mtp_extract.checkpoint.arranged import NOTHING, Arranged, arrange
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.weight import row_ranges
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named
-from mtp_extract.io.place import Inputs
+from mtp_extract.io.place import Inputs, staged
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, finish, staging
+from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.pipeline.staging import recorded
+from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
     tensors = dict(checkpoint.tensors)
-    for role, holding in holdings_of(format_named(origin.layout), checkpoint, _dtype(origin)).items():
-        if holding.rounded_to and role in tensors:
-            step = holding.rounded_to + (SCALES if holding.kept == CODES else "")
-            tensors[role] = rounded_again(tensors[role], [step])
+    for role, kept in arrange(format_named(origin.layout), checkpoint, _dtype(origin)).kept.items():
+        if kept.rounded_to and role in tensors:
+            tensors[role] = kept.written
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
@@ -50,13 +50,11 @@ def check_writable(
     Raises:
         UnsupportedError: it has no room.
     """
-    choice = _choice(origin)
     try:
-        prepared = choice.prepare(like)
-        for role, holding in prepared.holdings.items():
-            if role in needed and holding.kept == NOTHING:
-                raise UnsupportedError(f"{holding.why}.")
-        choice.format.plan(prepared.checkpoint, choice.dtype)
+        arranged = _arranged(origin, like)
+        for role, kept in arranged.kept.items():
+            if role in needed and kept.how == NOTHING:
+                raise UnsupportedError(f"{kept.why}.")
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{escape(origin.directory)}: expected a format with room for {what}, found {origin.layout}: {error} "
@@ -72,9 +70,9 @@ def _dtype(origin: ReadDirectory) -> str:
     return CODES if CODES in dtypes and coded else origin.checkpoint.dtype
 
 
-def _choice(origin: ReadDirectory, *, overwrite: bool = False) -> Choice:
-    format_, codes = format_named(origin.layout), bool(origin.extra_codes)
-    return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite)
+def _arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
+    """``checkpoint`` in the format, type and with the codes that ``origin`` has."""
+    return prepare(checkpoint, origin.layout, WritingPlan(dtype=_dtype(origin), codes=bool(origin.extra_codes)))
 
 
 Describe = Callable[[dict[str, Any], OutputFile], dict[str, Any]]
@@ -118,23 +116,23 @@ def write_made(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    prepared = _choice(origin, overwrite=overwrite).prepare(made)
-    with staging(prepared, target, inputs=inputs) as staged:
-        check_codes(staged.written, made, prepared.holdings)
-        check_floats(staged.written, made, prepared.holdings)
+    arranged = _arranged(origin, made)
+    with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
+        files, back = write_and_read(arranged, stage)
+        arranged.require_same(back)
         # Codes that are not those of the floats they lie beside are refused where they are read.
-        with_codes(staged.directory, staged.written)
+        with_codes(stage, back)
         # What was proven was proven of other weights, or another head.
-        record = describe(origin.record(prepared, staged, proof=None), staged.weights)
-        return finish(prepared, staged, record, target)
+        record = describe(origin.record(arranged, files, proof=None), arranged.files[0])
+        return finish(arranged, stage, record, target)
 
 
 def _changed(origin: Checkpoint, tuned: Checkpoint, weights: OutputFile) -> dict[str, int]:
     """By tensor: how many of its codes, or numbers where it has no codes, were changed; those with none left out."""
     counts = {}
-    for planned in weights.tensors:
-        old, new = origin.tensors.get(planned.role), tuned.tensors.get(planned.role)
-        if old is None or new is None or new is old or planned.part:
+    for role, planned in weights.weights.items():
+        old, new = origin.tensors.get(role), tuned.tensors.get(role)
+        if old is None or new is None or new is old:
             continue
         if new.scheme is not None:
             count = sum(int(np.count_nonzero(old.codes(*rows) != new.codes(*rows))) for rows in row_ranges(old, new))

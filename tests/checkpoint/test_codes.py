@@ -15,7 +15,7 @@ from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.constant import constant_of
-from mtp_extract.checkpoint.safetensors_file import CONTAINER
+from mtp_extract.checkpoint.safetensors_file import read_metadata
 from mtp_extract.checkpoint.weight import has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.formats import read_checkpoint
@@ -92,7 +92,7 @@ def test_a_part_more_is_refused(sample: Path, tmp_path: Path) -> None:
     path = tmp_path / "out" / CODES_FILE
     name = "model.layers.0.self_attn.q_proj.weight"
     four = {key: value for key, value in load_file(path).items() if key.startswith(name)}
-    save_file({**four, f"{name}.bias": np.zeros(3, np.float32)}, path, dict(CONTAINER.read_metadata(path)))
+    save_file({**four, f"{name}.bias": np.zeros(3, np.float32)}, path, dict(read_metadata(path)))
     with pytest.raises(CheckpointError, match="no whole weight"):
         with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
 

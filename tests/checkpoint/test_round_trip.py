@@ -12,7 +12,8 @@ from helpers.random_assistants import GEOMETRIES, random_assistant
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from mtp_extract.checkpoint.tensor_file import write_tensors
+from mtp_extract.checkpoint.arranged import arrange
+from mtp_extract.checkpoint.files import write_file
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import format_named, read_checkpoint
 
@@ -30,8 +31,8 @@ def saved(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", ["dense", "ordered", "deep-ordered"])
 def test_a_directory_is_planned_as_it_is(tmp_path: Path, name: str) -> None:
     directory = saved(tmp_path, name)
-    weights, *_ = format_named("transformers").plan(read_checkpoint(directory), "f32")
-    write_tensors(tmp_path, replace(weights, name="again.safetensors"))
+    weights, *_ = arrange(format_named("transformers"), read_checkpoint(directory), "f32").files
+    write_file(tmp_path, replace(weights, name="again.safetensors"))
     before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "again.safetensors")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
@@ -42,4 +43,4 @@ def test_a_weight_that_is_missing_is_not_made_up(tmp_path: Path, role: str) -> N
     checkpoint = read_checkpoint(saved(tmp_path, "ordered"))
     rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key != role}
     with pytest.raises(CheckpointError, match=f"{role}: expected a weight"):
-        format_named("transformers").plan(replace(checkpoint, tensors=rest), "f32")
+        assert arrange(format_named("transformers"), replace(checkpoint, tensors=rest), "f32").files

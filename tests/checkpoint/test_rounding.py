@@ -8,10 +8,11 @@ import pytest
 from helpers.variant_files import variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.rounding import RULES, Rounding, how_rounded, round_matrices, rounded_again
+from mtp_extract.checkpoint.rounding import RULES, Rounding, round_matrices, rounded_again
 from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS
+from mtp_extract.pipeline.chains import how_derived
 from mtp_extract.pipeline.extraction import checkpoint_of
 
 Floats = npt.NDArray[np.float32]
@@ -101,16 +102,16 @@ def test_only_matrices_without_codes_are_rounded() -> None:
 
 def test_roundings_are_told_and_done_again() -> None:
     original = of_array(matrix())
-    assert how_rounded(original, original) == ()
+    assert how_derived(original, original) == ()
     for step in ("BF16", "FP16"):
         once = rounded_again(original, [step])
         assert not np.array_equal(once.array(), original.array())
-        assert how_rounded(original, once) == (step,)
+        assert how_derived(original, once) == (step,)
     coded = Rounding(original, "int8").weight()
     scales = rounded_again(coded, ["FP16 scales"])
-    assert how_rounded(coded, scales) == ("FP16 scales",)
+    assert how_derived(coded, scales) == ("FP16 scales",)
     np.testing.assert_array_equal(rounded_again(original, ["int8", "FP16 scales"]).array(), scales.array())
-    assert how_rounded(original, coded) is None
+    assert how_derived(original, coded) == ("int8",)
     for step in ("Q5_K", "FP16 scales"):
         with pytest.raises(CheckpointError, match="cannot be done again"):
             rounded_again(original, [step])

@@ -10,14 +10,15 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.commands import run_here
 
-from mtp_extract.io import laid, place, threads
+from mtp_extract.checkpoint import files
+from mtp_extract.io import place, threads
+from mtp_extract.pipeline import extraction
 
 
 def raises() -> None:
@@ -38,12 +39,11 @@ def is_lost() -> None:
 
 
 PLACES: dict[str, tuple[object, str]] = {
-    "before the work is given out": (laid, "on_all_cores"),
-    "while the work is given out": (ThreadPoolExecutor, "submit"),
-    "while a thread writes": (laid, "write_all"),
-    "while the main thread waits": (threads, "wait_for"),
-    "before it is read back": (laid, "LocalSource"),
-    "while it is read back": (laid, "_reads_back"),
+    "before anything is written": (files, "reserve"),
+    "while it is written": (files, "write_all"),
+    "before it is read back": (files, "_sums"),
+    "while it is read back": (files, "read_header"),
+    "before it is proven": (extraction, "prove_checkpoint"),
     "before it takes its name": (place, "_put_in_place"),
     "while it takes its name": (os, "rename"),
 }

@@ -30,8 +30,8 @@ from helpers.make_drafter import plain_model
 from helpers.model_server import KEY, model_server
 
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import files
 from mtp_extract.data import sample_bundle
-from mtp_extract.io import laid
 
 SERVER = "http://localhost:8000"
 HUB = "https://huggingface.co"
@@ -205,14 +205,14 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(laid, "reserve", full)
+    monkeypatch.setattr(files, "reserve", full)
 
 
 @pytest.fixture
 def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # A shell that started the tests in the background has them ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(laid, "write_all", lambda *where: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(files, "write_all", lambda *where: os.kill(os.getpid(), signal.SIGINT))
     yield
     signal.signal(signal.SIGINT, before)
 

@@ -15,15 +15,15 @@ from mtp_extract import extract
 from mtp_extract.architecture import roles
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import roles_of, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import Arranged, Kept, arrange, keep_floats
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import is_text, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, plan_array
 from mtp_extract.checkpoint.stored import stored_weight
-from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.formats import FORMATS, Listed, format_named, format_of, read_checkpoint, reading
-from mtp_extract.formats.holding import hold_floats
 from mtp_extract.pipeline.check import verify
 
 
@@ -38,11 +38,13 @@ class ToyFormat:
     def recognizes(self, directory: Path) -> bool:
         return (directory / self.marker).is_file()
 
-    def hold(self, role: roles.Role, tensor: Weight, dtype: str) -> Holding:
-        return hold_floats(tensor, dtype)
+    def keep(self, role: roles.Role, weight: Weight, dtype: str) -> Kept:
+        return keep_floats(weight, dtype)
 
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        tensors = tuple(plan_floats(role, role, tensor, dtype) for role, tensor in checkpoint.tensors.items())
+    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
+        checkpoint, dtype = arranged.checkpoint, arranged.dtype
+        shapes = shapes_of(checkpoint.config)
+        tensors = tuple(arranged.kept[role.name].tensor(role.name, role) for role in shapes)
         return [
             OutputFile(self.weights_file, tensors=tensors),
             OutputFile(self.marker, text=json.dumps({"dtype": dtype, **asdict(checkpoint.config)})),
@@ -133,12 +135,12 @@ def test_tensor_names_come_from_the_role_table(
         )
 
     ordering = tmp_path / "ordering.safetensors"
-    write_tensors(tmp_path, OutputFile(ordering.name, (plan_array("order", np.arange(config.vocab_size)),)))
+    write_file(tmp_path, OutputFile(ordering.name, (plan_array("order", np.arange(config.vocab_size)),)))
 
     def planned() -> list[str]:
         tensors: dict[str, Weight] = {role.name: filled(shape) for role, shape in shapes_of(config).items()}
         tensors["ordered_head.token_ordering"] = stored_weight(ordering, read_header(ordering)["order"])
-        weights, *_ = format_named("transformers").plan(replace(known, config=config, tensors=tensors), "f32")
+        weights, *_ = arrange(format_named("transformers"), replace(known, config=config, tensors=tensors), "f32").files
         return [tensor.name for tensor in weights.tensors]
 
     names = planned()

@@ -24,11 +24,11 @@ from mtp_extract import extract
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
+from mtp_extract.checkpoint.arranged import Kept, arrange
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.ggml_blocks import BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
-from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
-from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
 from mtp_extract.checkpoint.weight import RowCodes, Steps, filled, of_codes, row_codes, same_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
@@ -271,8 +271,8 @@ def test_exactness_is_refused_where_scales_are_rounded(sample: Path, tmp_path: P
 # What can be held
 
 
-def held(tensor: Any) -> Holding:
-    return format_named("gguf").hold(roles_of(1)[0], tensor, CODES)
+def kept(tensor: Any) -> Kept:
+    return format_named("gguf").keep(roles_of(1)[0], tensor, CODES)
 
 
 def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> RowCodes:
@@ -285,11 +285,11 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Row
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [
-        (rows(0.5), Holding(CODES)),
-        (rows(0.0), Holding(CODES)),
-        (rows(2.0**-24), Holding(CODES)),  # subnormal in FP16, and exact
-        (rows(0.1), Holding(CODES, "FP16", 2.0**-11)),
-        (rows(0.1, block=64), Holding(CODES, "FP16", 2.0**-11)),
+        (rows(0.5), ()),
+        (rows(0.0), ()),
+        (rows(2.0**-24), ()),  # subnormal in FP16, and exact
+        (rows(0.1), ("FP16",)),
+        (rows(0.1, block=64), ("FP16",)),
         (rows(1e-5), "a scale of 1e-05 is out of FP16's range"),
         (rows(1e-9), "a scale of 1e-09 is out of FP16's range"),
         (rows(7e4), "a scale of 7e\\+04 is out of FP16's range"),
@@ -299,16 +299,14 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Row
         (rows(0.5, block=1), "its scales run across the rows"),
     ],
 )
-def test_what_is_held(tensor: RowCodes, expected: Holding | str) -> None:
-    found = held(tensor)
-    if isinstance(expected, Holding):
-        assert found == expected
-        assert (
-            np.abs(found.bound * tensor.steps.size).max()
-            >= np.abs(tensor.steps.size.astype(np.float16).astype(np.float32) - tensor.steps.size).max()
-        )
+def test_what_is_kept(tensor: RowCodes, expected: tuple[str, ...] | str) -> None:
+    found = kept(tensor)
+    if isinstance(expected, tuple):
+        assert (found.how, found.rounded_to) == (CODES, *(expected or ("",)))
+        sizes = row_codes(found.weight).steps.size
+        np.testing.assert_array_equal(sizes, tensor.steps.size.astype(np.float16).astype(np.float32))
     else:
-        assert (found.kept, found.rounded_to) == ("floats", "")
+        assert (found.how, found.rounded_to) == ("floats", "")
         assert re.search(expected, found.why), found.why
 
 
@@ -370,9 +368,9 @@ def test_a_planted_fault_is_refused(sample: Path, copy: Path, fault: Callable[[b
     (copy / FILE).write_bytes(data)
     with open_bundle(sample) as opened:
         original = checkpoint_of(opened.drafter())
-        holdings = holdings_of(format_named("gguf"), original, CODES)
-        with pytest.raises(CheckpointError, match=f"^{role}: what was written holds other (codes|scales)"):
-            check_codes(read_checkpoint(copy), original, holdings)
+        arranged = arrange(format_named("gguf"), original, CODES)
+        with pytest.raises(CheckpointError, match=f"^{role}: what was written holds other codes"):
+            arranged.require_same(read_checkpoint(copy))
         with pytest.raises(CheckpointError, match=f"{FILE} has other content"):
             verify(copy)
         forge_record(copy)
@@ -407,15 +405,14 @@ def test_a_key_that_is_changed_and_a_record_that_is_forged(key: str, copy: Path,
 @pytest.mark.parametrize("share", [2.0**-12, 2.0**-10, 0.2])
 @pytest.mark.parametrize("role", ["pre_projection", "layers.1.gate_proj", "layers.3.o_proj", "lm_head"])
 def test_scales_are_the_files_rounded_and_no_others(sample: Path, made: Path, role: str, share: float) -> None:
-    written = read_checkpoint(made)
-    grid = row_codes(written.tensors[role])
-    other = stored_codes(grid.codes(), grid.steps.size * np.float32(1 + share), grid.steps.block, 8)
     with open_bundle(sample) as opened:
         original = checkpoint_of(opened.drafter())
-        holdings = holdings_of(format_named("gguf"), original, CODES)
-        check_codes(written, original, holdings)
-        with pytest.raises(CheckpointError, match=f"{role}: what was written holds other scales"):
-            check_codes(replace(written, tensors={**written.tensors, role: other}), original, holdings)
+        arranged, written = arrange(format_named("gguf"), original, CODES), read_checkpoint(made)
+        arranged.require_same(written)
+        grid = row_codes(written.tensors[role])
+        other = stored_codes(grid.codes(), grid.steps.size * np.float32(1 + share), grid.steps.block, 8)
+        with pytest.raises(CheckpointError, match=f"{role}: what was written holds other codes"):
+            arranged.require_same(replace(written, tensors={**written.tensors, role: other}))
 
 
 # The configuration
@@ -454,8 +451,8 @@ def checkpoint(shape: DrafterConfig) -> Checkpoint:
 
 
 def write(folder: Path, shape: DrafterConfig, **more: Any) -> None:
-    (file,) = format_named("gguf").plan(checkpoint(shape), "f32")
-    write_tensors(folder, replace(file, metadata={**file.metadata, **more}))
+    (file,) = arrange(format_named("gguf"), checkpoint(shape), "f32").files
+    write_file(folder, replace(file, metadata={**file.metadata, **more}))
 
 
 @pytest.mark.parametrize("shape", CONFIGS, ids=range(len(CONFIGS)))
@@ -474,7 +471,7 @@ def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> Non
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig, what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
-        format_named("gguf").plan(checkpoint(shape), "f32")
+        assert arrange(format_named("gguf"), checkpoint(shape), "f32").files
 
 
 @pytest.mark.parametrize(
@@ -487,7 +484,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig,
     ],
 )
 def test_what_llama_cpp_does_not_do_is_said(shape: DrafterConfig, what: str | None) -> None:
-    (file,) = format_named("gguf").plan(checkpoint(shape), "f32")
+    (file,) = arrange(format_named("gguf"), checkpoint(shape), "f32").files
     assert not file.notes if what is None else what in " ".join(file.notes)
 
 
@@ -536,20 +533,18 @@ def test_a_list_where_a_number_stands_is_named(tmp_path: Path) -> None:
 
 def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
     """Without any key of ours, in FP16, as llama.cpp's converter writes the same drafter."""
-    (file,) = format_named("gguf").plan(checkpoint(config()), "f16")
+    (file,) = arrange(format_named("gguf"), checkpoint(config()), "f16").files
     theirs = {
         key: value for key, value in file.metadata.items() if "mtp_extract" not in key and "vocab_size" not in key
     }
-    write_tensors(tmp_path, replace(file, metadata={**theirs, "tokenizer.ggml.tokens": ["x"] * 512}))
+    write_file(tmp_path, replace(file, metadata={**theirs, "tokenizer.ggml.tokens": ["x"] * 512}))
     found = read_checkpoint(tmp_path)
     assert (found.config, found.dtype, dict(found.provenance)) == (config(), "f16", {})
 
 
 def test_a_tensor_of_no_role_is_named(tmp_path: Path) -> None:
-    (file,) = format_named("gguf").plan(checkpoint(config()), "f32")
-    write_tensors(
-        tmp_path, replace(file, tensors=(*file.tensors, replace(file.tensors[0], name="blk.0.attn_k.weight")))
-    )
+    (file,) = arrange(format_named("gguf"), checkpoint(config()), "f32").files
+    write_file(tmp_path, replace(file, tensors=(*file.tensors, replace(file.tensors[0], name="blk.0.attn_k.weight"))))
     with pytest.raises(CheckpointError, match=r"blk\.0\.attn_k\.weight: expected no such tensor"):
         read_checkpoint(tmp_path)
 
@@ -685,13 +680,13 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     """llama.cpp computes the dense head, which is in the file as well; its own converter leaves the other out too."""
     shape = config(ordered_head=OrderedHeadConfig(32, 4))
     gguf = format_named("gguf")
-    holdings = holdings_of(gguf, checkpoint(shape), "f32")
-    left = {role for role, holding in holdings.items() if holding.kept == "nothing"}
+    arranged = arrange(gguf, checkpoint(shape), "f32")
+    left = {role for role, kept in arranged.kept.items() if kept.how == "nothing"}
     assert left == {"ordered_head.centroids", "ordered_head.token_ordering"}
-    (note,) = notes_of(holdings)
+    (note,) = arranged.notes()
     assert "Left out: ordered_head.centroids, ordered_head.token_ordering, because llama.cpp" in note
     with pytest.raises(UnsupportedError, match="ordered_head"):
-        require_exact(holdings, "gguf")
+        arranged.require_exact()
     write(tmp_path, shape)
     assert gguf.read_config(tmp_path) == config()
 

@@ -20,9 +20,9 @@ from mtp_extract import extract
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.holdings import holdings_of
 from mtp_extract.checkpoint.stored import stored_weight
 from mtp_extract.checkpoint.weight import RowCodes, Steps, has_exact_steps, of_codes, row_codes, same_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
@@ -190,9 +190,9 @@ def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool
 
 
 def write(format_: Any, checkpoint: Checkpoint, directory: Path) -> None:
-    from mtp_extract.pipeline.staging import write_file
+    from mtp_extract.checkpoint.files import write_file
 
-    for file in format_.plan(checkpoint, "codes"):
+    for file in arrange(format_, checkpoint, "codes").files:
         write_file(directory, file)
 
 
@@ -209,10 +209,10 @@ def test_blocks_of_every_size(sample: Path, tmp_path: Path, format_: str, block:
         tensors["post_projection"] = random_codes((256, 64), bits, 64, per_tensor=True)
         checkpoint = replace(known, config=config, tensors=tensors)
         write(format_named(format_), checkpoint, tmp_path)
-        holding = holdings_of(format_named(format_), checkpoint, "codes")["pre_projection"]
+        how = arrange(format_named(format_), checkpoint, "codes").kept["pre_projection"].how
     found = read_checkpoint(tmp_path)
-    assert (holding.kept == "codes") == (block == 512 or (block >= 32 and format_ != "gemma"))
-    if holding.kept == "codes":
+    assert (how == "codes") == (block == 512 or (block >= 32 and format_ != "gemma"))
+    if how == "codes":
         group = found.tensors["pre_projection"].steps.block  # type: ignore[union-attr]
         # MLX repeats a row's steps for each of its groups; read, they are one again.
         assert group == (min(block, 128) if block < 512 else 512)
@@ -249,13 +249,13 @@ def test_static_scales_that_are_not_around_zero(sample: Path) -> None:
         checkpoint = checkpoint_of(opened.drafter())
         odd, plain = Activation("int8", 0.5, 3), Activation("int8", 0.25, 0)
         pairs = {"pre_projection": (odd, plain), "post_projection": (plain, plain)}
-        weights, *_ = format_named("gemma").plan(replace(checkpoint, activations=pairs), "codes")
+        weights, *_ = arrange(format_named("gemma"), replace(checkpoint, activations=pairs), "codes").files
         wide = {"lm_head": (Activation("int16", 0.5, 0), None)}
-        other, *_ = format_named("gemma").plan(replace(checkpoint, activations=wide), "codes")
+        other, *_ = arrange(format_named("gemma"), replace(checkpoint, activations=wide), "codes").files
     assert len(weights.notes) == 2 and "Activations of pre_projection are not rounded" in weights.notes[1]
     assert len(other.notes) == 1 and "Activations of lm_head are not rounded" in other.notes[0]
     planned = {t.name: t for t in weights.tensors}
-    made = {name: float(next(iter(planned[name].produce()))[0]) for name in planned if "activation" in name}
+    made = {name: float(next(iter(planned[name].produce()))) for name in planned if "activation" in name}
     assert made["pre_projection.input_activation_scale"] == 0
     assert made["pre_projection.output_activation_scale"] == 0.25
     assert made["post_projection.input_activation_scale"] == 0.25
@@ -265,7 +265,7 @@ def test_static_scales_that_are_not_around_zero(sample: Path) -> None:
 def test_a_drafter_of_floats_is_refused(extracted: Path, format_: str) -> None:
     floats = read_checkpoint(extracted)
     with pytest.raises(UnsupportedError, match=f"The {format_} format is for matrices of integers"):
-        format_named(format_).plan(floats, "codes")
+        assert arrange(format_named(format_), floats, "codes").files
 
 
 @pytest.mark.parametrize("format_", PACKED)
@@ -277,7 +277,7 @@ def test_an_ordered_head_of_floats_is_kept(sample: Path, tmp_path: Path, format_
         checkpoint = ordered(checkpoint_of(opened.drafter()), ordering)
         if format_ != "compressed-tensors-sglang":
             with pytest.raises(UnsupportedError, match="lm_head: an ordered head picks rows of floats"):
-                format_named(format_).plan(checkpoint, "codes")
+                assert arrange(format_named(format_), checkpoint, "codes").files
         extract(sample, tmp_path / "floats", dtype="f32")
         tensors = {**checkpoint.tensors, "lm_head": read_checkpoint(tmp_path / "floats").tensors["lm_head"]}
         (tmp_path / "out").mkdir()
@@ -292,7 +292,7 @@ def test_an_ordered_head_of_floats_is_kept(sample: Path, tmp_path: Path, format_
 
 
 def ordered(checkpoint: Checkpoint, ordering: Path) -> Checkpoint:
-    from mtp_extract.checkpoint.tensor_file import read_header
+    from mtp_extract.checkpoint.files import read_header
 
     tensors = {
         **checkpoint.tensors,

@@ -27,6 +27,7 @@ from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import extract
+from mtp_extract.checkpoint.arranged import arrange
 
 __all__ = ["KINDS", "Outcome", "run"]
 
@@ -203,12 +204,9 @@ class Planned:
 
     @classmethod
     def of(cls, drafter: Shard) -> Planned:
-        weights, config, _ = format_named("transformers").plan(checkpoint_of(drafter), "f32")
-        return cls(_values(weights), json.loads(config.text)["text_config"])
-
-
-def _values(weights: Any) -> dict[str, npt.NDArray[np.float32]]:
-    return {planned.role: read_floats(planned.tensor) for planned in weights.tensors if planned.tensor is not None}
+        made = arrange(format_named("transformers"), checkpoint_of(drafter), "f32")
+        values = {role: read_floats(kept.weight) for role, kept in made.kept.items()}
+        return cls(values, json.loads(made.files[1].text)["text_config"])
 
 
 @dataclass(frozen=True)

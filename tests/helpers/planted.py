@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.files import read_header
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import read_header
 
 __all__ = ["CONFIG_FAULTS", "FILE_FAULTS", "TENSOR_FAULTS", "ConfigFault", "edit_config", "fill", "forge", "tensor"]
 

@@ -33,13 +33,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place
 # Says when writing has begun, and then goes on with no chunk until its input ends: after the signal was sent.
 SLOW = """
 import os
-from mtp_extract.io import laid
-write = laid.write_all
+from mtp_extract.checkpoint import files
+write = files.write_all
 def slow(fd, data, offset):
     write(fd, data, offset)
     print("writing", flush=True)
     os.read(0, 1)
-laid.write_all = slow
+files.write_all = slow
 """
 
 

@@ -11,7 +11,7 @@ from helpers.variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.checkpoint.files import read_header
 from mtp_extract.errors import CheckpointError, SourceError
 from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.check import verify

@@ -305,15 +305,15 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
 
     from mtp_extract.formats import litert
 
-    plan = litert.FORMAT.__class__.plan
+    right = litert.FORMAT.__class__.files
 
-    def wrong(self: Any, checkpoint: Any, dtype: str) -> Any:
+    def wrong(self: Any, arranged: Any) -> Any:
         role = "layers.1.q_norm"
-        tensors = {**checkpoint.tensors, role: filled(checkpoint.tensors[role].shape)}
-        return plan(self, checkpoint.__class__(**{**vars(checkpoint), "tensors": tensors}), dtype)
+        other = replace(arranged.kept[role], weight=filled(arranged.kept[role].weight.shape))
+        return right(self, replace(arranged, kept={**arranged.kept, role: other}))
 
-    monkeypatch.setattr(litert.FORMAT.__class__, "plan", wrong)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other numbers"):
+    monkeypatch.setattr(litert.FORMAT.__class__, "files", wrong)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other floats"):
         convert(bf16, tmp_path / "out", format="litert")
     assert not (tmp_path / "out").exists()
 

@@ -14,7 +14,7 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 import mtp_extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import Shard, open_bundle
-from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.checkpoint.files import read_header
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_of
 from mtp_extract.pipeline.check import Check

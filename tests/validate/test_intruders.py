@@ -16,8 +16,9 @@ from helpers.record_document import TUNING
 
 from mtp_extract import extract
 from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.tensor_file import write_tensors
+from mtp_extract.checkpoint.files import write_file
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import FORMATS, format_named, format_of
 from mtp_extract.hub.upload import plan_upload
@@ -186,13 +187,13 @@ def test_a_key_of_the_litert_layout(written: dict[str, Path], source: Shard, tmp
 
 
 def test_a_key_of_a_gguf(original: Checkpoint, source: Shard, tmp_path: Path) -> None:
-    (file,) = format_named("gguf").plan(original, "codes")
+    (file,) = arrange(format_named("gguf"), original, "codes").files
     for key, value in intruders.GGUF_KEYS.items():
         metadata = {**file.metadata, key: value}
         if value is None:
             del metadata[key]
         (tmp_path / file.name).unlink(missing_ok=True)
-        write_tensors(tmp_path, replace(file, metadata=metadata))
+        write_file(tmp_path, replace(file, metadata=metadata))
         assert not proven(tmp_path, source), key
         assert not proven(tmp_path / file.name, source), key
         # One key in which numbers of heads are told in another form is read in that form.
@@ -219,7 +220,7 @@ def test_a_head(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("name", ["transformers", "litert"])
 def test_edited_codes(written: dict[str, Path], source: Shard, tmp_path: Path, name: str) -> None:
-    from mtp_extract.checkpoint.tensor_file import read_header
+    from mtp_extract.checkpoint.files import read_header
 
     directory = copied(written[name], tmp_path / "d")
     (directory / "extraction.json").unlink()

@@ -1,0 +1,217 @@
+"""What a format makes of a checkpoint: how each weight is kept, decided once for writing, checking and the record."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from mtp_extract.architecture.roles import SCALAR, Config, Role, shapes_of
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.codes import plan_codes
+from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
+from mtp_extract.checkpoint.rounding import narrowed
+from mtp_extract.checkpoint.weight import Weight, filled, same_weight
+from mtp_extract.errors import CheckpointError, UnsupportedError, few
+
+FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
+"""What else than codes may be kept of a weight; indices are those of an ordered head, which are no numbers."""
+
+_MOST_NAMED = 4
+_ROUNDOFF = MappingProxyType({ROUNDED_TO[name] or "F32": dtype.roundoff for name, dtype in DTYPES.items()})
+"""By what a record calls a rounding: the most by which it changes a number, as a share of it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a format keeps a weight.
+
+    Attributes:
+        how: :data:`~mtp_extract.checkpoint.checkpoint.CODES`, :data:`FLOATS`, :data:`INDICES`, or :data:`NOTHING` where
+            the weight is left out.
+        weight: as codes that lie in the file as they are, scales included; or with the numbers that are rounded.
+        rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16", "F32"); empty if
+            nothing is.
+        why: why it or its codes are not kept, and what keeps them; empty where they are, or where it has none.
+    """
+
+    how: str
+    weight: Weight = field(repr=False)
+    rounded_to: str = ""
+    why: str = ""
+
+    @property
+    def written(self) -> Weight:
+        """What reading it back gives, to the bit."""
+        return narrowed(self.weight, self.rounded_to) if self.how == FLOATS else self.weight
+
+    def tensor(self, name: str, role: Role) -> PlannedTensor:
+        """Its numbers, or indices, as a tensor called ``name``."""
+        if self.how == INDICES:
+            return plan_array(name, self.weight.indices(), role.name)
+        dtype = next(key for key, word in ROUNDED_TO.items() if word == self.rounded_to)
+        return plan_floats(name, role.name, self.weight, dtype)
+
+
+def keep_floats(weight: Weight, dtype: str, why: str = "the format holds floats only") -> Kept:
+    """In ``dtype``, "f32", "bf16" or "f16"; ``why`` says why codes, if there are any, are not kept."""
+    return Kept(FLOATS, weight, ROUNDED_TO[dtype], why if weight.scheme is not None else "")
+
+
+class Format(Protocol):
+    """A directory layout that engines load. One module in :mod:`mtp_extract.formats` each.
+
+    Attributes:
+        name: as users call it.
+        marker: the file with the configuration.
+        weights_file: the file with the weights; of both a pattern where the name says more than the format's.
+        further_files: names of what else is written.
+    """
+
+    name: str
+    marker: str
+    weights_file: str
+    further_files: tuple[str, ...]
+
+    def recognizes(self, directory: Path) -> bool:
+        """Whether ``directory`` is of this format, from a look at its marker; that it is sound, reading will show."""
+
+    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
+        """How a weight will be kept, before a byte is written."""
+
+    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
+        """The files to write, the weights first, each weight as :meth:`keep` says.
+
+        Raises:
+            UnsupportedError: something that the format cannot express.
+        """
+
+    def read_config(self, directory: Path) -> Config:
+        """What the directory's configuration says.
+
+        Raises:
+            CheckpointError: it is damaged, incomplete, another model's, or says something else than would be written
+                of what was read from it.
+        """
+
+    def read(self, directory: Path) -> Checkpoint:
+        """What the directory holds; weights are read when asked for.
+
+        Raises:
+            CheckpointError: as :meth:`read_config`, or a tensor is missing, unexpected or of another shape.
+        """
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A checkpoint as a format holds it.
+
+    Attributes:
+        dtype: what was asked for: "f32", "bf16", "f16", or "codes" where the format keeps integers.
+        kept: by role.
+        with_codes: whether stored integers are written beside what is kept in floats.
+    """
+
+    format: Format
+    checkpoint: Checkpoint
+    dtype: str
+    kept: Mapping[str, Kept]
+    with_codes: bool = False
+
+    @cached_property
+    def files(self) -> tuple[OutputFile, ...]:
+        """The files to write, the weights first.
+
+        Raises:
+            UnsupportedError: as :meth:`Format.files`.
+        """
+        weights, *others = self.format.files(self)
+        floats = {role: kept.weight for role, kept in self.kept.items() if kept.how == FLOATS}
+        return (weights, *(plan_codes(weights, floats) if self.with_codes else ()), *others)
+
+    def require_exact(self) -> None:
+        """Refuse what would be rounded or left out.
+
+        Raises:
+            UnsupportedError: names what would be, and to what.
+        """
+        if changed := {role: kept for role, kept in self.kept.items() if kept.rounded_to or kept.how == NOTHING}:
+            listed = "; ".join(f"{few(roles, _MOST_NAMED)} ({what})" for what, roles in _by_rounding(changed).items())
+            raise UnsupportedError(
+                f"The {self.format.name} format cannot hold this drafter exactly: {listed}. Choose floats "
+                "in F32, which the transformers format has, or a format that keeps scales in F32.",
+                remedies=("format=transformers", "dtype=f32"),
+            )
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the weights are kept, where codes were to be."""
+        whys: dict[tuple[str, str], list[str]] = defaultdict(list)
+        coded = any(kept.how == CODES for kept in self.kept.values())
+        for role, kept in self.kept.items():
+            if kept.why and (coded or kept.how == NOTHING):
+                whys["Left out" if kept.how == NOTHING else "In floats", kept.why].append(role)
+        notes = [f"{how}: {few(roles, _MOST_NAMED)}, because {why}." for (how, why), roles in whys.items()]
+        rounded = {role: kept for role, kept in self.kept.items() if kept.rounded_to and coded}
+        notes += [f"Rounded: {few(roles, _MOST_NAMED)}, {what}." for what, roles in _by_rounding(rounded).items()]
+        return tuple(notes)
+
+    def require_same(self, back: Checkpoint, *, floats: bool = True) -> None:
+        """Compare what was read ``back`` with what was to be written, bit for bit.
+
+        Args:
+            floats: whether what is kept in floats is compared, too.
+
+        Raises:
+            CheckpointError: names the first role of which something else was read.
+        """
+        for role, kept in self.kept.items():
+            if kept.how == NOTHING or (kept.how == FLOATS and not floats):
+                continue
+            found = back.tensors[role]
+            if kept.how == INDICES:
+                same = np.array_equal(kept.weight.indices(), found.indices())
+            else:
+                same = (found.scheme is not None) == (kept.how == CODES) and same_weight(kept.written, found)
+            if not same:
+                raise CheckpointError(f"{role}: what was written holds other {kept.how} than it was made of.")
+
+
+def _by_rounding(rounded: Mapping[str, Kept]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for role, kept in rounded.items():
+        what = "scales of codes" if kept.how == CODES else "numbers"
+        how = f"{what} to {kept.rounded_to}, by at most {_ROUNDOFF.get(kept.rounded_to, 0.0):.1e} of each"
+        groups["left out" if kept.how == NOTHING else how].append(role)
+    return groups
+
+
+def arrange(format_: Format, checkpoint: Checkpoint, dtype: str, *, with_codes: bool = False) -> Arranged:
+    """``checkpoint`` as ``format_`` holds it in ``dtype``.
+
+    Raises:
+        CheckpointError: it lacks a weight that no engine does without.
+    """
+    kept = {
+        role.name: format_.keep(role, weight_of(checkpoint, role, shape), dtype)
+        for role, shape in shapes_of(checkpoint.config).items()
+    }
+    return Arranged(format_, checkpoint, dtype, MappingProxyType(kept), with_codes)
+
+
+def weight_of(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...]) -> Weight:
+    """The weight of ``role``; a layer scalar that is not there is 1, as every engine wants it to be there.
+
+    Raises:
+        CheckpointError: ``checkpoint`` lacks it.
+    """
+    found = checkpoint.tensors.get(role.name)
+    if found is None and role.kind != SCALAR:
+        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+    return found if found is not None else filled(shape)

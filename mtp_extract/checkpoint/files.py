@@ -1,0 +1,125 @@
+"""Files of a checkpoint: written piece by piece, read back and compared.
+
+What the header of a file of tensors looks like is its container's affair, which is known by the file's ending. The
+data follow it in the order of the tensors; the bytes depend on the input alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128
+
+from mtp_extract.checkpoint import gguf_file, safetensors_file
+from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.errors import CheckpointError, OutputError, escape
+from mtp_extract.io.output import aligned, output_error, read_back_error, reserve, write_all
+from mtp_extract.io.regular import open_regular
+from mtp_extract.io.source import Advance
+from mtp_extract.io.threads import check_interrupted
+
+_CONTAINERS = MappingProxyType({".safetensors": safetensors_file, ".gguf": gguf_file})
+"""Each kind of file that holds tensors, by the ending of its name: ``header``, ``ALIGNMENT``, ``read_header``."""
+
+_READ = 1 << 18
+
+
+def holds_tensors(name: str | Path) -> bool:
+    """Whether the file of that name is one of tensors."""
+    return Path(name).suffix in _CONTAINERS
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the file at ``path``, checked against its size.
+
+    Raises:
+        CheckpointError: it is damaged, or another kind of file than its name says.
+    """
+    if path.suffix not in _CONTAINERS:
+        raise CheckpointError(f"{escape(path)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
+    found: dict[str, StoredTensor] = _CONTAINERS[path.suffix].read_header(path)
+    return found
+
+
+def sha256_of_file(path: Path) -> str:
+    """SHA-256 of the bytes of the file at ``path``."""
+    return _sums(path)[1]
+
+
+def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: None) -> dict[str, Any]:
+    """Write ``file`` into ``folder`` and read it back; its size and SHA-256, as a record has them.
+
+    Args:
+        advance: called with the number of bytes written since the last call.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently.
+        Interrupted: a signal came.
+    """
+    path, written = folder / file.name, xxh3_128()
+    header, places, size = _laid_out(file)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        fd, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), 0
+        try:
+            reserve(fd, size)
+            for piece in _pieces(file, header):
+                written.update(piece)
+                write_all(fd, piece, at)
+                at += len(piece)
+                advance(len(piece))
+        finally:
+            os.close(fd)
+        check_interrupted()
+        found, sha256 = _sums(path)
+    except OSError as error:
+        raise output_error(path, error) from error
+    if found != written.hexdigest() or at != size or (file.tensors and read_header(path) != places):
+        raise read_back_error(path)
+    return {"size": size, "sha256": sha256}
+
+
+def _laid_out(file: OutputFile) -> tuple[bytes, Mapping[str, StoredTensor], int]:
+    """What ``file`` begins with, where its tensors will lie, and its size."""
+    if not file.tensors:
+        # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+        text = file.text.encode("utf-8", "backslashreplace")
+        return text, {}, len(text)
+    container = _CONTAINERS[Path(file.name).suffix]
+    header, places = container.header(file.tensors, file.metadata), {}
+    at = len(header)
+    for tensor in file.tensors:
+        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, at, tensor.length)
+        at += aligned(tensor.length, container.ALIGNMENT)
+    return header, places, at
+
+
+def _pieces(file: OutputFile, header: bytes) -> Iterator[bytes | memoryview]:
+    """The bytes of ``file`` in order."""
+    yield header
+    for tensor in file.tensors:
+        made = 0
+        for rows in tensor.produce():
+            data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+            made += len(data)
+            yield data
+        if made != tensor.length:
+            raise OutputError(f"{escape(tensor.name)}: expected {tensor.length} bytes of data, found {made}.")
+        yield bytes(aligned(made, _CONTAINERS[Path(file.name).suffix].ALIGNMENT) - made)
+
+
+def _sums(path: Path) -> tuple[str, str]:
+    """XXH3-128 and SHA-256 of the bytes of the file at ``path``."""
+    quick, digest = xxh3_128(), hashlib.sha256()
+    with open_regular(path) as file:
+        while piece := file.read(_READ):
+            quick.update(piece)
+            digest.update(piece)
+    return quick.hexdigest(), digest.hexdigest()

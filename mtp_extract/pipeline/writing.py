@@ -1,0 +1,192 @@
+"""From a checkpoint to a directory with its record and its card: what extracting, converting and tuning share.
+
+Arrange (what is kept of every weight), write into the stage, read back, require the same bits, then record and card.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mtp_extract._version import __version__
+from mtp_extract.architecture.roles import CENTROIDS, shapes_of
+from mtp_extract.checkpoint import record
+from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.files import write_file
+from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
+from mtp_extract.checkpoint.rounding import round_matrices, rounding_of
+from mtp_extract.errors import OutputError, UnsupportedError, either, escape
+from mtp_extract.formats import EVERY, format_named, variant_for
+from mtp_extract.io.source import Progress, counter
+from mtp_extract.pipeline.check import changed_card, files_in
+from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.pipeline.staging import CARD, RECORD
+from mtp_extract.report.card import model_card
+
+_READ_IN_FLOATS = ("lm_head", CENTROIDS)
+"""Of an ordered head, rows of floats are read."""
+
+Files = Mapping[str, Mapping[str, Any]]
+"""By name: size and SHA-256 of a file."""
+
+
+@dataclass(frozen=True)
+class ExtractionResult:
+    """What an extraction or a conversion did."""
+
+    directory: Path
+    files: dict[str, int]
+    """Name → size in bytes."""
+    record: dict[str, Any]
+    """The content of ``extraction.json``."""
+    parameters: int
+    """How many numbers the drafter has."""
+    notes: tuple[str, ...]
+    """For the user: things worth knowing that are not errors."""
+
+
+def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
+    """``checkpoint`` as the format called ``name`` will hold it, in the format's own type where ``plan`` names none.
+
+    Raises:
+        UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
+    """
+    format_ = format_named(variant_for(name, plan.engine))
+    if (architecture := EVERY[format_.name].architecture) != checkpoint.architecture:
+        raise UnsupportedError(
+            f"The {format_.name} format holds drafters of the architecture {architecture}, and this is one of "
+            f"{checkpoint.architecture}. Choose another format.",
+            remedies=("format",),
+        )
+    checkpoint = replace(checkpoint, tokenizer=plan.tokenizer)
+    made = arrange(format_, checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
+    if plan.quantize is not None:
+        made = _quantized(made, plan.quantize)
+    if plan.exact:
+        made.require_exact()
+    # What the format cannot express is refused before a byte is written.
+    assert made.files
+    return made
+
+
+def _quantized(made: Arranged, rule: str) -> Arranged:
+    """``made`` with every matrix that has no codes rounded by ``rule``; what is not kept as codes stays as it was."""
+    name, rules = made.format.name, EVERY[made.format.name].rules
+    if rule not in rules:
+        raise UnsupportedError(
+            f"The {name} format holds no codes that {rule} makes"
+            + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
+            remedies=("quantize",) if rules else ("format",),
+        )
+    ordered = any(kept.how == INDICES for kept in made.kept.values())
+    rounded = round_matrices(made.checkpoint, rule, _READ_IN_FLOATS if ordered else ())
+    tried = arrange(made.format, rounded, made.dtype, with_codes=made.with_codes)
+    by_rule = [role for role, weight in rounded.tensors.items() if rounding_of(weight)]
+    refused = [role for role in by_rule if tried.kept[role].how != CODES]
+    if len(refused) == len(by_rule):
+        raise UnsupportedError(
+            f"The {name} format, written as {made.dtype}, cannot hold what {rule} makes: {tried.kept[refused[0]].why}. "
+            "Choose another rule or format.",
+            remedies=("quantize", "format"),
+        )
+    tensors = {**rounded.tensors, **{role: made.checkpoint.tensors[role] for role in refused}}
+    checkpoint = replace(rounded, tensors=MappingProxyType(tensors))
+    return arrange(made.format, checkpoint, made.dtype, with_codes=made.with_codes)
+
+
+def write_and_read(
+    made: Arranged, stage: Path, progress: Progress = lambda done, total: None
+) -> tuple[Files, Checkpoint]:
+    """Write the files of ``made`` into ``stage``; the record's entry of each, and the checkpoint that is read there.
+
+    Args:
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        OutputError, CheckpointError: it cannot be written, or reads back differently.
+    """
+    tick = counter(progress, sum(tensor.length for file in made.files for tensor in file.tensors))
+    files = {file.name: write_file(stage, file, tick) for file in made.files}
+    return files, made.format.read(stage)
+
+
+def record_of(
+    made: Arranged,
+    files: Files,
+    origin: Mapping[str, Any],
+    proof: Mapping[str, Any] | None,
+    converted_from: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The record of what was written.
+
+    Args:
+        origin: where it came from, as :func:`mtp_extract.checkpoint.record.of_bundle` has it.
+    """
+    counts = {key: count for key, count in origin["counts"].items() if key != "held"}
+    return {
+        "format_version": FORMAT_VERSION,
+        "tool": {"name": "mtp-extract", "version": __version__},
+        "source": origin["source"],
+        "converted_from": list(converted_from),
+        "known_as": origin["known_as"],
+        "layout": made.format.name,
+        "dtype": made.dtype,
+        "rounded": record.rounded(made, files),
+        "made_codes": record.made_codes(made.checkpoint),
+        "geometry": made.checkpoint.config.as_json(),
+        "files": dict(files),
+        "counts": {"held": record.held(made), **counts},
+        "shared": origin["shared"],
+        "activations": origin["activations"],
+        "notes": list(made.files[0].notes),
+        "proof": proof,
+    }
+
+
+def finish(
+    made: Arranged, stage: Path, record_: dict[str, Any], target: Path, notes: Iterable[str] = ()
+) -> ExtractionResult:
+    """Write the card and the record into ``stage``, which is to be ``target``.
+
+    Args:
+        notes: for the user, besides those on how weights are kept.
+
+    Raises:
+        OutputError: they cannot be written, or read back differently.
+    """
+    changed = changed_card(target) is not None
+    replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
+    # The card is made of the record, which lists it.
+    record_["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record_)))
+    text = json_text(record_)
+    try:
+        check_extraction(json.loads(text))
+    except ValueError as error:
+        raise OutputError(
+            f"{escape(target / RECORD)}: expected a record that can be read again, found {escape(error)}. Nothing was "
+            "written; please report it."
+        ) from error
+    write_file(stage, OutputFile(RECORD, text=text))
+    return ExtractionResult(
+        directory=target,
+        files={name: (stage / name).stat().st_size for name in files_in(stage)},
+        record=record_,
+        parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
+        notes=(*notes, *_of_codes(record_["made_codes"]), *made.notes(), *made.files[0].notes, *replaced),
+    )
+
+
+def _of_codes(made: Mapping[str, Any] | None) -> Sequence[str]:
+    if made is None:
+        return ()
+    return (
+        f"Codes were made here, by {made['rule']}, of {made['matrices']} matrices that had none: at worst "
+        f"{made['rms']:.2g} of a matrix's range off (rms), {made['largest']:.2g} at one place.",
+    )
