@@ -1,7 +1,7 @@
 """Publishing a checkpoint directory on the Hugging Face Hub.
 
-Nothing is sent before everything that can be checked here was checked: the directory against its
-``extraction.json``, the card's metadata, the name, the token, and what the repository already holds.
+Nothing is sent before everything that can be checked was checked: the directory against its ``extraction.json``, the
+name, the token, what the repository already holds, and by the Hub the card's metadata.
 Afterwards every file is compared, by hash, with what the Hub says it has. The directory stays as it is.
 """
 
@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
@@ -90,7 +90,7 @@ def plan_upload(
 
     Raises:
         CheckpointError: the directory does not match its record, or the report cannot be read.
-        HubError: the card's metadata is not what the Hub accepts, or ``words`` are given and the card was changed.
+        HubError: ``words`` are given and the card was changed.
     """
     folder = Path(directory)
     record = verify(folder, allowed=REPORT_FILES).record
@@ -115,18 +115,7 @@ def plan_upload(
             contents[CARD] = model_card(record, report, words).encode()
         except CheckpointError as error:
             raise CheckpointError(f"{escape(folder)}: {error}") from error
-    adds = {path: CommitOperationAdd(path, contents[path]) for path in sorted(contents)}
-    try:
-        with adds[CARD].as_file() as file:
-            data = ModelCard(file.read().decode("utf-8", "replace")).data.to_dict()  # type: ignore[no-untyped-call]
-    except Exception as error:  # a YAML error, or whatever the metadata classes raise for a field
-        raise HubError(f"{escape(folder / CARD)}: the metadata is not valid: {escape(error)}.") from error
-    if not data.get("license"):
-        raise HubError(
-            f"{escape(folder / CARD)}: expected metadata between two lines of --- at its head that state a licence, "
-            "found none. Extract again."
-        )
-    return list(adds.values()), notes
+    return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], notes
 
 
 def upload(
