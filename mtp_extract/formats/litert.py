@@ -81,10 +81,7 @@ class LitertFormat:
         shapes = shapes_of(config)
         held = {role: shape for role, shape in shapes.items() if role.name in names}
         stored = reading.read_shards(directory, self.weights_file)
-        weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored)
-        if (types := {stored[names[role.name]][1].dtype for role in held}) != {"F32"}:
-            where = escape(directory / self.weights_file)
-            raise CheckpointError(f"{where}: expected tensors in F32, found {', '.join(sorted(types))}")
+        weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored, dtype="F32")
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors = {role.name: weights.get(role.name, filled(shape)) for role, shape in shapes.items()}
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import HEADER, anything, require_keys
@@ -72,8 +73,7 @@ _FIELDS: Mapping[str, Any] = MappingProxyType(
 )
 """Fields of a drafter's config that configurations have as they are → what they may be."""
 
-_OPTIONAL = ("attention_scale", "rms_norm_eps", "final_logit_softcap", "hidden_activation", "max_position_embeddings")
-"""Those that have a default, which engines take too."""
+_OPTIONAL = {field.name for field in fields(DrafterConfig) if field.default is not MISSING}
 
 _REQUIRED: Any = object()
 
@@ -142,22 +142,11 @@ def naming(path: Path) -> Iterator[None]:
 _ANEW = "extract the drafter anew"
 
 
-def read_tensors(path: Path) -> Stored:
-    """The tensors of the safetensors file at ``path``.
-
-    Raises:
-        CheckpointError: it is not there, is none, or its header says more than engines pass over.
-    """
-    found = _tensors(path, _ANEW)
-    require_keys(path, read_metadata(path), {}, HEADER)
-    return found
-
-
 def read_shards(directory: Path, name: str) -> Stored:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
 
     Raises:
-        CheckpointError: as :func:`read_tensors`, or the index contradicts its files.
+        CheckpointError: as :func:`find_tensors`, or a file says more beside its tensors than engines pass over.
     """
     found = find_tensors(directory, name)
     for path in {path for path, _ in found.values()}:
@@ -184,7 +173,7 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
         listed_only: pass over tensors that the index does not list where they are, instead of refusing them.
 
     Raises:
-        CheckpointError: it is not there, is none, or the index contradicts its files.
+        CheckpointError: it is not there or damaged, or the index contradicts its files.
     """
     index = index_of(directory, name)
     if index is None:
@@ -212,18 +201,23 @@ def _tensors(path: Path, advice: str) -> Stored:
 
 
 def weights_of(
-    shapes: Mapping[Role, tuple[int, ...]], names: Mapping[Role, str], stored: Stored, more: Iterable[str] = ()
+    shapes: Mapping[Role, tuple[int, ...]],
+    names: Mapping[Role, str],
+    stored: Stored,
+    more: Iterable[str] = (),
+    dtype: str = "",
 ) -> dict[str, Weight]:
     """Role → its weight among those ``stored``, where it is called as ``names`` has it.
 
     Args:
         shapes: every role there is to be.
         more: names of tensors that may be there as well.
+        dtype: of all; empty for any.
 
     Raises:
-        CheckpointError: names every tensor that is missing, unexpected or of another shape.
+        CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
-    expected = {names[role]: Expected(role.path, shape) for role, shape in shapes.items()}
+    expected = {names[role]: Expected(role.path, shape, dtype) for role, shape in shapes.items()}
     check_tensors(expected, {name: tensor for name, (_, tensor) in stored.items()}, more)
     return {role.name: stored_weight(*stored[names[role]], names[role]) for role in shapes}
 

@@ -59,8 +59,8 @@ class ToyFormat:
         return config
 
     def read(self, directory: Path) -> Checkpoint:
-        config, path = self.read_config(directory), directory / self.weights_file
-        stored = reading.read_tensors(path)
+        config = self.read_config(directory)
+        stored = reading.read_shards(directory, self.weights_file)
         tensors = {
             role.name: stored_weight(*stored[role.name]) if role.name in stored else filled(shape)
             for role, shape in shapes_of(config).items()
