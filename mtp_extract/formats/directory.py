@@ -126,7 +126,7 @@ class DirectoryFormat:
     further_files: tuple[str, ...] = (GENERATION_FILE,)
 
     def recognizes(self, directory: Path) -> bool:
-        return reading.kind_of(directory / self.marker) == (self.key and self.name)
+        return reading.kind_of(directory / self.marker) == self.name
 
     def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         if role.kind == INDEX:

@@ -45,6 +45,8 @@ _TOKENS = 3
 """Proposed a round; whoever serves the head may say otherwise."""
 
 _NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+_FLAGS = ("draft_vocab_size", "target_hidden_size", *_NORMS)
+"""Keys beside those of Llama that both layouts have."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
     verifier = document.get("speculators_config")
     for key in ("verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
-    return {**document, **found(LLAMA, dict[str, Any]), _BASE: verifier}
+    beside = {key: document[key] for key in (IDS, *_FLAGS) if key in document}
+    return {**found(LLAMA, dict[str, Any]), **beside, _BASE: verifier}
 
 
 class _Rope(Struct, forbid_unknown_fields=True):
@@ -278,7 +281,7 @@ _TOLERATED: AllowedKeys = at(
         "layer_types": some(["full_attention"]),
         # Implied where they are missing.
         **allow(some(None), "head_dim num_key_value_heads rope_theta tie_word_embeddings"),
-        **allow(some(None), "draft_vocab_size target_hidden_size", *_NORMS),
+        **allow(some(None), *_FLAGS),
         "rope_parameters": anything,  # which is read in full
         "max_window_layers": is_whole,
     },

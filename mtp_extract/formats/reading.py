@@ -33,19 +33,18 @@ _QUANTIZED = ("compressed-tensors", "gemma")
 _EAGLE3 = "eagle3"
 
 
-def kind_of(path: Path) -> str | None:
-    """Of which kind the ``config.json`` at ``path`` is: the layout of an EAGLE-3 head, or how an MTP drafter is
-    quantized ("mlx", or a method that a format here has).
+def kind_of(path: Path) -> str:
+    """The name of the format whose ``config.json`` lies at ``path``; empty where there is no file.
 
-    Empty for an MTP drafter's floats, for a method no format here has, and for a file that cannot be read, which
-    reading it reports; None where there is no file.
+    It is "transformers" for a method of quantization that no format here has, and for a file that cannot be read, which
+    reading it reports.
     """
     if not path.is_file():
-        return None
+        return ""
     try:
         config = read_object(path)
     except CheckpointError:
-        return ""
+        config = {}
     if "speculators_model_type" in config:
         return "speculators"
     if _EAGLE3 in str(config.get("architectures")).lower():
@@ -54,7 +53,7 @@ def kind_of(path: Path) -> str | None:
         return "mlx"
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method if method in _QUANTIZED else ""
+    return method if method in _QUANTIZED else "transformers"
 
 
 _FIELDS: Mapping[str, Any] = MappingProxyType(

@@ -75,7 +75,7 @@ def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
     card = (tmp_path / "other" / "README.md").read_text()
     assert "EAGLE-3" in card and "MTP" not in card and "multi-token" not in card
     assert "llama-server" not in card
-    assert 'base_model:\n- "org/base"' in card and "vllm serve org/base" in card
+    assert 'base_model: ["org/base"]' in card and "vllm serve org/base" in card
 
 
 @settings(max_examples=12, deadline=None)
@@ -305,6 +305,18 @@ def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], messa
 def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     directory = edit(write_head(tmp_path / "head", random_head(head_config()), "speculators"), **changes)
     with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rope_parameters", "hidden_size"])
+def test_what_engines_read_inside_is_not_taken_from_beside(tmp_path: Path, key: str) -> None:
+    """A Llama configuration without its RoPE has 10000 in engines, whatever stands at the top level."""
+    directory = write_head(tmp_path / "head", random_head(head_config()), "speculators")
+    inside = json.loads((directory / "config.json").read_text())["transformer_layer_config"]
+    beside = {"rope_type": "default", "rope_theta": 1e6} if key == "rope_parameters" else inside.get(key)
+    inside = {name: value for name, value in inside.items() if name not in (key, "rope_theta")}
+    edit(directory, **{key: beside, "transformer_layer_config": inside})
+    with pytest.raises(CheckpointError, match="found none"):
         read_checkpoint(directory)
 
 
