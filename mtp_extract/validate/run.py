@@ -337,7 +337,7 @@ def _beside_base(
     result.drafters = drafters
     result.notes += (*loaded.notes, *notes_of(drafters, written, drafted))
     longest = max(len(text.tokens) for text in written.texts)
-    result.pair = pair_of(generator.base, result.base.name, networks[0], facts[0], drafters[0].generation, longest)
+    result.pair = pair_of(generator.base, result.base.name, networks[0], drafters[0], longest)
     return [] if source is None else base_cases(generator.base, source, written.texts, plan.samples)
 
 

@@ -55,7 +55,8 @@ def _measured(found: Validation) -> Iterator[str]:
     name, best = first.generation.best, first.generation.worth[first.generation.best]
     top1 = first.agreement.steps[0].top1
     if best.tokens_per_round.value is not None:
-        speed = "" if best.measured_speedup is None else f", {best.measured_speedup:.2f} times the base's speed"
+        timed = best.measured_speedup is not None and not first.generation.disturbed
+        speed = f", {best.measured_speedup:.2f} times the base's speed" if timed else ""
         yield f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(name, best)}{speed}"
     few = "" if top1.ci95 else f" ({undecided(first.agreement.texts)})"
     yield f"its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
