@@ -26,25 +26,17 @@ LEAST = 500
 class Picture(NamedTuple):
     width: int
     height: int
-    scheme: str
-    """Of its colours: ``light`` or ``dark``."""
 
 
-SHOWN = {
-    "report": Picture(1280, 945, "light"),
-    "report-1280-dark": Picture(1280, 1700, "dark"),
-    "report-768-light": Picture(768, 1500, "light"),
-    "report-390-light": Picture(390, 1400, "light"),
-    "report-390-dark": Picture(390, 1400, "dark"),
-}
+SHOWN = {"report": Picture(1280, 900), "report-768": Picture(768, 1500), "report-390": Picture(390, 1400)}
 
 
 def take(page: Path, picture: Picture, target: Path, folder: Path) -> None:
     """Show the top of ``page`` in a frame as wide as ``picture``, and write it as a PNG of 256 colours."""
-    width, height, scheme = picture
+    width, height = picture
     frame = (
         f'<body style="margin:0"><iframe srcdoc="{escape(page.read_text(encoding="utf-8"))}" width="{width}" '
-        f'height="{height}" scrolling="no" style="border:0;display:block;color-scheme:{scheme}"></iframe>'
+        f'height="{height}" scrolling="no" style="border:0;display:block"></iframe>'
     )
     (folder / "frame.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
     options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"

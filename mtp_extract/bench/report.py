@@ -281,7 +281,16 @@ def _drafts(workloads: Mapping[str, Any], sides: list[str]) -> Table:
 
     return Table(
         "Drafts",
-        ("workload", "side", "answers counted", "accepted", "drafted", "acceptance %", "rounds", "tokens per round"),
+        (
+            "workload",
+            "side",
+            "answers counted",
+            "accepted",
+            "drafted",
+            "acceptance %",
+            "rounds",
+            "served tokens per round",
+        ),
         [
             (
                 name,
@@ -297,7 +306,7 @@ def _drafts(workloads: Mapping[str, Any], sides: list[str]) -> Table:
         ],
         what="How many drafts the base takes, as the server counts them.",
         about=(
-            "Tokens per round, as served: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over windows "
+            "Served tokens per round: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over windows "
             f"of requests where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
         ),
     )

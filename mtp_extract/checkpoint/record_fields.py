@@ -228,7 +228,7 @@ class Tuning(Record):
     workloads: dict[str, Comparison]  #: by name: over its held-out texts
     sequences: Sequences  #: over all held-out texts, by whether training has seen the tokens around a draft
     worst: list[TextChange]  #: the five held-out texts that lost most, that one first
-    ruined: Count  #: how many held-out texts fell below 0.7 of their mean accepted length, beyond chance
+    ruined: Count  #: how many held-out texts fell below 0.7 of their teacher-forced tokens per round, beyond chance
     too_short: Count  #: of how many that is not decided, as they have fewer than 33 places to draft from
     tuned_from: dict[str, Sha256]  #: by name: SHA-256 of each file with tensors of the directory that was tuned
     #: by tensor: how many of its codes, or numbers where it has none, are others than before; those with none left out
@@ -295,8 +295,8 @@ class OrderedHead(Record):
     kept: KeptShare  #: of the dense head's choices on held-out text
     kinds: dict[str, KeptShare]  #: by kind of held-out text: the same, of text that it was not made of too
     reached: Reached  #: of tokens, by states that were made for them
-    #: whether enough are kept on every kind, and reached, and no more than 0.02 of mean accepted length may be lost, at
-    #: 95 %
+    #: whether enough are kept on every kind, and reached, and no more than 0.02 of teacher-forced tokens per round may
+    #: be lost, at 95 %
     accepted: bool
     refused: list[str]  #: why it was not; then it was written because that was asked for
     other_serving: OtherServing | None  #: as of a tuning
@@ -331,7 +331,7 @@ class Comparison(Record):
     trained_on_its_kind: bool  #: whether its workload was among those trained on; else it was looked at for harm
     before: Length  #: the drafter as it was
     after: Length  #: tuned, rounded as it was written
-    change: Change  #: of mean accepted length, text by text
+    change: Change  #: of teacher-forced tokens per round, text by text
     rounds: Saving  #: before for one after
 
 
@@ -364,7 +364,7 @@ class Sequences(Record):
 class Places(Record):
     texts: Count  #: with such a position
     anchors: Count  #: such positions
-    change: Change | None  #: of mean accepted length there; null where there are none
+    change: Change | None  #: of teacher-forced tokens per round there; null where there are none
 
 
 class TextChange(Record):
@@ -373,7 +373,8 @@ class TextChange(Record):
     anchors: Count  #: positions of it with all targets
     before: TextLength  #: the drafter as it was
     after: TextLength  #: as it was written
-    #: whether its mean accepted length fell below 0.7 of what it was, beyond chance, by blocks of 8 positions
+    #: whether its teacher-forced tokens per round fell below 0.7 of what they were, beyond chance, by blocks of 8
+    #: positions
     ruined: bool
 
 

@@ -200,7 +200,7 @@ def _made(record: Mapping[str, Any]) -> Iterator[str]:
         if made := record.get(key):
             before, after = (made["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
             how = made["mode"] if "mode" in made else f"keeps {made['kept']['share']:.2%} of its choices"
-            lengths = f"mean accepted length {before:.3f}, then {after:.3f}"
+            lengths = f"teacher-forced tokens per round {before:.3f}, then {after:.3f}"
             yield f"{what} ({escape(how)}) beside {escape(made['base'])}: {lengths}"
 
 

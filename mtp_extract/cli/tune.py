@@ -165,7 +165,9 @@ def _progress(quiet: bool) -> Iterator[Callable[[Status], None]]:
         def tell(status: Status) -> None:
             line = f"{status.kind} {status.done} of {status.total}"
             if status.loss is not None:
-                line += f", loss {status.loss:.3f}, mean accepted length {status.watched:.3f} on watched texts"
+                line += (
+                    f", loss {status.loss:.3f}, teacher-forced tokens per round {status.watched:.3f} on watched texts"
+                )
             show(status.done, status.total, line)
 
         yield tell
@@ -219,18 +221,18 @@ def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
     tokens = [f"{before.tokens_a_round:.3f}", f"{after.tokens_a_round:.3f}", "", ""]
     rows = [
         ["rounds, before for one after", before.texts, *rounds],
-        ["tokens a round", before.texts, *tokens],
-        ["mean accepted length", *_lengths(overall)],
+        ["tokens per round", before.texts, *tokens],
+        ["teacher-forced tokens per round", *_lengths(overall)],
         ["all workloads, tokens new to training", *_lengths(found.unseen)],
         ["all workloads, tokens it has seen", *_lengths(found.seen)],
     ]
     if other is not None:
         rows.append([f"served {found.served_otherwise}", *_lengths(other)])
     table(rows, ("", "texts", *when, "change", ""))
-    say("By workload, mean accepted length, the change that would show half of the time, and rounds:")
+    say("By workload: teacher-forced tokens per round, the change that half of the time shows, rounds:")
     head = ("", "texts", *when, "change", "", "shows", "rounds")
     table([[name, *_lengths(one), *_power(one)] for name, one in found.workloads.items()], head, longest=_WIDEST)
-    say("Texts that lose most, or gain least, mean accepted length and tokens a round:")
+    say("Texts that lose most, or gain least, in tokens per round (teacher-forced, then of rounds):")
     table([_text_row(text) for text in found.texts[:_WORST]], longest=_WIDEST)
 
 

@@ -256,4 +256,4 @@ def _served(found: Diagnosis) -> str:
 
 
 def _rates(value: float, interval: Sequence[float] | None, found: Diagnosis) -> str:
-    return f"mean accepted length {number(value, '.2f', interval)} of at most {found.settings['drafts'] + 1}"
+    return f"{number(value, '.2f', interval)} tokens per round, of at most {found.settings['drafts'] + 1}"

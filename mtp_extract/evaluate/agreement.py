@@ -4,7 +4,8 @@ Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after a
 
 - *conditional* acceptance at step i: accepted_i / accepted_(i-1);
 - *unconditional* acceptance at step i: accepted_i / rounds;
-- *mean accepted length*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K targets.
+- *teacher-forced tokens per round*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K
+  targets.
 
 Every position of the text is an anchor, so positions of one text overlap. All intervals are therefore taken over texts,
 which are independent, and not over positions; a text that repeats another is not counted.

@@ -96,8 +96,8 @@ class Corpus:
     def balanced(self, watched: Measured) -> float:
         """What the best is chosen by, of a drafter measured on the watched texts.
 
-        Mean accepted length where training has seen the tokens and where it has not, half each: a drafter that goes on
-        learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
+        Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
+        that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
         """
         known = seen(watched, self.watched, self.known, watched.stands.shape[1])
         parts = [watched.where(rows) for rows in (known, ~known)]

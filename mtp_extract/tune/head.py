@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mtp_extract.tune.verdict import Comparisons
 
 MOST_LOST = 0.02
-"""Of mean accepted length, against the dense head."""
+"""Of teacher-forced tokens per round, against the dense head."""
 
 _STATES_A_CENTROID = 200
 _LEAST_STATES = 200_000  # asked for where there are few centroids
@@ -229,7 +229,7 @@ def _refused(kept: Mapping[str, Kept], reached: Reached, comparisons: Comparison
     # Where no text loses a draft, an interval's lower end is only as far off as the texts are few.
     if overall.interval is None or (overall.interval.low < -MOST_LOST and comparisons.overall.loses):
         reasons.append(
-            f"it may lose more than {MOST_LOST} of mean accepted length on held-out text ({signed(overall)})"
+            f"it may lose more than {MOST_LOST} of teacher-forced tokens per round on held-out text ({signed(overall)})"
         )
     reasons += [
         f"it loses more than {MOST_LOST} on {name} ({signed(found.change)})"

@@ -1,7 +1,7 @@
 """What became of single texts: which lost most, and which are ruined.
 
-A text is *ruined* where its mean accepted length falls below 0.7 of what it was, beyond chance. Positions of a text go
-together, so chance is judged by blocks of 8 of its anchors, at 99 %, as texts are many.
+A text is *ruined* where its teacher-forced tokens per round fall below 0.7 of what they were, beyond chance. Positions
+of a text go together, so chance is judged by blocks of 8 of its anchors, at 99 %, as texts are many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mtp_extract.evaluate.measured import Measured, difference_over_texts
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
 RUINED = 0.7
-"""Of what its mean accepted length was."""
+"""Of what its teacher-forced tokens per round was."""
 
 BLOCK = 8
 """Anchors that are one draw."""
@@ -39,7 +39,7 @@ class TextChange:
 
     @property
     def change(self) -> float:
-        """Of mean accepted length."""
+        """Of teacher-forced tokens per round."""
         return self.after.mean_accepted_length - self.before.mean_accepted_length
 
     @property

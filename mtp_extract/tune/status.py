@@ -13,4 +13,4 @@ class Status:
     done: int  # texts of this process, or steps
     total: int  # likewise
     loss: float | None = None  # of the last step
-    watched: float | None = None  # mean accepted length on the watched texts
+    watched: float | None = None  # teacher-forced tokens per round on the watched texts

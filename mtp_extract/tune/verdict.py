@@ -1,8 +1,8 @@
 """Before and after on texts that nothing was trained on, and whether what came out is to be kept.
 
-What is kept takes fewer rounds on held-out text, at 95 %. It may not lose more than 0.05 of mean accepted length where
-drafts continue what no training text has. And it is not seen to ruin a text, to be worse on a workload, or to lose more
-than 0.05 served otherwise; what too few or too short texts cannot show is said.
+What is kept takes fewer rounds on held-out text, at 95 %. It may not lose more than 0.05 of teacher-forced tokens per
+round where drafts continue what no training text has. And it is not seen to ruin a text, to be worse on a workload, or
+to lose more than 0.05 served otherwise; what too few or too short texts cannot show is said.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENOUGH_TEXTS = 30
 """Held out; of fewer it is said what they cannot show."""
 
 MOST_LOST = 0.05
-"""Of mean accepted length, on sequences that training has not seen, and served otherwise."""
+"""Of teacher-forced tokens per round, on sequences that training has not seen, and served otherwise."""
 
 WORST = 5
 """Texts that are recorded by name."""
@@ -39,7 +39,7 @@ class Comparison:
 
     before: Measured
     after: Measured
-    change: Change  # of mean accepted length
+    change: Change  # of teacher-forced tokens per round
     own: bool  # whether its workload is one of those trained on; the others are measured to see whether they get worse
 
     @classmethod
@@ -91,7 +91,7 @@ class Comparison:
         }
 
     def change_as_json(self) -> dict[str, Any]:
-        """For the record: of mean accepted length."""
+        """For the record: of teacher-forced tokens per round."""
         return {
             "mean": round(self.change.mean, 4),
             "interval": _rounded(self.change.interval),
@@ -161,14 +161,14 @@ class Comparisons:
         if not overall.saving.better:
             yield (
                 "it is not shown to take fewer rounds on held-out text "
-                f"({rounds_in_words(overall)}; mean accepted length {signed(overall.change)})"
+                f"({rounds_in_words(overall)}; teacher-forced tokens per round {signed(overall.change)})"
             )
         unseen = self.unseen.change
         # Where nothing is lost, an interval's lower end is only as far off as the texts are few.
         if unseen.interval is not None and unseen.interval.low <= -MOST_LOST and self.unseen.loses:
             yield (
-                f"it may lose more than {MOST_LOST} of mean accepted length where drafts continue what no training "
-                f"text has ({signed(unseen)})"
+                f"it may lose more than {MOST_LOST} of teacher-forced tokens per round where drafts continue what no "
+                f"training text has ({signed(unseen)})"
             )
         if self.ruined:
             worst = self.ruined[0]
@@ -191,7 +191,7 @@ class Comparisons:
         overall = self.overall
         if (texts := overall.before.texts) < ENOUGH_TEXTS:
             shown = (
-                f"a change of mean accepted length below {overall.shows:.2f} would more likely not show"
+                f"a change of teacher-forced tokens per round below {overall.shows:.2f} would more likely not show"
                 if overall.shows
                 else "whether it drafts better cannot be known"
             )
@@ -256,16 +256,17 @@ def signed(change: Change) -> str:
 
 
 def rounds_in_words(found: Comparison) -> str:
-    """Rounds and tokens a round before and after, with the ratio's interval or why there is none."""
+    """Rounds and tokens per round before and after, with the ratio's interval or why there is none."""
     before, after, interval = found.before, found.after, found.saving.interval
     bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(before.texts)
     return (
         f"{before.rounds:.0f} before, {after.rounds:.0f} after: ratio {found.saving.ratio:.3f}, {bounds}; "
-        f"{before.tokens_a_round:.3f} to {after.tokens_a_round:.3f} tokens a round"
+        f"{before.tokens_a_round:.3f} to {after.tokens_a_round:.3f} tokens per round"
     )
 
 
 def in_words(text: TextChange) -> str:
     """Which text, and what became of it."""
     before, after = text.before.mean_accepted_length, text.after.mean_accepted_length
-    return f'{escape(text.workload)} "{escape(text.name)}", mean accepted length from {before:.2f} to {after:.2f}'
+    named = f'{escape(text.workload)} "{escape(text.name)}"'
+    return f"{named}, teacher-forced tokens per round from {before:.2f} to {after:.2f}"

@@ -56,7 +56,7 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     assert "match extraction.json" in ran.output
     tuning = verify(tuned).record["tuning"]
     before, after = (tuning["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
-    said = f"tuned (qat) beside {tuning['base']}: mean accepted length {before:.3f}, then {after:.3f}"
+    said = f"tuned (qat) beside {tuning['base']}: teacher-forced tokens per round {before:.3f}, then {after:.3f}"
     assert said in " ".join(ran.output.split())
 
 

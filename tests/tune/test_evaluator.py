@@ -16,7 +16,7 @@ from mtp_extract.tune.run import TuningPlan, run_tuning
 def test_the_figures_are_the_ones_that_are_found(
     plan: Callable[..., TuningPlan], extracted: Path, base: Path, tmp_path: Path
 ) -> None:
-    """Mean accepted length, rounds and tokens of every text, before and after, from its prompt alone."""
+    """Teacher-forced tokens per round, rounds and tokens of every text, before and after, from its prompt alone."""
     worse = tmp_path / "worse"
     worse.mkdir()
     weights = load_file(extracted / "model.safetensors")

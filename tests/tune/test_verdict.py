@@ -53,7 +53,7 @@ def test_few_texts_show_no_gain(texts: int, kept: bool) -> None:
     if not kept:
         (reason,) = found.refused()
         assert reason.startswith("it is not shown to take fewer rounds on held-out text (")
-        assert reason.endswith("mean accepted length +1.000, not decided: 4 texts, at least 5 are needed)")
+        assert reason.endswith("teacher-forced tokens per round +1.000, not decided: 4 texts, at least 5 are needed)")
         overall = found.as_json()["overall"]
         assert overall["change"] == {"mean": 1.0, "interval": None, "shows": None}
         assert overall["rounds"]["interval"] is None
@@ -80,7 +80,7 @@ def test_what_few_texts_cannot_show_is_said() -> None:
     half = (interval.high - interval.low) / 2
     assert found.overall.as_json()["change"]["shows"] == pytest.approx(half, abs=1e-4)
     assert found.notes()[0].startswith(
-        f"12 held-out texts of what was trained on: a change of mean accepted length below {half:.2f} would more "
+        f"12 held-out texts of what was trained on: a change of teacher-forced tokens per round below {half:.2f} would "
     )
     one = compared(("code",), 1, measured(1, 0.3), measured(1, 0.8))
     assert one.notes()[0].startswith("1 held-out text of what was trained on: whether it drafts better cannot be known")
@@ -121,7 +121,7 @@ def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
     assert (found.seen.change.better, found.unseen.change.worse) == (True, True)
     (reason,) = found.refused()
     assert reason.startswith(
-        "it may lose more than 0.05 of mean accepted length where drafts continue what no training"
+        "it may lose more than 0.05 of teacher-forced tokens per round where drafts continue what no training"
     )
     assert compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).refused() == ()
     sequences = found.as_json()["sequences"]
