@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
 NOT_ARGUMENTS = {
     # Said by leaving the source out, by printing, by the type of what is given, or as one CardWords.
-    *("sample", "print_json", "version", "context"),
+    *("sample", "print_json", "controls", "version", "context"),
     *(field.name for field in fields(mtp_extract.CardWords)),
     # In Python a mapping of types, a directory that is None, and another function.
     *("each", "base_weights", "new", "kind"),

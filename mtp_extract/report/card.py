@@ -25,7 +25,6 @@ from mtp_extract.report.serving import how_to_serve, shell_word
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_LINK = re.compile(r"https://[^\s\"'<>]+|LICENSE(\.md|\.txt)?")
 _UNKNOWN_LICENSE = "other"
 """What the Hub calls a licence that is none of those it lists."""
 _LIMIT = (
@@ -46,28 +45,13 @@ class CardWords:
     license: Annotated[
         str | None, About("Licence for the card, as the Hub calls it: apache-2.0, gemma, …", metavar="ID")
     ] = None
-    license_name: Annotated[
-        str | None, About('What a licence is called that the Hub calls "other": gemma-terms-of-use.', metavar="NAME")
-    ] = None
-    license_link: Annotated[str | None, About("Where its text is: a URL, or LICENSE.", metavar="URL")] = None
     base_model: Annotated[str | None, About("The base's id on the Hub, for the card.", metavar="ORG/NAME")] = None
-    title: Annotated[str | None, About("Title of the card.", metavar="TEXT")] = None
 
     def __post_init__(self) -> None:
-        for name, value, fits, expected in (
-            ("license", self.license, _LICENSE_ID.fullmatch, "the Hub's name of one, such as apache-2.0"),
-            ("license_name", self.license_name, _LICENSE_ID.fullmatch, "one word in small letters, such as my-terms"),
-            ("license_link", self.license_link, _LINK.fullmatch, "an https:// URL, LICENSE or LICENSE.md"),
-            ("base_model", self.base_model, _HUB_ID.fullmatch, "an id of the Hub, ORG/NAME"),
-            ("title", self.title, lambda text: text.strip() and text.isprintable(), "one line of text"),
-        ):
-            if value is not None and not fits(value):
-                raise ValueError(f"{name} {escape(value)!r}: expected {expected}.")
-        if self.license_name is not None and self.license not in (None, _UNKNOWN_LICENSE):
-            raise ValueError(
-                f"license_name {escape(self.license_name)!r}: expected for a licence that the Hub calls "
-                f"{_UNKNOWN_LICENSE} alone, found {escape(self.license)}."
-            )
+        if self.license is not None and not _LICENSE_ID.fullmatch(self.license):
+            raise ValueError(f"license {escape(self.license)!r}: expected the Hub's name of one, such as apache-2.0.")
+        if self.base_model is not None and not _HUB_ID.fullmatch(self.base_model):
+            raise ValueError(f"base_model {escape(self.base_model)!r}: expected an id of the Hub, ORG/NAME.")
 
 
 UNSAID = CardWords()
@@ -96,12 +80,10 @@ def model_card(record: Mapping[str, Any], report: Mapping[str, Any] | None = Non
 def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
     known, format_, base = license_of(record), EVERY.get(record["layout"]), _base_of(record, words)
-    given = words.license or (_UNKNOWN_LICENSE if words.license_name or words.license_link else None)
     kinds = ["eagle3"] if _is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
     metadata = {
-        "license": given or (known.id if known else _UNKNOWN_LICENSE),
-        "license_name": words.license_name,
-        "license_link": words.license_link or (known.url if known and not given else None),
+        "license": words.license or (known.id if known else _UNKNOWN_LICENSE),
+        "license_link": known.url if known and not words.license else None,
         "base_model": [base] if base else None,
         # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
         # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
@@ -128,7 +110,7 @@ def _card(record: Mapping[str, Any], report: Mapping[str, Any] | None, words: Ca
     source, head, base = record["source"], _is_head(record), _base_of(record, words)
     bundle, argument = source["kind"] != "checkpoint", _source_argument(record)
     kind = "EAGLE-3 head" if head else "multi-token prediction (MTP) drafter"
-    title = words.title or ("EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter")
+    title = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"
     metadata = "".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items())
     again = f"mtp-extract {argument}" if bundle else "mtp-convert DRAFTER"
     said = [_measured(report), *_changed(record, head), *_rounded(record)]

@@ -19,7 +19,7 @@ from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.report.card import CardWords, card_metadata, model_card
+from mtp_extract.report.card import card_metadata, model_card
 
 
 def card(**changes: Any) -> str:
@@ -201,16 +201,6 @@ def test_where_an_engine_does_otherwise_is_a_limit() -> None:
     text = card(layout="gguf", dtype="codes", files={"mtp-x-Q4_0.gguf": {}}, notes=[note])
     assert note in text.partition("## Limits")[2]
     assert note not in card()
-
-
-def test_a_licence_that_the_hub_does_not_list() -> None:
-    words = {"license": None, "license_name": "my-terms", "license_link": "https://example.org/terms"}
-    read = card_metadata(RECORD, CardWords(**words))
-    assert (read["license"], read["license_name"], read["license_link"]) == ("other", *list(words.values())[1:])
-    with pytest.raises(ValueError, match="license_name 'my-terms': expected for a licence that the Hub calls other"):
-        CardWords(license="mit", license_name="my-terms")
-    with pytest.raises(ValueError, match="license_link 'javascript:x'"):
-        CardWords(license_link="javascript:x")
 
 
 def test_the_figures_of_a_report_come_first() -> None:

@@ -21,7 +21,7 @@ from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.report.card import UNSAID, CardWords
 
-WORDS = CardWords("apache-2.0", base_model="org/base", title="A | drafter")
+WORDS = CardWords("apache-2.0", base_model="org/base")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_words_are_not_put_on_a_card_that_was_changed(edited: Path) -> None:
         sent(edited, WORDS)
     # As the message says: without it, the card is made anew.
     (edited / "README.md").unlink()
-    assert "# A \\| drafter\n" in sent(edited, WORDS)[0]
+    assert 'base_model: ["org/base"]' in sent(edited, WORDS)[0]
 
 
 def test_replacing_says_so(edited: Path, sample: Path) -> None:
@@ -78,7 +78,6 @@ def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
     before = (extracted / "README.md").read_text()
     card, notes = sent(extracted, WORDS)
     assert 'license: "apache-2.0"\nbase_model: ["org/base"]\nbase_model_relation: "adapter"' in card
-    assert "# A \\| drafter\n" in card
     assert "states its licence: `apache-2.0`." in card and "(`other`)" not in card
     assert notes == ()
     # Neither the directory nor its record says it.
@@ -86,9 +85,7 @@ def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
     assert sent(extracted)[0] == before
 
 
-@pytest.mark.parametrize(
-    "option", [("--license", "My Own"), ("--base-model", "base"), ("--title", "two\nlines"), ("--title", " ")]
-)
+@pytest.mark.parametrize("option", [("--license", "My Own"), ("--base-model", "base")])
 def test_what_is_no_such_thing_is_wrong_usage(extracted: Path, option: tuple[str, str]) -> None:
     made = CliRunner().invoke(upload_command.app, [str(extracted), "org/name", "--dry-run", *option])
     assert made.exit_code == 2
