@@ -44,7 +44,7 @@ from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.io import laid
-from mtp_extract.io.regular import open_regular, read_regular
+from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import TfliteModel, read_model

@@ -7,7 +7,6 @@ data follow it in the order of the tensors; the bytes depend on the input alone.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +19,7 @@ from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, OutputError, escape
-from mtp_extract.io.output import aligned, output_error, read_back_error, reserve, write_all
-from mtp_extract.io.regular import open_regular
+from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import check_interrupted
 
@@ -63,24 +61,16 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         OutputError: it cannot be written, or reads back differently.
         Interrupted: a signal came.
     """
-    path, written = folder / file.name, xxh3_128()
+    path, at, written = folder / file.name, 0, xxh3_128()
     header, places, size = _laid_out(file)
-    try:
-        path.parent.mkdir(exist_ok=True)
-        fd, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), 0
-        try:
-            reserve(fd, size)
-            for piece in _pieces(file, header):
-                written.update(piece)
-                write_all(fd, piece, at)
-                at += len(piece)
-                advance(len(piece))
-        finally:
-            os.close(fd)
-        check_interrupted()
-        found, sha256 = _sums(path)
-    except OSError as error:
-        raise output_error(path, error) from error
+    with new_file(path, size) as fd:
+        for piece in _pieces(file, header):
+            written.update(piece)
+            write_all(fd, piece, at)
+            at += len(piece)
+            advance(len(piece))
+    check_interrupted()
+    found, sha256 = _sums(path)
     if found != written.hexdigest() or at != size or (file.tensors and read_header(path) != places):
         raise read_back_error(path)
     return {"size": size, "sha256": sha256}

@@ -20,8 +20,7 @@ import numpy as np
 from mtp_extract.checkpoint.planned import BLOCKS, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.io.output import aligned
-from mtp_extract.io.regular import open_regular
+from mtp_extract.io.files import aligned, open_regular
 
 ARCHITECTURE = "general.architecture"
 """The key that every file must have."""

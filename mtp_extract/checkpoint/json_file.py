@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.io.regular import read_regular
+from mtp_extract.io.files import read_regular
 
 _LARGEST = 1 << 26
 """Bytes of a file, unless said otherwise."""

@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.io.regular import open_regular
+from mtp_extract.io.files import open_regular
 
 _LONGEST_HEADER = 100_000_000
 _LARGEST = 1 << 63

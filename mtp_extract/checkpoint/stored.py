@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError
-from mtp_extract.io.regular import open_regular
+from mtp_extract.io.files import open_regular
 from mtp_extract.litertlm.storage import Floats
 
 Bytes = npt.NDArray[np.uint8]

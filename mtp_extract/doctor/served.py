@@ -10,7 +10,7 @@ from pathlib import Path
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.server import Prompt, Server
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.io.regular import read_regular
+from mtp_extract.io.files import read_regular
 
 _RATE = re.compile(rb"MTP Drafter - Success rate: ([0-9.]+)")
 _LARGEST_LOG = 1 << 26

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.io.regular import read_regular
+from mtp_extract.io.files import read_regular
 
 if TYPE_CHECKING:
     from mtp_extract.speculate.codec import Codec, Encoded

@@ -1,29 +1,25 @@
 """Writing a large file: what is copied, what is put over it, and what is made.
 
 A file is planned as :class:`Piece` s. What is copied, given bytes and zeros are written in order, later ones over
-earlier ones; a copy goes from file to file in the kernel, so that memory does not depend on how large it is. Then all
-cores make the rest, each piece in chunks; nothing that is planned later may lie over one of those. At the end the file
-is opened as any other and compared.
+earlier ones, some at a time, so that memory does not depend on how large it is. Then all cores make the rest, each
+piece in chunks; nothing that is planned later may lie over one of those. At the end the file is opened as any other and
+compared.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from xxhash import xxh3_128
 
 from mtp_extract.errors import OutputError
-from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
-from mtp_extract.io.source import Advance, FileSource, LocalSource, Source
-from mtp_extract.io.threads import Job, Turns, cores, on_all_cores, run_all
+from mtp_extract.io.files import new_file, read_back_error, write_all
+from mtp_extract.io.source import Advance, LocalSource, Source
+from mtp_extract.io.threads import Turns, on_all_cores
 
 Produce = Callable[[], Iterator[bytes | memoryview]]
 Span = tuple[int, int]
@@ -31,7 +27,6 @@ Span = tuple[int, int]
 
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
-_COPY = 1 << 24
 _READ = 1 << 20
 
 
@@ -99,14 +94,8 @@ def _part(piece: Piece, start: int, count: int) -> bytes:
     return bytes(count) if piece.data is None else piece.data[start : start + count]
 
 
-def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None, *, threads: int | None = None) -> list[str]:
+def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> None:
     """Write the new file ``path``, read it back and compare.
-
-    Args:
-        threads: to make pieces with; by default one for each core.
-
-    Returns:
-        Of each piece with ``produce``, XXH3-128 (32 hex digits) of what it yields.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
@@ -115,25 +104,15 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None, *, thr
     own = [piece for piece in laid.pieces if piece.produce is not None]
     given = Laid(laid.size, tuple(piece for piece in laid.pieces if piece.produce is None))
     spans = _made_spans(laid.pieces)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            reserve(fd, laid.size)
-            for piece in given.pieces:
-                _copy(fd, piece, advance)
-            jobs: list[Job[str]] = [(_make(fd, piece, advance), piece.length, piece.beside) for piece in own]
-            sums = on_all_cores(jobs, threads)
-        finally:
-            os.close(fd)
-        with LocalSource(path) as back, ThreadPoolExecutor(threads or cores()) as pool:
-            checks = [partial(_reads_back, back, piece, digest) for piece, digest in zip(own, sums, strict=True)]
-            rest = partial(_is_as_given, back, given, spans)
-            same = back.size == laid.size and all(run_all(pool, [*checks, rest]))
-    except OSError as error:
-        raise output_error(path, error) from error
+    with new_file(path, laid.size) as fd:
+        for piece in given.pieces:
+            _copy(fd, piece, advance)
+        sums = on_all_cores((_make(fd, piece, advance), piece.length, piece.beside) for piece in own)
+    with LocalSource(path) as back:
+        made_parts = (_reads_back(back, piece, digest) for piece, digest in zip(own, sums, strict=True))
+        same = all(on_all_cores((job, 0, None) for job in (_is_as_given(back, given, spans), *made_parts)))
     if not same:
         raise read_back_error(path)
-    return sums
 
 
 def _made_spans(pieces: Sequence[Piece]) -> list[Span]:
@@ -152,30 +131,12 @@ def _made_spans(pieces: Sequence[Piece]) -> list[Span]:
 def _copy(fd: int, piece: Piece, advance: Advance) -> None:
     """Write a piece that is copied or given."""
     if piece.source is not None:
-        # Of a remote file, one request, and no holes where nothing was read yet.
+        # Of a remote file, one request.
         piece.source.prefetch(piece.offset, piece.length)
-    at = piece.at
-    while at < piece.end:
-        done = _copy_in_kernel(fd, piece, at)
-        if not done:
-            data = _part(piece, at - piece.at, min(_READ, piece.end - at))
-            write_all(fd, data, at)
-            done = len(data)
-        at += done
-        advance(done)
-
-
-def _copy_in_kernel(fd: int, piece: Piece, at: int) -> int:
-    """How many bytes were copied from file to file; 0 where the two are not on file systems that can."""
-    if not isinstance(piece.source, FileSource) or not hasattr(os, "copy_file_range"):
-        return 0
-    count = min(_COPY, piece.end - at)
-    try:
-        return os.copy_file_range(piece.source.fileno, fd, count, piece.offset + at - piece.at, at)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-            raise
-        return 0
+    for at in range(piece.at, piece.end, _READ):
+        data = _part(piece, at - piece.at, min(_READ, piece.end - at))
+        write_all(fd, data, at)
+        advance(len(data))
 
 
 def _make(fd: int, piece: Piece, advance: Advance) -> Turns[str]:
@@ -194,20 +155,22 @@ def _make(fd: int, piece: Piece, advance: Advance) -> Turns[str]:
     return digest.hexdigest()
 
 
-def _reads_back(written: Source, piece: Piece, expected: str) -> bool:
+def _reads_back(written: Source, piece: Piece, expected: str) -> Turns[bool]:
     digest = xxh3_128()
     for at in range(piece.at, piece.end, _READ):
         digest.update(written.read(at, min(_READ, piece.end - at)))
+        yield
     return digest.hexdigest() == expected
 
 
-def _is_as_given(written: Source, given: Laid, made_spans: list[Span]) -> bool:
+def _is_as_given(written: Source, given: Laid, made_spans: list[Span]) -> Turns[bool]:
     """Whether ``written`` is ``given`` everywhere but in ``made_spans``, which are in order."""
     planned = LaidSource(given, written.name)
     edges = [0, *(edge for span in made_spans for edge in span), given.size]
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
         for at in range(begin, end, _READ):
+            yield
             count = min(_READ, end - at)
             if written.read(at, count) != planned.read(at, count):
                 return False
-    return True
+    return written.size == given.size

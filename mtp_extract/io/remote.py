@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mtp_extract.errors import SourceError, escape
+from mtp_extract.io.files import write_all
 from mtp_extract.io.http_library import BUSY, FaultError, busy_fault, faults, http_library
-from mtp_extract.io.output import write_all
 from mtp_extract.io.source import FileSource, Progress
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
-from mtp_extract.io.regular import regular_descriptor
+from mtp_extract.io.files import regular_descriptor
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -59,35 +58,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def workers() -> int:
-    """Threads to write with: more than four only wait for the disk."""
-    return min(4, cores())
-
-
-def run_all(
-    pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], _T]], stop: Callable[[], None] = lambda: None
-) -> list[_T]:
-    """The results of ``jobs``. An error is raised when ``stop`` has been called and the others have ended.
-
-    Raises:
-        Interrupted: a signal came, at any time since the program began: what ``jobs`` made is not to be used.
-    """
-    futures: list[Future[_T]] = []
-    try:
-        futures.extend(pool.submit(job) for job in jobs)
-        wait_for(futures, return_when=FIRST_EXCEPTION)
-    finally:
-        stop()
-        for future in futures:
-            future.cancel()
-        wait_for(futures)
-    check_interrupted()
-    for future in futures:
-        if not future.cancelled() and (error := future.exception()):
-            raise error
-    return [future.result() for future in futures]
-
-
 def in_turn(jobs: Iterable[Turns[_T]], stop: threading.Event | None = None) -> list[_T]:
     """The results of ``jobs``, done a step of each at a time: what all of them read of one place is read once.
 
@@ -106,11 +76,11 @@ def in_turn(jobs: Iterable[Turns[_T]], stop: threading.Event | None = None) -> l
     return [found[index] for index in sorted(found)]
 
 
-def on_all_cores(jobs: Iterable[Job[_T]], threads: int | None = None) -> list[_T]:
+def on_all_cores(jobs: Iterable[Job[_T]]) -> list[_T]:
     """The results of ``jobs``; an error in one stops all, between two steps.
 
-    Args:
-        threads: how many; by default one for each core.
+    Raises:
+        Interrupted: a signal came, at any time since the program began: what ``jobs`` made is not to be used.
     """
     given, stop = list(jobs), threading.Event()
     groups: dict[object, list[int]] = defaultdict(list)
@@ -118,8 +88,16 @@ def on_all_cores(jobs: Iterable[Job[_T]], threads: int | None = None) -> list[_T
         groups[index if beside is None else (beside,)].append(index)
     # The longest first: it decides when the last thread ends.
     order = sorted(groups.values(), key=lambda group: -sum(given[index][1] for index in group))
-    with ThreadPoolExecutor(threads or cores()) as pool:
-        work = [partial(in_turn, [given[index][0] for index in group], stop) for group in order]
-        found = run_all(pool, work, stop.set)
-    by_index = dict(zip(chain(*order), chain(*found), strict=True))
+    futures: list[Future[list[_T]]] = []
+    with ThreadPoolExecutor(cores()) as pool:
+        try:
+            futures.extend(pool.submit(in_turn, [given[index][0] for index in group], stop) for group in order)
+            wait_for(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+    check_interrupted()
+    # Where one has failed, others have no results.
+    if failed := next(filter(None, (future.exception() for future in futures)), None):
+        raise failed
+    by_index = dict(zip(chain(*order), chain(*(future.result() for future in futures)), strict=True))
     return [by_index[index] for index in range(len(given))]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtp_extract.io.files import aligned
 from mtp_extract.io.laid import Laid, Piece, made
-from mtp_extract.io.output import aligned
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Field, Graft, copied_places

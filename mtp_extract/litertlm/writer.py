@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.io.files import aligned
 from mtp_extract.io.laid import Laid, Piece, copied, made
-from mtp_extract.io.output import aligned
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.container import HEADER_START, Bundle
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table

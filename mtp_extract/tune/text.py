@@ -20,7 +20,7 @@ import torch
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.evaluate.batches import groups
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
-from mtp_extract.io.regular import open_regular
+from mtp_extract.io.files import open_regular
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling

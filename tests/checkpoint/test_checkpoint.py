@@ -125,7 +125,7 @@ def test_what_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: py
             damaged[0] ^= 1
         return real(fd, damaged, offset)
 
-    monkeypatch.setattr("mtp_extract.checkpoint.files.os.pwrite", failing_disk)
+    monkeypatch.setattr("mtp_extract.io.files.os.pwrite", failing_disk)
     with pytest.raises(OutputError, match="reads back differently"):
         extract(variant("torch_int2"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -168,7 +168,7 @@ def test_a_file_system_that_cannot_reserve(
         raise OSError(number, os.strerror(number))
 
     extract(sample, tmp_path / "reserved")
-    monkeypatch.setattr("mtp_extract.checkpoint.files.os.posix_fallocate", refusing)
+    monkeypatch.setattr("mtp_extract.io.files.os.posix_fallocate", refusing)
     extract(sample, tmp_path / "grown")
     first, second = (tmp_path / name / "model.safetensors" for name in ("reserved", "grown"))
     assert first.read_bytes() == second.read_bytes()
@@ -178,7 +178,7 @@ def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monke
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mtp_extract.checkpoint.files.os.posix_fallocate", full)
+    monkeypatch.setattr("mtp_extract.io.files.os.posix_fallocate", full)
     with pytest.raises(OutputError, match="No space left"):
         extract(sample, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from mtp_extract.io.threads import run_all
+from mtp_extract.io.threads import Job, Turns, on_all_cores
 
 
-def test_an_interruption_while_work_is_given_out_stops_what_was_begun() -> None:
-    stop, ended = threading.Event(), []
+def test_an_interruption_while_work_is_given_out_stops_what_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, real = threading.Event(), ThreadPoolExecutor.submit
 
-    def jobs() -> Iterator[Callable[[], None]]:
-        yield lambda: ended.append(stop.wait(60))
-        raise KeyboardInterrupt
+    def submit(pool: ThreadPoolExecutor, *given: Any) -> Any:
+        if begun.is_set():
+            raise KeyboardInterrupt
+        future = real(pool, *given)
+        begun.wait(60)
+        return future
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        run_all(pool, jobs(), stop.set)
-    assert ended in ([], [True])
+    def endless() -> Turns[None]:
+        while True:
+            begun.set()
+            yield
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    jobs: list[Job[None]] = [(endless(), 1, None), (endless(), 1, None)]
+    with pytest.raises(KeyboardInterrupt):
+        on_all_cores(jobs)

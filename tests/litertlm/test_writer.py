@@ -12,7 +12,6 @@ import pytest
 from helpers.make_bundle import ALIGNMENT, Memory, Part, bundle
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
 from mtp_extract.io.laid import Laid, LaidSource, Piece, made, write_laid
@@ -90,12 +89,11 @@ def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
             ),
         )
         planned = LaidSource(laid, "planned")
-        sums = write_laid(tmp_path / "out", laid)
+        write_laid(tmp_path / "out", laid)
         written = (tmp_path / "out").read_bytes()
         # What is still to be made is not there yet.
         for begin, end in ((0, 1000), (1050, 29_000)):
             assert written[begin:end] == planned.read(begin, end - begin)
-    assert sums == [xxh3_128_hexdigest(b"x" * 600 + b"y" * 400), xxh3_128_hexdigest(b"z" * 50)]
     assert written[29_000:] == b"x" * 600 + b"y" * 400
     assert written[1000:1050] == b"z" * 50
     assert written[100:107] == b"over it"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mtp_extract.io.output import aligned
+from mtp_extract.io.files import aligned
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table

@@ -1,0 +1,112 @@
+"""Files here: opening one that may be anything, and writing one whose size is known before its content is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from mtp_extract.errors import OutputError
+from mtp_extract.io.place import shown
+
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def regular_descriptor(path: Path) -> int:
+    """The descriptor of the regular file at ``path``, open for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is something else; ``strerror`` says what.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for a writer that may never come.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), path) from error
+    kind = stat.S_IFMT(os.fstat(fd).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"expected a regular file, found {_KINDS.get(kind, 'a device')}", path)
+    return fd
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The same as a file.
+
+    Raises:
+        OSError: as :func:`regular_descriptor`.
+    """
+    return open(regular_descriptor(path), "rb")
+
+
+def read_regular(path: Path, largest: int) -> bytes:
+    """The content of the regular file at ``path``, of at most ``largest`` bytes.
+
+    Raises:
+        OSError: as :func:`regular_descriptor`, or it has more.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > largest:
+            raise OSError(errno.EFBIG, f"expected at most {largest} bytes, found {size}", path)
+        return file.read(largest)
+
+
+@contextmanager
+def new_file(path: Path, size: int) -> Iterator[int]:
+    """The descriptor of the new file ``path``, to write to; the last of its folders is made if need be.
+
+    Its space is claimed: a disk that is too small says so before any work is done.
+
+    Raises:
+        OutputError: it cannot be written; whatever OSError the block ends with is one.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _reserve(fd, size)
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
+        why = f"cannot be written: {error.strerror or error}. Nothing was kept. {advice} another place."
+        raise OutputError(f"{shown(path)}: {why}", remedies=("out",)) from error
+
+
+def _reserve(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:
+        # macOS has no such call.
+        os.ftruncate(fd, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        # Some file systems cannot reserve: a full disk then shows while writing.
+        os.ftruncate(fd, size)
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(fd, rest, offset)
+        rest, offset = rest[written:], offset + written
+
+
+def read_back_error(path: Path) -> OutputError:
+    """What to tell the user when ``path`` does not hold what was written to it."""
+    return OutputError(
+        f"{shown(path)}: what was written reads back differently. The disk may be failing; nothing was kept."
+    )
+
+
+def aligned(size: int, alignment: int) -> int:
+    """The least multiple of ``alignment`` that is no less than ``size``."""
+    return size + -size % alignment
