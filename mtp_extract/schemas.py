@@ -15,6 +15,8 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+from mtp_extract.checkpoint.record_fields import Excerpt, Extraction
+
 RECORDS = ("extraction", "report", "bench", "doctor")
 """Names of the files, without ``.json``."""
 
@@ -25,34 +27,31 @@ def schema(name: str) -> dict[str, Any]:
     Raises:
         KeyError: there is no such file.
     """
-    kinds = _kinds(name)
-    _, parts = msgspec.json.schema_components(kinds, ref_template="#/definitions/{name}")
-    for kind in dict.fromkeys(found for one in kinds for found in _within(one, set())):
+    whole = _kind(name)
+    _, parts = msgspec.json.schema_components([whole], ref_template="#/definitions/{name}")
+    for kind in _within(whole, set()):
         part = parts[kind.__name__]
-        part["additionalProperties"] = False
+        part["additionalProperties"] = issubclass(kind, Excerpt)
         for field, meaning in _comments(kind).items():
             part["properties"][field] = {"description": meaning, **part["properties"][field]}
-    return {**parts.pop(kinds[0].__name__), "definitions": parts}
+    return {**parts.pop(whole.__name__), "definitions": parts}
 
 
-def _kinds(name: str) -> tuple[type, ...]:
-    """The type of the whole, and those of objects inside that no field's type names."""
+def _kind(name: str) -> type:
     if name == "extraction":
-        from mtp_extract.checkpoint.record_fields import Extraction, Geometry, Head
-
-        return Extraction, Geometry, Head
+        return Extraction
     if name == "report":
         from mtp_extract.validate.result import Validation
 
-        return (Validation,)
+        return Validation
     if name == "bench":
         from mtp_extract.bench.fields import Bench
 
-        return (Bench,)
+        return Bench
     if name == "doctor":
         from mtp_extract.doctor.fields import Doctor
 
-        return (Doctor,)
+        return Doctor
     raise KeyError(name)
 
 

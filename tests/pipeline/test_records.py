@@ -62,8 +62,7 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
         (("counts", "set_aside"), None),
         (("source", "section", "begin"), -1),
         (("made_codes",), {"rule": "q3_k"}),
-        (("geometry", "num_layers"), 4.5),
-        (("geometry",), {}),
+        (("geometry",), 4.5),
         (("known_as",), ["\x1b[2J"]),
         (("dtype",), "\x1b[2J"),
     ],
@@ -84,9 +83,9 @@ def test_what_is_wrong_is_seen(extracted: Path, tmp_path: Path, path: tuple[str,
 
 def test_a_number_beyond_the_largest_float_is_refused(extracted: Path, tmp_path: Path) -> None:
     """JSON knows such integers."""
-    record = changed(extracted, ("geometry", "rms_norm_eps"), 10**400)
+    record = changed(extracted, ("proof", "largest_share_cut_off"), 10**400)
     (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"geometry\.rms_norm_eps"):
+    with pytest.raises(CheckpointError, match=r"proof\.largest_share_cut_off"):
         read_record(tmp_path)
 
 
