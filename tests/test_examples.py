@@ -122,7 +122,7 @@ def test_a_validation_is_read_from_its_report(
     ]
     first = report["drafters"][0]["agreement"]["steps"][0]
     assert 0 < first["top1"]["value"] == first["conditional"]["value"] <= first["top5"]["value"]
-    assert float(steps[0][1]) == pytest.approx(100 * first["top1"], abs=0.06)
+    assert float(steps[0][1]) == pytest.approx(100 * first["top1"]["value"], abs=0.06)
 
 
 def test_a_gguf_holds_the_integers_of_the_bundle_and_needs_no_torch(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ class LayerConfig:
 class OrderedHeadConfig:
     """The centroid head: logits only for tokens of the ``top_k`` nearest of ``num_centroids`` clusters."""
 
-    num_centroids: int
-    top_k: int
+    num_centroids: int  # clusters of tokens
+    top_k: int  # clusters whose tokens get logits
 
 
 @dataclass(frozen=True)

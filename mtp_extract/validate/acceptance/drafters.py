@@ -36,7 +36,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    facts: DrafterFacts
+    facts: DrafterFacts  # what it is
     agreement: Workload  # over all texts
     workloads: Mapping[str, Workload]  # the same by workload
     generation: GenerationResult  # by name of what was drafted

@@ -55,7 +55,7 @@ class Worth(Record, kw_only=True):
     #: teacher-forced, from every position of the same texts: of a chain by its agreement, of a tree by the ranks of the
     #: base's tokens; null for a tree that is grown
     expected_tokens_per_round: float | None
-    prompts: Count
+    prompts: Count  #: whose text was written with these drafts
     same_text: Count  #: of them, texts that are what the base alone writes
     divergences: list[Divergence]  #: the others
     base_tokens_per_s: float | None  #: the base alone, one prompt at a time, after the first token
