@@ -166,8 +166,11 @@ def _array(tensor: Tensor) -> Floats:
     return tensor.detach().float().cpu().numpy()
 
 
-def signature_inputs(source: Shard, case: Case) -> dict[str, Floats | NDArray[Any]]:
-    """What the signature takes for ``case``, real numbers in float32; caches are zero past the position.
+def signature_inputs(source: Shard, case: Case, *, floats: bool) -> dict[str, NDArray[Any]]:
+    """What the signature takes for ``case``; caches are zero past the position.
+
+    Args:
+        floats: of the section in floats, where no input has scales of its own.
 
     Raises:
         UnsupportedError: the signature has an input that this release does not know.
@@ -177,7 +180,7 @@ def signature_inputs(source: Shard, case: Case) -> dict[str, Floats | NDArray[An
     local = seen & (slots > case.position - (source.config.sliding_window or len(slots)))
     # [start, end, end]: the newest slot, and one past the last that may be read.
     param = [case.position, case.position + 1, case.position + 1, 0, 0, 0, 0]
-    inputs: dict[str, Floats | NDArray[Any]] = {
+    inputs: dict[str, NDArray[Any]] = {
         ACTIVATIONS: np.concatenate([case.embedding, case.hidden])[None, None],
         INPUT_POS: np.array([case.position], np.int32),
         MASK: seen[None, None, None],
@@ -197,7 +200,16 @@ def signature_inputs(source: Shard, case: Case) -> dict[str, Floats | NDArray[An
             f"{source.model.region.source.name}: expected the inputs of a known drafter, found also {few(unknown)}, "
             "which this release cannot fill. Look for a newer release."
         )
-    return {name: inputs[name] for name in source.signature.inputs}
+    return {name: _taken(source, name, inputs[name], floats) for name in source.signature.inputs}
+
+
+def _taken(source: Shard, name: str, values: NDArray[Any], floats: bool) -> NDArray[Any]:
+    """``values`` of an input, real numbers in the integers that the section takes them in."""
+    tensor = source.model.tensor(source.signature.subgraph, source.signature.inputs[name])
+    if values.dtype != np.float32 or (floats and codes_of(tensor) is not None):
+        return values
+    codes = input_codes(source, name)
+    return codes.encode(values) if codes is not None else values
 
 
 def reference_arguments(case: Case, config: DrafterConfig) -> DraftArguments:

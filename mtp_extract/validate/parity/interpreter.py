@@ -31,7 +31,6 @@ from mtp_extract.pipeline.check import Check
 from mtp_extract.validate.parity.cases import (
     Case,
     codes_of,
-    input_codes,
     random_cases,
     reference_arguments,
     signature_inputs,
@@ -163,7 +162,7 @@ def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[O
             f"{name}: the drafter's weights lie in a section of their own, which the interpreter cannot be given. "
             "Parity is possible for files that hold them in the drafter's section."
         )
-    inputs = (_as_taken(source, signature_inputs(source, case), floats=floats) for case in cases)
+    inputs = (signature_inputs(source, case, floats=floats) for case in cases)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "drafter.tflite"
         if floats:
@@ -171,19 +170,6 @@ def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[O
         else:
             write_section(source.model.region, path)
         return _run(source, path, inputs)
-
-
-def _as_taken(source: Shard, inputs: dict[str, NDArray[Any]], *, floats: bool) -> dict[str, NDArray[Any]]:
-    """Inputs with real numbers in the integers that the section takes them in."""
-
-    def taken(name: str, values: NDArray[Any]) -> NDArray[Any]:
-        tensor = source.model.tensor(source.signature.subgraph, source.signature.inputs[name])
-        if values.dtype != np.float32 or (floats and codes_of(tensor) is not None):
-            return values
-        codes = input_codes(source, name)
-        return codes.encode(values) if codes is not None else values
-
-    return {name: taken(name, values) for name, values in inputs.items()}
 
 
 def _run(source: Shard, path: Path, inputs: Iterable[dict[str, NDArray[Any]]]) -> list[Outputs]:

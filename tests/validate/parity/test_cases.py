@@ -37,7 +37,7 @@ def test_cases_are_the_same_in_both_programs(drafter: MtpDrafter, source: Shard)
     cases = random_cases(source, 6, 3)
     assert [case.position for case in cases][:: len(cases) - 1] == [1, slots_of(source) - 1]
     for case in cases:
-        inputs, arguments = signature_inputs(source, case), reference_arguments(case, drafter.config)
+        inputs, arguments = signature_inputs(source, case, floats=True), reference_arguments(case, drafter.config)
         assert set(inputs) == set(source.signature.inputs)
         assert inputs["mask"].sum() == case.position + 1
         for kind, (key, value) in cache_names(source).items():
@@ -75,4 +75,4 @@ def test_an_unknown_input_is_refused(source: Shard) -> None:
     signature = dataclasses.replace(source.signature, inputs=inputs)
     (case,) = random_cases(source, 1, 0)
     with pytest.raises(UnsupportedError, match="found also more"):
-        signature_inputs(dataclasses.replace(source, signature=signature), case)
+        signature_inputs(dataclasses.replace(source, signature=signature), case, floats=True)

@@ -197,7 +197,7 @@ def test_recorded_calls(source: Shard, tmp_path: Path, monkeypatch: pytest.Monke
         {key.split("/")[2]: stored[key] for key in stored.files if key.startswith(f"{sample}/in/")}
         for sample in samples
     ]
-    monkeypatch.setattr(interpreter, "signature_inputs", lambda source, call: call)
+    monkeypatch.setattr(interpreter, "signature_inputs", lambda source, call, floats: call)
     for sample, (logits, state) in zip(samples, interpreted(source, calls, floats=False), strict=True):  # type: ignore[arg-type]
         assert np.abs(logits - stored[f"{sample}/litert/logits"].reshape(-1)).max() < 1e-5
         assert np.abs(state - stored[f"{sample}/litert/projected_activations"].reshape(-1)).max() < 1e-5
