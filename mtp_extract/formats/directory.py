@@ -132,40 +132,41 @@ class DirectoryFormat:
         if role.kind == INDEX:
             return Kept(INDICES, weight)
         try:
-            codes, _ = self._fit(role, weight)
+            codes = self._codes(role, weight)
         except NoCodesError as error:
             return keep_floats(weight, "f32" if self.key else dtype, str(error))
         # What a converter folded into the scales is divided out, and the quotient rounded once.
         return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
 
-    def _fit(self, role: Role, tensor: Weight) -> tuple[RowCodes, Packed]:
-        """The codes of a matrix and how they will be packed.
+    def _codes(self, role: Role, weight: Weight) -> RowCodes:
+        """The codes of a matrix that will be packed.
 
         Raises:
             NoCodesError: they cannot be: why, and what keeps them.
         """
         if not self.key:
             raise NoCodesError("the format holds floats only")
-        codes = row_codes(tensor)
-        sizes, block, row = codes.steps.size, codes.steps.block, codes.shape[1]
-        if not has_exact_steps(tensor) and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any()):
+        codes = row_codes(weight)
+        sizes = codes.steps.size
+        if not has_exact_steps(weight) and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any()):
             raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
         if (sizes < 0).any():
             raise NoCodesError("it has negative scales (gguf holds them)")
         if role.name == HEAD and self.floats_head_for:
             raise NoCodesError(f"{self.floats_head_for} takes a head of floats only; without it the codes are kept")
-        fitting = [group for group in self.groups if block % group == 0]
-        if self.rows and block == row:
-            fitting.insert(0, row)
-        if not fitting:
-            raise NoCodesError(self.unfit.format(block=block))
-        return codes, Packed(codes.shape, codes.bits, fitting[0])
+        if not any(codes.steps.block % group == 0 for group in self._groups(codes.shape[1])):
+            raise NoCodesError(self.unfit.format(block=codes.steps.block))
+        return codes
+
+    def _groups(self, row: int) -> tuple[int, ...]:
+        """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""
+        return (row, *self.groups) if self.rows else self.groups
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
         checkpoint, kept = arranged.checkpoint, arranged.kept
         shapes = shapes_of(checkpoint.mtp)
-        matrices = {role: kept[role.name] for role in _matrices(shapes)}
-        fit = {role.name: self._fit(role, one.weight) for role, one in matrices.items() if one.how == CODES}
+        matrices = {role.name: kept[role.name] for role in _matrices(shapes)}
+        fit = {role: row_codes(one.weight) for role, one in matrices.items() if one.how == CODES}
         if self.key and not fit:
             raise self._useless(plain=any(one.weight.scheme is None for one in matrices.values()))
         if checkpoint.mtp.ordered_head is not None and HEAD in fit:
@@ -173,15 +174,18 @@ class DirectoryFormat:
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
                 "integers. Leave lm_head in floats."
             )
-        dtype, packed = "f32" if self.key else arranged.dtype, {name: how for name, (_, how) in fit.items()}
+        packed: dict[str, Packed] = {}
+        for name, codes in fit.items():
+            group = next(group for group in self._groups(codes.shape[1]) if codes.steps.block % group == 0)
+            packed[name] = Packed(codes.shape, codes.bits, group)
         tensors: list[PlannedTensor] = []
         for role, (stem, parts) in self._layout(shapes, packed).items():
             if role.name in fit:
                 activations = checkpoint.activations.get(role.name, (None, None))
-                tensors += _plan_matrix(stem, role.name, fit[role.name], parts, activations)
+                tensors += _plan_matrix(stem, role.name, fit[role.name], packed[role.name], parts, activations)
             else:
                 tensors.append(kept[role.name].tensor(stem, role))
-        document = self._document(checkpoint.mtp, packed, DTYPES[dtype].transformers)
+        dtype = DTYPES["f32" if self.key else arranged.dtype].transformers
         return [
             OutputFile(
                 self.weights_file,
@@ -189,7 +193,7 @@ class DirectoryFormat:
                 metadata={"format": self.header, "mtp_extract": __version__},
                 notes=tuple(_notes(checkpoint, packed)) if self.static else (),
             ),
-            OutputFile(self.marker, text=json_text(document)),
+            OutputFile(self.marker, text=json_text(self._document(checkpoint.mtp, packed, dtype))),
             OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
 
@@ -269,7 +273,7 @@ class DirectoryFormat:
         where it is not.
         """
         row = shape[1]
-        for bits, group in product((2, 4, 8), (*self.groups, *((row,) if self.rows else ()))):
+        for bits, group in product((2, 4, 8), self._groups(row)):
             how = Packed(shape, bits, group)
             parts = self.parts(how)[:2]
             there = [stored.get(module + part.suffix) for part in parts]
@@ -312,10 +316,10 @@ def _matrices(shapes: Mapping[Role, tuple[int, ...]]) -> list[Role]:
 
 
 def _plan_matrix(
-    module: str, role: str, fit: tuple[RowCodes, Packed], parts: Sequence[Part], activations: Activations
+    module: str, role: str, codes: RowCodes, packed: Packed, parts: Sequence[Part], activations: Activations
 ) -> Iterator[PlannedTensor]:
     """``parts`` of the matrix of ``role``."""
-    (codes, packed), (first, *others) = fit, parts
+    first, *others = parts
     rows = partial(_packed_rows, codes, packed.bits, first.dtype)
     yield PlannedTensor(f"{module}{first.suffix}", first.dtype, first.shape, rows, role)
     scales = codes.steps.in_blocks(packed.group)
