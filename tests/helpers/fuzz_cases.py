@@ -78,7 +78,7 @@ def stored(which: int) -> tuple[tuple[int, int], ...]:
     """Where the constants of a drafter lie: (offset, length)."""
     model = read(Memory(drafter_bytes(which))).model
     located = [model.locate(t) for g in model.subgraphs for t in g.tensors if model.has_data(t)]
-    return tuple(sorted({(place.offset, place.length) for place in located}))
+    return tuple(sorted({(place.begin, place.size) for place in located}))
 
 
 @cache
