@@ -1,117 +1,90 @@
-"""What a round of speculative decoding costs beside the models: waits, operators, and time; and what a tree yields.
+"""The loop beside transformers' assisted generation and the base alone: tokens a CPU second, and the same text.
 
-    python scripts/bench_rounds.py [DRAFTER_DIR BASE_DIR] [--prompts N]
+    python scripts/bench_rounds.py [DRAFTER_DIR BASE_DIR] [--prompts N] [--drafts K]
 
-Without directories it is the sample's pair. CPU time of one thread, a batch of one. Needs what the tests need.
+Without directories it is the sample's pair. One thread, one text at a time, all three in turn for every text.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 import transformers
 
 import mtp_extract
-from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluate.prompts import encode_prompts, shipped_prompts
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
-from mtp_extract.speculate.trees import AutoTree, Tree
+from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts, spread
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from helpers.dispatched import rounds_on_meta
-from helpers.random_heads import head_config, random_head
-from helpers.random_pairs import random_base, random_drafter
-
-KINDS: dict[str, int | Tree | AutoTree] = {
-    "3": 3,
-    "8": 8,
-    "2x2x2": Tree.parse("2x2x2"),
-    "auto:8": AutoTree(8),
-}
 TOKENS = 64
 
 
-def counted() -> None:
-    """Waits and operators of a round, of random drafters of two layers and one beside a base of five."""
-    for (name, drafts), sampling in itertools.product(KINDS.items(), (Sampling(), Sampling(temperature=1.0))):
-        for kind, drafter in (("MTP", random_drafter), ("EAGLE-3", lambda _: random_head(head_config()))):
-            base = random_base()
-            found = rounds_on_meta(base, drafter(base), Options(60, drafts, sampling, stop_token_ids=[]))[1]
-            print(
-                f"{kind}, drafts {name}, temperature {sampling.temperature:g}: {found.waits} wait, {found.copies} "
-                f"copies, {found.operators.total()} operators a round"
-            )
+def ways(generator: SpeculativeGenerator, assistant: Any, drafts: int) -> dict[str, Callable[[Any], tuple[int, ...]]]:
+    """What is compared: from a prompt's token ids to new ones."""
+    base = generator.base.model
+    assistant.generation_config.num_assistant_tokens = drafts
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+
+    def theirs(prompt: Any, **more: Any) -> tuple[int, ...]:
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": TOKENS, "do_sample": False, **more}
+        made = base.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+        return tuple(made[0, len(prompt) :].tolist())
+
+    return {
+        "the base alone": theirs,
+        "assisted": lambda prompt: theirs(prompt, assistant_model=assistant),
+        "ours": lambda prompt: generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts).tokens,
+    }
 
 
-class Watch:
-    """Time spent inside some callables."""
-
-    def __init__(self) -> None:
-        self.inside = 0.0
-
-    def over(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, timed."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
+def compare(found: dict[str, Callable[[Any], tuple[int, ...]]], prompts: list[tuple[int, ...]]) -> None:
+    """Tokens a CPU second of each, and how many texts are the base's own."""
+    took: dict[str, float] = dict.fromkeys(found, 0.0)
+    tokens, same = Counter[str](), Counter[str]()
+    for prompt in (prompts[0], *prompts):  # the first time kernels are chosen
+        texts = {}
+        for name, write in found.items():
             start = time.process_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.inside += time.process_time() - start
-
-        return timed
-
-
-def timed(generator: SpeculativeGenerator, prompts: list[Any]) -> None:
-    """CPU time of a greedy round, of it outside the two networks, and the mean accepted length."""
-    watch = Watch()
-    drafter, base = generator.drafter, generator.base.model
-    for owner, name in ((drafter, "network"), (drafter, "logits"), (base.model, "forward"), (base.lm_head, "forward")):
-        setattr(owner, name, watch.over(getattr(owner, name)))
-    for name, drafts in KINDS.items():
-        results = []
-        watch.inside = 0.0
-        start = time.process_time()
-        for prompt in prompts:
-            results += generator.generate_batch([prompt], Options(TOKENS, drafts))
-        took = time.process_time() - start
-        rounds = sum(len(result.rounds) for result in results)
-        length = fmean(r.emitted for result in results for r in result.rounds if r.drafted)
+            texts[name] = write(prompt)
+            took[name] += time.process_time() - start
+            tokens[name] += len(texts[name])
+            same[name] += texts[name] == texts["the base alone"]
+    for name in found:
         print(
-            f"drafts {name}: {1e3 * took / rounds:.2f} ms a round, {1e3 * (took - watch.inside) / rounds:.2f} ms of it "
-            f"outside the networks; {length:.3f} tokens a round"
+            f"{name}: {tokens[name] / took[name]:.0f} tokens a CPU second, {same[name]}/{len(prompts) + 1} texts same"
         )
+    print(f"ours over assisted: {tokens['ours'] / took['ours'] / (tokens['assisted'] / took['assisted']):.2f}")
 
 
 def main() -> None:
-    """Count, and time."""
+    """Load a pair, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", nargs="*", type=Path, metavar="DIR", help="a drafter's and its base's")
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--drafts", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    counted()
     with tempfile.TemporaryDirectory() as folder:
         if not options.pair:
             mtp_extract.extract(sample_bundle(), Path(folder) / "drafter", format="transformers", dtype="f32")
         directory, home = options.pair or (Path(folder) / "drafter", sample_base())
-        base: Any = transformers.Gemma4ForConditionalGeneration.from_pretrained(home)
-        base.eval()
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(home)
+        assistant: Any = transformers.AutoModelForCausalLM.from_pretrained(directory)
         tokenizer = transformers.AutoTokenizer.from_pretrained(home)
-        generator = SpeculativeGenerator(base, load_drafter(directory), tokenizer)
-        encoded = encode_prompts(shipped_prompts(), generator.codec, chat_template=False)
-        timed(generator, list(encoded[:: max(1, len(encoded) // options.prompts)]))
+        generator = SpeculativeGenerator(base, load_drafter(directory, dtype=base.dtype), tokenizer)
+        prompts = shipped_prompts() if options.pair else read_prompts(sample_prompts())
+        encoded = encode_prompts(spread(prompts, options.prompts), generator.codec, chat_template=False)
+        compare(ways(generator, assistant, options.drafts), encoded)
 
 
 if __name__ == "__main__":

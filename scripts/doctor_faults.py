@@ -39,11 +39,9 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.batches import generate_in_batches
 from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
 from mtp_extract.pipeline.extraction import extract
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
 
 STEPS, NEW_TOKENS, BATCH = 3, 48, 32
@@ -92,9 +90,9 @@ class Bench:
 
     def serve(self, engine: Any, way: Way, seed: int, rows: Sequence[int]) -> list[Told]:
         """What an engine answers to the prompts ``rows``, and counts."""
-        options = Options(NEW_TOKENS, way.drafts, Sampling(way.temperature), seed=seed)
         generator = SpeculativeGenerator(self.generator.base, engine, self.tokenizer)
-        results = generate_in_batches(generator, [self.encoded[row] for row in rows], options, batch=BATCH)
+        settings: Any = {"max_new_tokens": NEW_TOKENS, "drafts": way.drafts, "temperature": way.temperature}
+        results = [generator.generate(self.encoded[row], seed=seed + row, **settings) for row in rows]
         return [_told(played(result)) for result in results]
 
     def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Told], rows: Sequence[int]) -> Iterator[Any]:

@@ -31,15 +31,14 @@ from _rehearsal.commands import Place, write_prompts
 from _rehearsal.pair import CHAIN, SHORT, Pair, elapsed, synchronize, write_assistant
 from _rehearsal.shapes import SHAPES, Shape
 
-from mtp_extract.speculate.trees import AutoTree, Tree
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.tune.run import TuningPlan, run_tuning
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.status import Status
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAINS = range(9)
-TREES: dict[str, Tree | AutoTree] = {"2x2x1": Tree.parse("2x2x1"), "4x2x1": Tree.parse("4x2x1"), "auto:8": AutoTree(8)}
-BATCHES = (1, 2, 4, 8, 16, 32)
+TREES = {"2x2x1": Tree.parse("2x2x1"), "4x2x1": Tree.parse("4x2x1")}
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 _REPEATS = 3
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
@@ -91,8 +90,8 @@ def peak(device: torch.device) -> str:
 
 def by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
     """K and trees, ours and transformers' in turn."""
-    prompt, alone = pair.prompts(1, SHORT), 0.0
-    shapes: dict[str, int | Tree | AutoTree] = {**{str(k): k for k in CHAINS}, **TREES}
+    prompt, alone = pair.prompt(SHORT), 0.0
+    shapes: dict[str, int | Tree] = {**{str(k): k for k in CHAINS}, **TREES}
     for name, drafts in shapes.items():
         page.require_time()
         own: list[tuple[float, float, float]] = []
@@ -100,7 +99,7 @@ def by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
         for turn in range(1 + _REPEATS):  # the first sets things up
             own.append(pair.ours(prompt, drafts, rounds))
             if isinstance(drafts, int):
-                other.append(pair.theirs(prompt[0], drafts, rounds))
+                other.append(pair.theirs(prompt, drafts, rounds))
             del own[: turn == 1], other[: turn == 1]
         draft, verify = median(o[0] for o in own), median(o[1] for o in own)
         alone = alone or draft + verify
@@ -108,17 +107,17 @@ def by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
         yield name, f"{draft:.2f}", f"{verify:.2f}", f"{draft + verify:.2f}", beside, f"{(draft + verify) / alone:.2f}"
 
 
-def by_size(pair: Pair, page: Page, rounds: int, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    """Batches and contexts: ``sizes`` of (prompts, tokens of each)."""
-    for batch, length in sizes:
+def by_context(pair: Pair, page: Page, rounds: int, lengths: Sequence[int]) -> Iterator[Row]:
+    """After prompts of these lengths."""
+    for length in lengths:
         page.require_time()
         peak(pair.device)
-        prompts = pair.prompts(batch, length)
-        pair.ours(prompts, CHAIN, CHAIN + 2)
-        draft, verify, prefill = pair.ours(prompts, CHAIN, rounds)
-        alone = pair.ours(prompts, 0, rounds)[1]
+        prompt = pair.prompt(length)
+        pair.ours(prompt, CHAIN, CHAIN + 2)
+        draft, verify, prefill = pair.ours(prompt, CHAIN, rounds)
+        alone = pair.ours(prompt, 0, rounds)[1]
         numbers = (f"{ms:.2f}" for ms in (prefill, draft, verify, alone))
-        yield str(batch), str(length), *numbers, f"{(draft + verify) / alone:.2f}", peak(pair.device)
+        yield str(length), *numbers, f"{(draft + verify) / alone:.2f}", peak(pair.device)
 
 
 def launches(pair: Pair, page: Page) -> Iterator[Row]:
@@ -193,7 +192,7 @@ def heading(shape: Shape, device: torch.device) -> str:
     )
 
 
-SECTIONS = ("drafts", "batches", "contexts", "launches", "tuning", "tests")
+SECTIONS = ("drafts", "contexts", "launches", "tuning", "tests")
 
 
 def measure(shape: Shape, device: str, out: Path, minutes: float, only: Sequence[str], root: Path) -> None:
@@ -208,20 +207,15 @@ def measure(shape: Shape, device: str, out: Path, minutes: float, only: Sequence
     page.parts.append(heading(shape, pair.device))
     page.parts.append(f"\nBoth were loaded in {time.monotonic() - start:.1f} s; memory: {peak(pair.device)}.")
     rounds = 16 if pair.device.type == "cuda" else 4
-    contexts = [(1, length) for length in CONTEXTS if length + 64 <= shape.positions]
-    sized = ("prompts", "tokens of each", "prefill", "drafting", "verifying", "base alone", "round / base", "memory")
+    contexts = [length for length in CONTEXTS if length + 64 <= shape.positions]
+    sized = ("tokens of the prompt", "prefill", "drafting", "verifying", "base alone", "round / base", "memory")
     sections: dict[str, tuple[str, Row, Iterator[Row]]] = {
         "drafts": (
             "Drafts a round",
             ("drafts", "drafting", "verifying", "a round", "transformers' round", "pays above a length of"),
             by_drafts(pair, page, rounds),
         ),
-        "batches": (
-            f"Batches, {CHAIN} drafts",
-            sized,
-            by_size(pair, page, rounds, [(batch, SHORT) for batch in BATCHES]),
-        ),
-        "contexts": (f"Contexts, {CHAIN} drafts", sized, by_size(pair, page, rounds, contexts or [(1, 4 * SHORT)])),
+        "contexts": (f"Contexts, {CHAIN} drafts", sized, by_context(pair, page, rounds, contexts or [4 * SHORT])),
         "launches": ("Launches", ("what", "operators", "launches", "time"), launches(pair, page)),
     }
     for name, (title, header, rows) in sections.items():

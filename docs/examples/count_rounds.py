@@ -11,7 +11,7 @@ import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluate.prompts import read_prompts
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("source", nargs="?", default=sample_bundle(), help="the bundle with the drafter")

@@ -22,7 +22,7 @@ from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 Say = Callable[[str], None]
 _DRAWN_BASELINE = "The baseline was not asked: texts that are drawn differ by chance."

@@ -14,11 +14,9 @@ from mtp_extract.doctor.fields import TextFit
 from mtp_extract.doctor.patterns import Counted
 from mtp_extract.doctor.served import Told
 from mtp_extract.errors import PairError
-from mtp_extract.evaluate.batches import generate_in_batches, groups
+from mtp_extract.evaluate.batches import base_texts, groups
 from mtp_extract.evaluate.measured import share_over_texts
-from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, chances_of_base
 from mtp_extract.speculate.texts import repeats
@@ -34,7 +32,7 @@ class Sample:
 
 def samples(
     generator: SpeculativeGenerator,
-    encoded: Sequence[Encoded],
+    encoded: Sequence[tuple[int, ...]],
     told: Sequence[Told] | None,
     *,
     max_tokens: int,
@@ -52,20 +50,19 @@ def samples(
     """
     own: Sequence[tuple[tuple[int, ...], str | None]] = [((), None)] * len(encoded)  # tokens and text
     if told is None or not temperature:
-        options = Options(max_new_tokens=max_tokens, drafts=0, sampling=Sampling(temperature))
-        written = generate_in_batches(generator, encoded, options, batch=batch)
-        own = [(result.tokens, result.text) for result in written]
+        written = base_texts(generator.base, encoded, new_tokens=max_tokens, batch=batch, temperature=temperature)
+        own = [(tokens, generator.codec.decode(tokens)) for tokens in written]
     found = []
     for index, (prompt, (written_tokens, text)) in enumerate(zip(encoded, own, strict=True)):
         answer, tokens, same = told[index] if told is not None else None, written_tokens, True
         if answer is not None and answer.ids is not None:
             tokens, same = _known(answer.ids, generator.base.vocab_size), answer.ids == written_tokens
         elif answer is not None and (answer.thoughts or answer.text != text):
-            tokens, same = tuple(generator.codec.continued(answer.text)), False
+            tokens, same = generator.codec.continued(answer.text), False
             # The token that ended the text may be missing.
             if answer.thoughts or (answer.tokens or len(tokens)) - len(tokens) not in (0, 1):
                 continue
-        found.append(Sample(index, Text((*prompt.tokens, *tokens), len(prompt.tokens)), answer, same))
+        found.append(Sample(index, Text((*prompt, *tokens), len(prompt)), answer, same))
     again = repeats([sample.text.tokens for sample in found])
     kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
     return [sample for sample in kept if sample.told is not None and sample.told.counts] or kept
@@ -106,7 +103,7 @@ def counted(chosen: Sequence[Sample], steps: int) -> Counted | None:
 def text_fit(
     generator: SpeculativeGenerator,
     chosen: Sequence[Sample],
-    otherwise: Sequence[Encoded] | None,
+    otherwise: Sequence[tuple[int, ...]] | None,
     *,
     temperature: float,
     batch: int,
@@ -120,7 +117,7 @@ def text_fit(
     text, likeliest, best = _of_base(generator.base, texts, temperature or 1.0, batch)
     greedy, other = not temperature, None
     if otherwise is not None and not all(sample.own for sample in chosen):
-        prompts = [otherwise[sample.prompt].tokens for sample in chosen]
+        prompts = [otherwise[sample.prompt] for sample in chosen]
         after = [Text((*p, *t.continuation), len(p)) for p, t in zip(prompts, texts, strict=True)]
         other = float(_of_base(generator.base, after, temperature or 1.0, batch)[1].mean())
     sizes = [

@@ -96,11 +96,8 @@ class Eagle3State:
     embed: Callable[[Tensor], Tensor]  # tokens → embedding, unscaled
     hidden: Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step, what was fed back
     positions: Tensor  # int64 [batch, queries], that of the pending token less one, and one more with every step
-    cache: KV
-    """K and V at slots that are positions, F32 [batch, slots, KV heads, head_dim] each. Slots past what the base has
-    verified hold anything, and are written anew before they are seen."""
+    cache: KV  # K and V at slots that are positions, F32 [batch, slots, KV heads, head_dim] each
     visible: Tensor  # bool [batch, queries, slots]
-    filled: int  # slots that may have been written
     own: KV | None = None
     """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
 
@@ -174,24 +171,20 @@ class Eagle3Drafter(nn.Module):
 
         In the first round the base was fed from position 0 on.
         """
-        weight, previous, rows = self.fc.weight, base.previous, base.rows
+        weight, previous = self.fc.weight, base.previous
         embed = self._embedding(base.embed)
         states = self.fuse(base.fed.layers)  # [B, F, W]
-        tokens, positions = base.fed.tokens.to(weight.device), base.fed.positions.to(weight.device)
+        tokens, positions = base.fed.tokens.to(weight.device), base.fed.positions.to(weight.device) - 1
         if previous is None:
             # The token at 0 has no state before it.
-            tokens, positions = tokens[:, 1:], positions[:, 1:] - 1
-            cache, filled, first = None, tokens.shape[1], torch.zeros_like(base.positions[:, :1])
+            tokens, positions = tokens[:, 1:], positions[:, 1:]
+            first = torch.zeros_like(base.positions[:, :1])
         else:
-            last, cache = previous.hidden, previous.cache
-            if rows is not None:
-                kept = torch.tensor(list(rows), device=weight.device)
-                last, cache = last[kept], (cache[0][kept], cache[1][kept])
-            states = torch.cat((last, states), dim=1)
-            positions = positions - 1
-            filled, first = previous.filled + tokens.shape[1], positions[:, :1]
+            states, first = torch.cat((previous.hidden, states), dim=1), positions[:, :1]
         x, _ = self.layer.read(embed(tokens), states[:, :-1])
-        cache = _written(cache, self.layer.keys_values(x, self.layer.angles(positions)), positions, filled)
+        cache = self.layer.keys_values(x, self.layer.angles(positions))
+        if previous is not None:
+            cache = torch.cat((previous.cache[0], cache[0]), dim=1), torch.cat((previous.cache[1], cache[1]), dim=1)
         newest = base.positions.to(weight.device) - 1  # [B, Q]
         index = (newest - first.to(weight.device))[..., None].expand(-1, -1, states.shape[-1])
         slots = torch.arange(cache[0].shape[1], device=weight.device)
@@ -201,7 +194,6 @@ class Eagle3Drafter(nn.Module):
             positions=newest,
             cache=cache,
             visible=slots < newest[..., None],
-            filled=filled,
         )
 
     def step(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
@@ -257,18 +249,3 @@ class Eagle3Drafter(nn.Module):
             return self.embed_tokens
         scale = self.config.backbone_hidden_size**-0.5
         return lambda tokens: (embed(tokens).float() * scale).to(weight)
-
-
-def _written(cache: KV | None, new: KV, positions: Tensor, filled: int) -> KV:
-    """``cache`` with ``new`` [batch, length, …] at the slots ``positions`` [batch, length], grown to ``filled``."""
-    written = []
-    for index, part in enumerate(new):
-        old = cache[index] if cache is not None else part[:, :0]
-        if old.shape[1] < filled:
-            grown = part.new_zeros(len(part), max(filled, 2 * old.shape[1]), *part.shape[2:])
-            grown[:, : old.shape[1]] = old
-            old = grown
-        # What an earlier round sees lies before the first slot that is written here.
-        where = positions[..., None, None].expand_as(part)
-        written.append(old.scatter_(1, where, part))
-    return written[0], written[1]

@@ -211,7 +211,7 @@ class MtpDrafter(nn.Module):
         """What each layer looks at, one for all that are alike; arguments as of :meth:`forward`."""
         found = {}
         for layer in dict.fromkeys(self.config.layers):
-            keys, values = (part.float() for part in shared_kv[layer.layer_type])
+            keys, values = (part.float().contiguous() for part in shared_kv[layer.layer_type])
             bias = None
             if masks is not None:
                 hidden = ~masks[layer.layer_type][:, None]  # [B, 1, L or 1, S]

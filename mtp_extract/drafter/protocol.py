@@ -8,10 +8,11 @@ branch; teacher forcing has one for every position of a text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 KV = tuple[Tensor, Tensor]
@@ -39,33 +40,18 @@ class Needs:
 
 @dataclass(frozen=True)
 class Fed:
-    """Tokens the base was fed in one forward, and its states there.
+    """Tokens that the base was fed in one forward, and what it knows there.
 
-    Rejected drafts are among them, and padding after a shorter prompt: both stand at the pending token's position or
-    later.
+    Right after the prompt these are the prompt's; then those of a round that stand. In teacher forcing they are whole
+    texts, shorter ones padded at their ends.
     """
 
     tokens: Tensor  # int64 [batch, fed]
     positions: Tensor  # int64 [batch, fed]
     hidden: Tensor  # [batch, fed, width], after the final norm
     layers: Mapping[int, Tensor]  # layer → [batch, fed, width], the hidden state that enters it
-
-    def keep(self, rows: Tensor) -> Fed:
-        """These sequences alone, int64 [kept]."""
-        return self._picked(lambda part: part[rows.to(part.device)], self.positions[rows])
-
-    def along(self, path: Tensor, positions: Tensor) -> Fed:
-        """Of a tree, one way down: the nodes ``path`` [batch, depth + 1], at ``positions``."""
-
-        def picked(part: Tensor) -> Tensor:
-            index = path.to(part.device)
-            return part.gather(1, index[..., None].expand(-1, -1, part.shape[2]) if part.ndim > 2 else index)
-
-        return self._picked(picked, positions)
-
-    def _picked(self, pick: Callable[[Tensor], Tensor], positions: Tensor) -> Fed:
-        layers = {layer: pick(states) for layer, states in self.layers.items()}
-        return Fed(pick(self.tokens), positions, pick(self.hidden), layers)
+    # layer type → the base's K and V, slots in order of position; the last is that of the last token
+    shared_kv: Mapping[str, KV] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,13 +62,24 @@ class BaseState:
     hidden: Tensor  # [batch, queries, width], the state after the final norm that predicted it
     embed: Callable[[Tensor], Tensor]  # tokens [...] → [..., width], the base's embedding, scaled
     shared_kv: Mapping[str, KV]  # layer type → the base's K and V, of every layer type that is needed at least
-    slot_positions: Mapping[str, Tensor]
-    """Layer type → int64 [batch, slots], the position whose K and V a slot holds; later than any query where it holds
-    none."""
+    slot_positions: Mapping[str, Tensor]  # layer type → int64 [batch, slots], the position whose K and V a slot holds
     fed: Fed  # what the base was fed since the last round: at first the whole prompt
     previous: DraftState = None
     """What :meth:`Drafter.start` returned last; None in the first round, and for a drafter without a cache."""
-    rows: Sequence[int] | None = None  # which sequences of ``previous`` are still there; None: all
+
+    @classmethod
+    def after(
+        cls, fed: Fed, positions: Tensor, embed: Callable[[Tensor], Tensor], previous: DraftState = None
+    ) -> BaseState:
+        """At pending tokens int64 [batch, queries], each right after one of those that were ``fed``."""
+        index = (positions - 1 - fed.positions[:, :1]).to(fed.hidden.device)
+        hidden = fed.hidden.gather(1, index[..., None].expand(-1, -1, fed.hidden.shape[-1]))
+        last = fed.positions[:, -1:]
+        slots = {
+            kind: last - torch.arange(keys.shape[2] - 1, -1, -1, device=last.device)
+            for kind, (keys, _) in fed.shared_kv.items()
+        }
+        return cls(positions, hidden, embed, fed.shared_kv, slots, fed, previous)
 
 
 class Drafter(Protocol):

@@ -23,12 +23,10 @@ from typing import TypeVar
 import torch
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.batches import generate_in_batches, groups
+from mtp_extract.evaluate.batches import base_texts, groups
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.io.typed import Count, Figure, Positive, Record
-from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, read_texts, teacher_forced
@@ -94,18 +92,17 @@ class Workload(Record):
 
 
 def continue_greedily(
-    generator: SpeculativeGenerator,
+    base: Base,
     prompts: Sequence[Prompt],
-    encoded: Sequence[Encoded],
+    encoded: Sequence[tuple[int, ...]],
     *,
     new_tokens: int,
     batch: int,
     done: Callable[[], None] = lambda: None,
 ) -> Continuations:
-    """The base's own text after each prompt, without drafts. ``done`` is called after each batch."""
-    options = Options(max_new_tokens=new_tokens, drafts=0)
-    results = generate_in_batches(generator, encoded, options, batch=batch, done=done)
-    texts = (Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)) for result in results)
+    """The base's own text after each prompt, whose token ids are ``encoded``. ``done`` is called after each batch."""
+    written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, done=done)
+    texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
     return Continuations(tuple(prompts), tuple(texts))
 
 

@@ -1,14 +1,13 @@
-"""Texts of similar length together, so that little of a batch is padding."""
+"""Texts of similar length together, so that little of a batch is padding; and what the base writes so."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from mtp_extract.speculate.codec import Prompt
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+import torch
+
 from mtp_extract.speculate.numbers import count
-from mtp_extract.speculate.result import Generation
+from mtp_extract.speculate.target import Base
 
 
 def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
@@ -26,26 +25,56 @@ def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
     yield from made
 
 
-def generate_in_batches(
-    generator: SpeculativeGenerator,
-    prompts: Sequence[Prompt],
-    options: Options,
+def base_texts(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
     *,
+    new_tokens: int,
     batch: int,
+    temperature: float = 0.0,
+    seed: int = 0,
     done: Callable[[], None] = lambda: None,
-) -> list[Generation]:
-    """Continue every prompt, ``batch`` of them at a time; results in their order. ``done`` is called after each batch.
+) -> list[tuple[int, ...]]:
+    """What the base writes after each prompt, by transformers' own generation: new token ids, a stop token included.
 
-    Raises:
-        PairError: a prompt cannot be encoded.
+    Args:
+        prompts: token ids.
+        batch: prompts at a time.
+        temperature: 0 is greedy.
+        seed: of the random numbers, with the number of the batch.
+        done: called after each batch.
     """
-    encoded = generator.codec.encode_all(prompts, chat_template=options.chat_template)
-    found: dict[int, Generation] = {}
-    for number, group in enumerate(groups([len(prompt.tokens) for prompt in encoded], batch)):
-        # Rows of a batch draw other numbers from one seed; batches need seeds of their own, far from a user's next
-        # one, and within the 32 bits that torch's generator looks at.
-        own = dataclasses.replace(options, seed=options.seed + (number << 20))
-        results = generator.generate_batch([encoded[index] for index in group], own)
-        found.update(zip(group, results, strict=True))
+    found: dict[int, tuple[int, ...]] = {}
+    for number, group in enumerate(groups(list(map(len, prompts)), batch)):
+        texts = _written(base, [prompts[index] for index in group], new_tokens, temperature, seed + (number << 20))
+        found.update(zip(group, texts, strict=True))
         done()
     return [found[index] for index in range(len(prompts))]
+
+
+@torch.inference_mode()
+def _written(
+    base: Base, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int
+) -> list[tuple[int, ...]]:
+    longest, device = max(map(len, prompts)), base.device
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        made = base.model.generate(
+            input_ids=tokens,
+            attention_mask=real,
+            max_new_tokens=new_tokens,
+            do_sample=temperature > 0,
+            pad_token_id=0,
+            **drawn,
+        )
+    stops = frozenset(base.stop_token_ids)
+    return [_until(row, stops) for row in made[:, longest:].tolist()]
+
+
+def _until(tokens: list[int], stops: frozenset[int]) -> tuple[int, ...]:
+    """All up to the first stop token; what comes after it is padding."""
+    ends = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
+    return tuple(tokens[:ends])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.files import read_regular
 
 if TYPE_CHECKING:
-    from mtp_extract.speculate.codec import Codec, Encoded
+    from mtp_extract.speculate.codec import Codec
 
 T = TypeVar("T")
 
@@ -234,7 +234,7 @@ def _prompt_in(place: str, row: bytes, workload: str) -> Prompt:
         raise ValueError(f"{place}: {error}, in {row.decode(errors='replace').strip()}") from error
 
 
-def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bool) -> list[Encoded]:
+def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bool) -> list[tuple[int, ...]]:
     """Token ids of each prompt, in the base's chat format where asked for and defined.
 
     Raises:
@@ -244,11 +244,8 @@ def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bo
     templated = chat_template and codec.has_template
     bos = getattr(codec.tokenizer, "bos_token_id", None)
     contents = [prompt.content if chat_template else prompt.text for prompt in prompts]
-    encoded = codec.encode_all(contents, chat_template=templated)
+    encoded = [codec.encode(content, chat_template=templated) for content in contents]
     if bos is None or templated:
         return encoded
     # Not every tokenizer opens a text by itself, and a base has seen none that is not opened.
-    return [
-        found if found.bos is not None else replace(found, tokens=(bos, *found.tokens), bos="prompt")
-        for found in encoded
-    ]
+    return [tokens if tokens[0] == bos else (bos, *tokens) for tokens in encoded]

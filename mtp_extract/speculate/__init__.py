@@ -2,11 +2,10 @@
 
 >>> generator = SpeculativeGenerator(base, drafter, tokenizer)                 # doctest: +SKIP
 >>> generator.generate("def main():", drafts=4).text                           # doctest: +SKIP
->>> generator.generate([{"role": "user", "content": "Hello"}], stop="\n\n")    # doctest: +SKIP
+>>> generator.generate([{"role": "user", "content": "Hello"}])                 # doctest: +SKIP
 >>> generator.generate("def main():", drafts=AdaptiveDrafts(), temperature=1)  # doctest: +SKIP
 >>> generator.generate("def main():", drafts=Tree.parse("4x2x1")).text         # doctest: +SKIP
->>> for chunk in generator.stream("def main():"): ...                          # doctest: +SKIP
->>> generator.generate_batch(["import", "class"], Options(max_new_tokens=64))  # doctest: +SKIP
+>>> for r in generator.rounds(tokens): ...                                     # doctest: +SKIP
 >>> teacher_forced(generator.base, drafter, [Text(tokens, prompt_length)], 4)  # doctest: +SKIP
 
 How acceptance is counted. A round drafts K tokens (fewer when fewer could still be emitted, as in

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mtp_extract.drafter.protocol import KV, Drafter, Fed
+from mtp_extract.drafter.protocol import Drafter, Fed
 from mtp_extract.errors import PairError, escape, few
-from mtp_extract.speculate.cache import SlotCache
-from mtp_extract.speculate.growing import Nodes
+from mtp_extract.speculate.trees import Tree
 
 # What an attention implementation wants in place of a boolean mask: itself, or a number to add.
 _MASK_FORMS = {"sdpa": False, "eager": True}
-
-
-@dataclass(frozen=True)
-class FullPass(Fed):
-    """One forward over whole sequences, without a cache."""
-
-    shared_kv: Mapping[str, KV]  # layer type → K and V, each [batch, KV heads, length, head_dim]
 
 
 class Base:
@@ -55,6 +48,8 @@ class Base:
             )
         self.model = model
         self.config = config
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        """Where token ids go."""
         self.vocab_size = int(config.vocab_size)
         self.width = int(config.hidden_size)
         self.num_layers = len(layer_types)
@@ -64,15 +59,8 @@ class Base:
         if unknown := sorted(set(layer_types) - set(windows)):
             raise PairError(f"expected layer types {', '.join(windows)} in the base, found {few(unknown)}")
         self.windows: dict[str, int | None] = {kind: windows[kind] for kind in dict.fromkeys(layer_types)}
-        self._layer_windows = [windows[kind] for kind in layer_types[:own]]
         self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:own])}
         """Layer type → the last layer that computes its own K and V: those the drafter reads."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
-        return device
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -97,61 +85,67 @@ class Base:
             logits = torch.tanh(logits / cap) * cap
         return logits.float().to(self.device)
 
-    def new_cache(self, *, batch: int, capacity: int, queries: int) -> SlotCache:
-        """An empty cache for ``batch`` sequences of ``capacity`` tokens, fed ``queries`` at a time."""
-        return SlotCache(self._layer_windows, batch=batch, capacity=capacity, queries=queries, device=self.device)
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for one text, from which what rejected drafts wrote can be taken back.
 
-    def forward(
-        self,
-        tokens: Tensor,
-        starts: Tensor,
-        cache: SlotCache,
-        lengths: Tensor | None = None,
-        layers: Sequence[int] = (),
-        tree: Nodes | None = None,
-    ) -> Fed:
-        """Feed ``tokens`` [batch, queries] at positions ``starts[b]`` on, and store their K and V.
+        Sliding layers keep two slots more than the base looks at next, which the drafter's two conventions look at.
+        """
+        cache = DynamicCache(config=self.config)
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]  # untyped in transformers
+        for layer in cache.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.sliding_window += 2
+        return cache
+
+    def feed(self, tokens: Tensor, cache: DynamicCache, layers: Sequence[int] = (), *, tree: Tree | None = None) -> Fed:
+        """One forward over the tokens that follow those in ``cache``, which then holds them too.
 
         Args:
-            tokens: int64; right-padded when ``lengths`` is given.
-            starts: int64 [batch], position of each sequence's first token. Everything before it must be in the cache.
-            cache: written to; entries at later positions count as absent.
-            lengths: int64 [batch], in the first forward, each prompt's true length.
+            tokens: int64 [1, n].
             layers: those whose incoming hidden states are wanted too.
-            tree: what the tokens are, where they do not follow one another; :meth:`SlotCache.take` is to come after.
+            tree: what the tokens are, where they do not follow one another.
         """
-        places = cache.begin(starts, tokens.shape[1], lengths)
-        positions = places if tree is None else starts[:, None] + tree.depth
-        masks = {}
-        for kind, window in self.windows.items():
-            keys, query = cache.key_positions(window, places), positions[:, :, None]
-            if tree is None:
-                visible = keys[:, None, :] <= query
-            else:
-                keys, visible = _in_tree(keys, starts, positions, tree)
-            if window is not None:
-                visible = visible & (keys[:, None, :] > query - window)
-            masks[kind] = self._mask(visible[:, None])
-        output, states = self._run(
-            layers,
-            input_ids=tokens,
-            attention_mask=masks,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+        start = cache.get_seq_length()
+        places = torch.arange(tokens.shape[1]) if tree is None else torch.tensor([len(path) for path in tree.nodes])
+        positions = (start + places)[None].to(tokens.device)
+        masks = None if tree is None else self._tree_masks(cache, positions, tree)
+        return self._run(tokens, positions, layers, attention_mask=masks, past_key_values=cache, use_cache=True)
+
+    def keep(self, cache: DynamicCache, fed: Fed, way: Sequence[int]) -> Fed:
+        """Of the tokens that were ``fed`` last keep those of ``way`` alone, as if they had followed one another."""
+        at, count = list(way), fed.tokens.shape[1]
+        order = [*at, *(node for node in range(count) if node not in at)]
+        layers: list[Any] = cache.layers  # of this cache each has keys and values
+        for layer in layers:
+            if order != sorted(order):
+                before = layer.keys.shape[2] - count
+                slots = [*range(before), *(before + node for node in order)]
+                layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
+            layer.crop(len(at) - count)
+        first = fed.positions[:, :1]
+        return Fed(
+            fed.tokens[:, at],
+            first + torch.arange(len(at), device=first.device),
+            fed.hidden[:, at],
+            {layer: states[:, at] for layer, states in fed.layers.items()},
+            {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()},
         )
-        cache.end()
-        return Fed(tokens, positions, output.last_hidden_state, states)
 
-    def read_kv(self, cache: SlotCache, kinds: Iterable[str]) -> tuple[dict[str, KV], dict[str, Tensor]]:
-        """The shared K and V of these layer types, in F32, and the position in each of their slots."""
-        kv, positions = {}, {}
-        for kind in kinds:
-            keys, values, positions[kind] = cache.read_wide(self.kv_providers[kind])
-            kv[kind] = (keys, values)
-        return kv, positions
+    def _tree_masks(self, cache: DynamicCache, positions: Tensor, tree: Tree) -> dict[str, Tensor]:
+        """Layer type → what a node sees, [1, 1, nodes, slots]: all before the tree, and what is on the way to it."""
+        sees, masks = torch.tensor(tree.sees, device=positions.device), {}
+        for kind, window in self.windows.items():
+            layer: Any = cache.layers[self.kv_providers[kind]]
+            slots = layer.get_mask_sizes(positions.shape[1])[0]
+            before = slots - positions.shape[1]
+            known = torch.arange(int(cache.get_seq_length()) - before, cache.get_seq_length(), device=positions.device)
+            visible = torch.cat((sees.new_ones(len(sees), before), sees), dim=1)
+            if window is not None:
+                visible &= torch.cat((known, positions[0])) > positions[0][:, None] - window
+            masks[kind] = self._mask(visible[None, None])
+        return masks
 
-    def full_pass(self, tokens: Tensor, layers: Sequence[int] = ()) -> FullPass:
+    def full_pass(self, tokens: Tensor, layers: Sequence[int] = ()) -> Fed:
         """One forward over ``tokens`` [batch, length], right-padded with anything: no token sees the padding.
 
         ``layers`` are those whose incoming hidden states are wanted too.
@@ -160,19 +154,10 @@ class Base:
             PairError: the base does not return its shared K and V.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        output, states = self._run(
-            layers, input_ids=tokens, position_ids=positions, use_cache=False, return_shared_kv_states=True
-        )
-        kv = getattr(output, "shared_kv_states", None)
-        if kv is None:
-            raise PairError(
-                f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
-                "transformers 5.16.1 or newer"
-            )
-        return FullPass(tokens, positions, output.last_hidden_state, states, dict(kv))
+        return self._run(tokens, positions, layers, use_cache=False)
 
-    def _run(self, layers: Sequence[int], **inputs: Any) -> tuple[Any, dict[int, Tensor]]:
-        """The body's output, and the hidden states that enter ``layers``."""
+    def _run(self, tokens: Tensor, positions: Tensor, layers: Sequence[int], **more: Any) -> Fed:
+        """The body's output, with the hidden states that enter ``layers``."""
         last: list[Tensor] = []
         with ExitStack() as stack:
             if self.num_layers in layers:
@@ -180,9 +165,21 @@ class Base:
                 norm = self.model.get_decoder().norm
                 hook = norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
                 stack.callback(hook.remove)
-            output = self.model.model(**inputs, output_hidden_states=bool(layers))
+            output = self.model.model(
+                input_ids=tokens,
+                position_ids=positions,
+                output_hidden_states=bool(layers),
+                return_shared_kv_states=True,
+                **more,
+            )
+        kv = getattr(output, "shared_kv_states", None)
+        if kv is None:
+            raise PairError(
+                f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
+                "transformers 5.16.1 or newer"
+            )
         states = {layer: last[0] if layer == self.num_layers else output.hidden_states[layer] for layer in layers}
-        return output, states
+        return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
 
     def _mask(self, visible: Tensor) -> Tensor:
         if not self._additive:
@@ -191,23 +188,6 @@ class Base:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
             ~visible, torch.finfo(dtype).min
         )
-
-
-def _in_tree(keys: Tensor, starts: Tensor, positions: Tensor, tree: Nodes) -> tuple[Tensor, Tensor]:
-    """Where slots stand, int64 [batch, slots], and which a node sees, bool [batch, nodes, slots], windows aside.
-
-    Args:
-        keys: int64 [batch, slots], what slots hold: positions before the root, and from it on nodes in their order.
-        starts: int64 [batch], position of the root.
-        positions: int64 [batch, nodes].
-    """
-    batch, nodes = positions.shape
-    node = keys - starts[:, None]
-    inside = (node >= 0) & (node < nodes)
-    node = node.clamp(0, nodes - 1)
-    sees = tree.sees.expand(batch, -1, -1).gather(2, node[:, None].expand(-1, nodes, -1))
-    visible = torch.where(inside[:, None], sees, (keys < starts[:, None])[:, None])
-    return torch.where(inside, positions.gather(1, node), keys), visible
 
 
 @torch.inference_mode()

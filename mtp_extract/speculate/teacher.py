@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TypeVar
 
 import torch
@@ -25,12 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Needs
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.arithmetic import Proportion
 from mtp_extract.speculate.numbers import count
-from mtp_extract.speculate.target import Base, FullPass
-from mtp_extract.speculate.trees import rank_shares
+from mtp_extract.speculate.target import Base
 
 _LOGITS_AT_ONCE = 1 << 28
 _TOP = 5
@@ -118,17 +116,10 @@ class Agreement(OfTexts):
 class Ranks(OfTexts):
     """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps."""
 
+    anchor: Tensor  # int64 [N], position of the pending token
     # int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1 past the
     # text's end, and more than any tree holds where it cannot draft them at all.
     ranks: Tensor
-
-    def shares(self, width: int) -> list[list[float]]:
-        """By step, then rank: how often the text's token had it, where all before it had one below ``width``."""
-        rounds = []
-        for row in self.ranks.tolist():
-            known = [rank for rank in row if rank >= 0]
-            rounds.append((list(takewhile(lambda rank: rank < width, known)), len(known)))
-        return rank_shares(rounds, width)
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ class Chances(OfTexts):
 
 
 @torch.inference_mode()
-def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> FullPass:
+def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> Fed:
     """What the base knows of ``texts``, for drafters of these ``needs``: one pass for all of them, K and V in F32."""
     layers = tuple(sorted({layer for need in needs for layer in need.layers}))
     full = base.full_pass(_padded([text.tokens for text in texts], 0).to(base.device), layers)
@@ -159,7 +150,7 @@ def teacher_forced(
     *,
     logits_at_once: int = _LOGITS_AT_ONCE,
     every: int = 1,
-    full: FullPass | None = None,
+    full: Fed | None = None,
 ) -> Agreement:
     """Draft ``steps`` tokens after every anchor of every text.
 
@@ -213,7 +204,7 @@ def ranks_of_text(
             better = torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better)
             ranks.append(torch.where(aim == _NO_TARGET, _NO_TARGET, better).cpu())
         parts.append(torch.stack(ranks, dim=-1))
-    return Ranks(rounds.text, rounds.gathered(parts))
+    return Ranks(rounds.text, rounds.anchor, rounds.gathered(parts))
 
 
 @torch.inference_mode()
@@ -225,7 +216,7 @@ def chances_of_text(
     *,
     temperature: float,
     logits_at_once: int = _LOGITS_AT_ONCE,
-    full: FullPass | None = None,
+    full: Fed | None = None,
 ) -> Chances:
     """How likely drafts that are drawn at ``temperature`` stand, where the base drew the text at it, too.
 
@@ -260,9 +251,7 @@ class OwnChances:
 
 
 @torch.inference_mode()
-def chances_of_base(
-    base: Base, texts: Sequence[Text], temperature: float, *, full: FullPass | None = None
-) -> OwnChances:
+def chances_of_base(base: Base, texts: Sequence[Text], temperature: float, *, full: Fed | None = None) -> OwnChances:
     """How likely the base thinks each token of ``texts``, at ``temperature`` above 0; past a text's end anything.
 
     Args:
@@ -295,7 +284,7 @@ class _Rounds:
         steps: int,
         logits_at_once: int,
         every: int = 1,
-        full: FullPass | None = None,
+        full: Fed | None = None,
     ) -> None:
         count("steps", steps, least=1)
         count("logits_at_once", logits_at_once, least=1)
@@ -319,13 +308,9 @@ class _Rounds:
         """The drafter's state, pending tokens int64 [B, L] and their targets int64 [B, L, K], part by part."""
         base, full = self._base, self._full
         tokens, anchors = self._tokens.to(base.device), self._anchors.to(base.device)
-        slots = torch.arange(tokens.shape[1], device=base.device).expand_as(tokens)
         parts = (torch.split(whole, self._width, dim=1) for whole in (anchors, self._aims))
         for part, aims in zip(*parts, strict=True):
-            seen = (part - 1)[..., None].expand(-1, -1, base.width).to(full.hidden.device)
-            hidden, positions = full.hidden.gather(1, seen), dict.fromkeys(full.shared_kv, slots)
-            state = self._drafter.start(BaseState(part, hidden, base.embed, full.shared_kv, positions, full))
-            yield state, tokens.gather(1, part), aims
+            yield self._drafter.start(BaseState.after(full, part, base.embed)), tokens.gather(1, part), aims
 
     def gathered(self, parts: Sequence[Tensor]) -> Tensor:
         """[N, …] of the parts [B, L, …], in order."""

@@ -12,7 +12,6 @@ from mtp_extract.drafter.load import Network
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import Prompt, shipped_prompts, spread
-from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import Pair
@@ -21,7 +20,7 @@ from mtp_extract.tune.seen import Numbers, repeated_share, seen, sequences
 from mtp_extract.tune.served import Served, said_of
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.status import Status
-from mtp_extract.tune.text import Writing, people_texts
+from mtp_extract.tune.text import Tokens, Writing, people_texts
 
 Item = TypeVar("Item")
 
@@ -209,7 +208,6 @@ def _writing(pair: Pair) -> Writing:
         batch=setting.batch,
         chat_template=setting.chat_template,
         share=pair.share,
-        drafts=0 if setting.directory is None else Writing.drafts,
     )
     return own if setting.text_from is None else Served.of(own, setting)
 
@@ -217,7 +215,7 @@ def _writing(pair: Pair) -> Writing:
 def _write(
     pair: Pair,
     writer: Writing,
-    items: Sequence[Prompt | Encoded],
+    items: Sequence[Prompt | Tokens],
     tell: Callable[[Status], None],
     what: str = "prompts",
 ) -> Mapping[str, Any] | None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.corpus import Corpus, new_texts
 from mtp_extract.tune.made import made_states
@@ -123,7 +122,7 @@ def random_texts(pair: Pair, tell: Callable[[Status], None] = lambda status: Non
     items = []
     for number in range(_PROMPTS):
         drawn = torch.randint(len(usual), (_LENGTHS[number % len(_LENGTHS)],), generator=generator)
-        items.append(Encoded((*opened, *(usual[index] for index in drawn.tolist())), "prompt" if opened else None))
+        items.append((*opened, *(usual[index] for index in drawn.tolist())))
     writing = Writing(
         generator=pair.generator,
         folder=setting.work / "text",
@@ -136,7 +135,7 @@ def random_texts(pair: Pair, tell: Callable[[Status], None] = lambda status: Non
     )
     pair.say(f"continuing {len(items)} prompts of random tokens")
     writing.prepare(items, tell)
-    written = [(side_of(str(list(item.tokens))), text) for item, text in zip(items, writing.texts(items), strict=True)]
+    written = [(side_of(str(list(item))), text) for item, text in zip(items, writing.texts(items), strict=True)]
     sides, learned = dict[str, list[Text]](), list[Text]()
     # After random tokens a base soon writes the same loops: one that was learned shows nothing.
     for side in (TRAINED, WATCHED, HELD_OUT):

@@ -22,7 +22,7 @@ from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.address import public_name
 from mtp_extract.options import Bytes
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE

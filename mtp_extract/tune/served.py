@@ -23,12 +23,11 @@ from mtp_extract.engines.load import load
 from mtp_extract.engines.server import Server
 from mtp_extract.errors import PairError, ServerError, escape
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.status import Status
-from mtp_extract.tune.text import Writing, stored_rows
+from mtp_extract.tune.text import Tokens, Writing, stored_rows
 
 LEAST_AGREEMENT = 0.9
 """Of greedy text: a base in four bits agrees with itself in sixteen at 0.93 to 0.97."""
@@ -90,7 +89,7 @@ class Served(Writing):
         made_with = ["served", self.kind, self.model, self.fingerprint, self.new_tokens, self.temperature]
         return sha256(json.dumps([*made_with, self.chat_template]).encode()).hexdigest()[:16]
 
-    def prepare(self, items: Sequence[Prompt | Encoded], tell: Callable[[Status], None] = lambda status: None) -> None:
+    def prepare(self, items: Sequence[Prompt | Tokens], tell: Callable[[Status], None] = lambda status: None) -> None:
         """Have written what is not stored yet, of this process's share; ``tell`` is called after every text.
 
         Raises:
@@ -101,10 +100,10 @@ class Served(Writing):
         """
         number, processes = self.share
         # Their length is looked at there.
-        known = {prompt.tokens for _, batch in self._batches(items) for prompt in batch}
+        known = {prompt for _, batch in self._batches(items) for prompt in batch}
         encoded = zip(items, self._encoded(items), strict=True)
         # Tokens alone are continued by the base at hand.
-        distinct = {prompt.tokens: (item, prompt) for item, prompt in encoded if isinstance(item, Prompt)}
+        distinct = {prompt: (item, prompt) for item, prompt in encoded if isinstance(item, Prompt)}
         assert known == distinct.keys()
         mine, stored = list(distinct.values())[number::processes], self._stored()
         missing = [(item, prompt) for item, prompt in mine if self._name(prompt) not in stored]
@@ -113,7 +112,7 @@ class Served(Writing):
                 self._ask_for(server, missing, len(mine), tell)
 
     def _ask_for(
-        self, server: Server, missing: Sequence[tuple[Prompt, Encoded]], total: int, tell: Callable[[Status], None]
+        self, server: Server, missing: Sequence[tuple[Prompt, Tokens]], total: int, tell: Callable[[Status], None]
     ) -> None:
         waiting, done = list[Mapping[str, Any]](), 0
 
@@ -137,7 +136,7 @@ class Served(Writing):
             if waiting:
                 self._keep(waiting)
 
-    def _line(self, prompt: Encoded, answer: Answer) -> Mapping[str, Any]:
+    def _line(self, prompt: Tokens, answer: Answer) -> Mapping[str, Any]:
         """What is stored of one answer.
 
         Thoughts are told without the marks around them, so nobody knows which tokens they were: then there is a text
@@ -148,8 +147,8 @@ class Served(Writing):
             tokens = () if answer.reasoning else self.generator.codec.continued(answer.text)
         return {
             "name": self._name(prompt),
-            "prompt_length": len(prompt.tokens),
-            "tokens": [*prompt.tokens, *self._known(tokens)],
+            "prompt_length": len(prompt),
+            "tokens": [*prompt, *self._known(tokens)],
             "text": answer.text,
             "tokens_told": answer.token_ids is not None,
             "prompt_tokens": answer.prompt_tokens,
@@ -170,7 +169,7 @@ class Served(Writing):
             )
         return tokens
 
-    def checked(self, items: Sequence[Prompt | Encoded]) -> Mapping[str, Any]:
+    def checked(self, items: Sequence[Prompt | Tokens]) -> Mapping[str, Any]:
         """Who wrote the texts, and how far that is the base at hand.
 
         Raises:

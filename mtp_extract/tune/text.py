@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from mtp_extract.errors import CheckpointError, PairError, escape
-from mtp_extract.evaluate.batches import groups
+from mtp_extract.evaluate.batches import base_texts, groups
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.files import open_regular
-from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import writing_to
+
+Tokens = tuple[int, ...]
+"""A prompt as the base is fed it."""
 
 BRANCHES = 3
 """Of a text, places from which the base goes on."""
@@ -34,7 +35,7 @@ BRANCHES = 3
 
 @dataclass(frozen=True)
 class Writing:
-    generator: SpeculativeGenerator  # the base; a drafter beside it only makes it faster
+    generator: SpeculativeGenerator  # the base, with its tokenizer
     folder: Path  # where text is kept
     fingerprint: str  # of the base: text of another one is never taken for its own
     new_tokens: int  # most tokens of a continuation
@@ -43,14 +44,13 @@ class Writing:
     batch: int  # prompts at a time
     chat_template: bool  # take text as what a user says in a chat, where the base has a chat format
     share: tuple[int, int] = (0, 1)  # (index of this process, number of processes)
-    drafts: int = 3  # a round; 0 for the base alone
 
     @property
     def author(self) -> str:
         """Who writes, for whoever waits."""
         return "the base"
 
-    def prepare(self, items: Sequence[Prompt | Encoded], tell: Callable[[Status], None] = lambda status: None) -> None:
+    def prepare(self, items: Sequence[Prompt | Tokens], tell: Callable[[Status], None] = lambda status: None) -> None:
         """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.
 
         Raises:
@@ -70,12 +70,12 @@ class Writing:
             written += len(prompts)
             tell(Status("text", total - left + written, total))
 
-    def texts(self, items: Sequence[Prompt | Encoded]) -> list[Text]:
+    def texts(self, items: Sequence[Prompt | Tokens]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         stored = self._stored()
         return [stored[self._name(prompt)] for prompt in self._encoded(items)]
 
-    def checked(self, items: Sequence[Prompt | Encoded]) -> Mapping[str, Any] | None:
+    def checked(self, items: Sequence[Prompt | Tokens]) -> Mapping[str, Any] | None:
         """Who wrote the texts, for the record; None for the base at hand."""
         return None
 
@@ -83,9 +83,9 @@ class Writing:
         """Those after which all new tokens fit the base's context."""
         room = (self._context or math.inf) - self.new_tokens
         encoded = self._encoded(items)
-        return [item for item, prompt in zip(items, encoded, strict=True) if len(prompt.tokens) <= room]
+        return [item for item, prompt in zip(items, encoded, strict=True) if len(prompt) <= room]
 
-    def branches(self, texts: Sequence[Text]) -> tuple[Writing, list[Encoded]]:
+    def branches(self, texts: Sequence[Text]) -> tuple[Writing, list[Tokens]]:
         """What writes half as many tokens after random places of ``texts``, and what it is to continue there.
 
         Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from
@@ -98,22 +98,22 @@ class Writing:
             places = range(text.prompt_length, int(min(len(text.tokens), room + 1)))
             draw = torch.Generator().manual_seed(_number([self.seed, *text.tokens]))
             chosen = torch.randperm(len(places), generator=draw)[:BRANCHES].sort().values.tolist()
-            found += [Encoded(text.tokens[: places[index]], None) for index in chosen]
+            found += [text.tokens[: places[index]] for index in chosen]
         return short, found
 
-    def _encoded(self, items: Sequence[Prompt | Encoded]) -> list[Encoded]:
+    def _encoded(self, items: Sequence[Prompt | Tokens]) -> list[Tokens]:
         prompts = [item for item in items if isinstance(item, Prompt)]
         encoded = iter(encode_prompts(prompts, self.generator.codec, chat_template=self.chat_template))
         return [next(encoded) if isinstance(item, Prompt) else item for item in items]
 
-    def _batches(self, items: Sequence[Prompt | Encoded]) -> list[tuple[int, list[Encoded]]]:
+    def _batches(self, items: Sequence[Prompt | Tokens]) -> list[tuple[int, list[Tokens]]]:
         """Different prompts in batches, each with the seed of its random numbers."""
-        prompts = list({prompt.tokens: prompt for prompt in self._encoded(items)}.values())
-        self.check_length(max(len(prompt.tokens) for prompt in prompts), self.new_tokens, ("prompts", "new_tokens"))
-        parts = groups([len(prompt.tokens) for prompt in prompts], self.batch)
+        prompts = list(dict.fromkeys(self._encoded(items)))
+        self.check_length(max(map(len, prompts)), self.new_tokens, ("prompts", "new_tokens"))
+        parts = groups(list(map(len, prompts)), self.batch)
         # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
         batches = [[prompts[index] for index in group] for group in parts]
-        return [(_number([self._seed, *(prompt.tokens for prompt in batch)]), batch) for batch in batches]
+        return [(_number([self._seed, *batch]), batch) for batch in batches]
 
     def check_length(self, given: int, new: int, remedies: tuple[str, ...]) -> None:
         """Whether a prompt of ``given`` tokens and ``new`` ones after it fit the base's context.
@@ -139,8 +139,8 @@ class Writing:
         """Greedy text has none."""
         return self.seed if self.temperature > 0 else 0
 
-    def _name(self, prompt: Encoded) -> str:
-        return sha256(json.dumps([self._seed, *prompt.tokens]).encode()).hexdigest()[:32]
+    def _name(self, prompt: Tokens) -> str:
+        return sha256(json.dumps([self._seed, *prompt]).encode()).hexdigest()[:32]
 
     @property
     def _key(self) -> str:
@@ -158,18 +158,23 @@ class Writing:
         """Files of text, of every process."""
         return sorted(self.folder.glob(f"texts-{self._key}-*.jsonl"))
 
-    def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
-        sampling = Sampling(self.temperature)
-        options = Options(max_new_tokens=self.new_tokens, sampling=sampling, seed=seed, drafts=self.drafts)
-        results = self.generator.generate_batch(prompts, options)
+    def _write(self, seed: int, prompts: Sequence[Tokens]) -> None:
+        written = base_texts(
+            self.generator.base,
+            prompts,
+            new_tokens=self.new_tokens,
+            batch=len(prompts),
+            temperature=self.temperature,
+            seed=seed,
+        )
         lines = [
             {
                 "name": self._name(prompt),
-                "prompt_length": len(prompt.tokens),
-                "tokens": [*prompt.tokens, *result.tokens],
-                "text": result.text,
+                "prompt_length": len(prompt),
+                "tokens": [*prompt, *tokens],
+                "text": self.generator.codec.decode(tokens),
             }
-            for prompt, result in zip(prompts, results, strict=True)
+            for prompt, tokens in zip(prompts, written, strict=True)
         ]
         self._keep(lines)
 
@@ -237,9 +242,10 @@ def people_texts(items: Sequence[Prompt], writing: Writing) -> list[tuple[Prompt
     for item in items:
         if item.completion is None:
             encoded = next(texts)
-            given, tokens = encoded.tokens[:1] if encoded.bos else (), encoded.tokens[bool(encoded.bos) :]
+            opened = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
+            given, tokens = encoded[:opened], encoded[opened:]
         else:
-            given, tokens = next(prompts).tokens, codec.continued(item.completion)
+            given, tokens = next(prompts), codec.continued(item.completion)
             writing.check_length(len(given), len(tokens), ("text",))
         found += [(item, text) for text in _windows(given, tokens, length, alone=item.completion is None)]
     return found

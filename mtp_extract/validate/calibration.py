@@ -45,7 +45,7 @@ def measure_ranges(
     from mtp_extract.evaluate.agreement import Asked, continue_greedily, measure_agreements
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
-    from mtp_extract.speculate.generate import SpeculativeGenerator
+    from mtp_extract.speculate.loop import SpeculativeGenerator
 
     folder = Path(directory)
     chosen = prompts_or_shipped(Path(prompts) if prompts is not None else None)
@@ -65,7 +65,7 @@ def measure_ranges(
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
         done = counter(show, "the base's text", -(-len(chosen) // _BATCH))
-        written = continue_greedily(generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=done)
+        written = continue_greedily(generator.base, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=done)
         hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.

@@ -20,15 +20,14 @@ from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.typed import Tool
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
+from mtp_extract.validate.acceptance.drafting import MOST_STEPS, parse_wanted
 
 if TYPE_CHECKING:
     from mtp_extract.bundle import Shard
     from mtp_extract.drafter.load import Network
     from mtp_extract.evaluate.base_model import LoadedBase
     from mtp_extract.evaluate.prompts import Prompt
-    from mtp_extract.speculate.codec import Encoded
-    from mtp_extract.speculate.generate import SpeculativeGenerator
+    from mtp_extract.speculate.loop import SpeculativeGenerator
     from mtp_extract.validate.acceptance.drafters import DrafterFigures
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.result import Validation
@@ -62,14 +61,11 @@ class ValidationPlan:
     trees: Annotated[
         Sequence[str],
         About(
-            "Drafts that branch, too: 4x2x1, auto:8 (grown by confidence), best:14 (by measured ranks); may be "
-            "repeated.",
+            "Drafts that branch, too: 4x2x1 is four drafts, two after each, one after each of those; may be repeated.",
             names=("--tree",),
             metavar="TREE",
         ),
     ] = ()
-    """``best:14`` is the tree of at most 14 drafts that the measured ranks promise most of; ``paths:1,0.0`` as a report
-    names that one."""
     device: Device = "auto"
     new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
     batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
@@ -93,7 +89,7 @@ class ValidationPlan:
         return self.directory, *self.beside, self.source, self.prompts, *files_of(self.base)
 
     @property
-    def wanted(self) -> Mapping[str, Wanted]:
+    def wanted(self) -> Mapping[str, Tree]:
         """The trees by name.
 
         Raises:
@@ -287,7 +283,7 @@ def _beside_base(
         say(f"continuing {len(prompts)} prompts with the base alone")
         sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
         written = continue_greedily(
-            generator, prompts, encoded, **sizes, done=counter(show, "the base's text", batches)
+            generator.base, prompts, encoded, **sizes, done=counter(show, "the base's text", batches)
         )
         say("drafting after every token of them, and with one thing broken at a time")
         drafted = draft_together(
@@ -299,7 +295,7 @@ def _beside_base(
             most=plan.control_positions,
             done=counter(show, "drafts after every token", batches),
         )
-        first, generated = drafted.agreements[0], counter(show, "text with drafts", batches * ways)
+        first, generated = drafted.agreements[0], counter(show, "a few texts with drafts", ways)
         for known, (network, own), agreement in zip(facts, pairs, drafted.agreements, strict=True):
             say(f"generating with {_rounds(steps, plan.wanted)}{f' with {known.name}' if plan.beside else ''}")
             drafters.append(
@@ -348,7 +344,7 @@ def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGene
         MtpExtractError: it cannot be loaded or does not fit; the message names ``directory``.
     """
     from mtp_extract.drafter.load import load_any
-    from mtp_extract.speculate.generate import SpeculativeGenerator
+    from mtp_extract.speculate.loop import SpeculativeGenerator
 
     drafter = load_any(directory, dtype=loaded.drafter_dtype, device=loaded.device)
     try:
@@ -357,15 +353,15 @@ def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGene
         raise PairError(f"{escape(directory)}: {error}", remedies=error.remedies) from error
 
 
-def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_tokens: int, config: Any) -> None:
+def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], new_tokens: int, config: Any) -> None:
     """Refuse what does not fit the base's context.
 
     Raises:
         PairError: a prompt and its continuation are longer.
     """
     context = getattr(config, "max_position_embeddings", None)
-    longest = max(range(len(encoded)), key=lambda index: len(encoded[index].tokens))
-    length = len(encoded[longest].tokens)
+    longest = max(range(len(encoded)), key=lambda index: len(encoded[index]))
+    length = len(encoded[longest])
     if context is not None and length + new_tokens > context:
         raise PairError(
             f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
@@ -374,14 +370,14 @@ def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_to
         )
 
 
-def _check_widths(trees: Mapping[str, Wanted], vocab_size: int) -> None:
+def _check_widths(trees: Mapping[str, Tree], vocab_size: int) -> None:
     """Refuse a tree of more drafts for one place than there are tokens.
 
     Raises:
         PairError: there is one.
     """
     for name, tree in trees.items():
-        if isinstance(tree, Tree) and tree.width > vocab_size:
+        if tree.width > vocab_size:
             raise PairError(
                 f"expected at most {vocab_size} drafts for one place, as many as the base has tokens, found "
                 f"{tree.width} in {escape(name)}; make the tree narrower",

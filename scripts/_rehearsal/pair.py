@@ -14,8 +14,8 @@ import transformers
 
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.trees import AutoTree, Tree
+from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.trees import Tree
 
 from .shapes import FULL, SLIDING, Shape
 
@@ -72,16 +72,15 @@ class Pair:
         self.assistant = assistant.to(loaded.device).eval()
         self.random = torch.Generator().manual_seed(0)
 
-    def prompts(self, batch: int, length: int) -> list[list[int]]:
+    def prompt(self, length: int) -> list[int]:
         """Random tokens, none of them special."""
         most = self.generator.base.vocab_size
-        found: list[list[int]] = torch.randint(300, most, (batch, length), generator=self.random).tolist()
+        found: list[int] = torch.randint(300, most, (length,), generator=self.random).tolist()
         return found
 
-    def ours(self, prompts: list[list[int]], drafts: int | Tree | AutoTree, tokens: int) -> tuple[float, float, float]:
+    def ours(self, prompt: list[int], drafts: int | Tree, tokens: int) -> tuple[float, float, float]:
         """Milliseconds of drafting and of verifying in a round, and of the prompts' own forward."""
-        options = Options(tokens, drafts, stop_token_ids=[])
-        made = self.generator.generate_batch(prompts, options)[0]
+        made = self.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts, stop_token_ids=[])
         full = [r for r in made.rounds if r.drafted or drafts == 0]
         return fmean(r.draft_ms for r in full), fmean(r.verify_ms for r in full), made.prefill_ms
 
@@ -112,7 +111,7 @@ class Pair:
             return kept[-1]
 
         setattr(self.drafter, "start", keeping)  # noqa: B010
-        self.ours(self.prompts(1, SHORT), 1, 4)
+        self.ours(self.prompt(SHORT), 1, 4)
         delattr(self.drafter, "start")
         token = torch.full((1, 1), 300, device=self.device)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 
 def _handler(generator: SpeculativeGenerator) -> type[BaseHTTPRequestHandler]:
@@ -41,9 +41,13 @@ def _handler(generator: SpeculativeGenerator) -> type[BaseHTTPRequestHandler]:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
-            options = Options(max_new_tokens=asked["max_tokens"], drafts=2, chat_template=chat)
-            for chunk in generator.stream(prompt, options):
-                self._event({"delta": {"content": chunk.text}} if chat else {"text": chunk.text})
+            tokens, given = generator.codec.encode(prompt, chat_template=chat), ""
+            new: list[int] = []
+            for made in generator.rounds(tokens, max_new_tokens=asked["max_tokens"], drafts=2):
+                new += made.tokens
+                text = generator.codec.decode(new) or ""
+                more, given = text[len(given) :], text
+                self._event({"delta": {"content": more}} if chat else {"text": more})
             self._event({"delta": {}} if chat else {"text": ""}, "length")
             self.wfile.write(b"data: [DONE]\n\n")
 

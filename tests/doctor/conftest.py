@@ -15,8 +15,7 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
-from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,5 +59,5 @@ def texts(prompts_file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def encoded(prompts_file: Path, generator: SpeculativeGenerator) -> list[Encoded]:
+def encoded(prompts_file: Path, generator: SpeculativeGenerator) -> list[tuple[int, ...]]:
     return encode_prompts(read_prompts(prompts_file), generator.codec, chat_template=False)

@@ -33,22 +33,21 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base
 from mtp_extract.io.source import LocalSource
-from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3
 
 
 @pytest.fixture(scope="module")
 def answers(
-    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded], texts: list[str]
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]], texts: list[str]
 ) -> Mapping[str, Mapping[str, Written]]:
     """By what is wrong with the loop: prompt → what it answers and counts."""
     found = {}
     for name in ("sound", "unit_layer_scalars", "unscaled_embedding"):
         engine = drafter if name == "sound" else PLANTED[name](drafter, generator.base)
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
-        results = loop.generate_batch(encoded, Options(NEW_TOKENS, STEPS))
+        results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded]
         found[name] = {text: played(result, ids=True) for text, result in zip(texts, results, strict=True)}
     return found
 
@@ -230,7 +229,11 @@ def test_a_baseline_that_writes_otherwise_is_said(
 
 
 def test_a_head_is_in_line_or_below_and_nothing_else(
-    tmp_path: Path, prompts_file: Path, generator: SpeculativeGenerator, encoded: list[Encoded], texts: Sequence[str]
+    tmp_path: Path,
+    prompts_file: Path,
+    generator: SpeculativeGenerator,
+    encoded: list[tuple[int, ...]],
+    texts: Sequence[str],
 ) -> None:
     """An EAGLE-3 head has no faults to hold against: one that drafts as another head does is below, with no suspect."""
     base = generator.base
@@ -243,7 +246,7 @@ def test_a_head_is_in_line_or_below_and_nothing_else(
     head = random_head(head_config(**sizes, base_layers=(1, 3, base.num_layers)))
     out = write_head(tmp_path / "head", head)
     loop = SpeculativeGenerator(base, head, generator.codec.tokenizer)
-    results = loop.generate_batch(encoded, Options(NEW_TOKENS, STEPS))
+    results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded]
     sound = {text: played(result) for text, result in zip(texts, results, strict=True)}
     report = answered(plan(out, prompts_file), out, sound)
     assert (report["outcome"], report["suspect"], report["convention"]) == ("in line", None, None)
@@ -327,14 +330,14 @@ def test_a_bundle_is_looked_into_by_its_headers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_larger_residual_stream_is_the_same_function_and_overflows(
-    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
 ) -> None:
     """What the table of planted faults uses for FP16: the same drafts in F32, fewer in FP16."""
     large = near_overflow(drafter, 2.0**14)
 
     def accepted(engine: Any) -> int:
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
-        return sum(r.accepted for r in loop.generate_batch(encoded[:6], Options(NEW_TOKENS, STEPS)))
+        return sum(loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS).accepted for one in encoded[:6])
 
     sound = accepted(drafter)
     assert accepted(large) == sound

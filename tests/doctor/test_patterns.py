@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,16 +13,14 @@ from mtp_extract.doctor.faults import FAULTS, Setting
 from mtp_extract.doctor.patterns import _walk, patterns
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, chances_of_base, chances_of_text
 
 NEW_TOKENS, STEPS = 32, 3
 
 
 def test_greedy_patterns_are_what_the_loop_counts(
-    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
 ) -> None:
     """Text by text and step by step, for the drafter as it is and with each thing broken that the loop can run."""
     setting = Setting(drafter, generator.base.num_layers, LITERT, 2)
@@ -28,7 +28,7 @@ def test_greedy_patterns_are_what_the_loop_counts(
     chosen = {"sound": drafter, **{name: broken[name][0] for name in ("early_state", "unscaled_embedding")}}
     for name, engine in chosen.items():
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
-        results = loop.generate_batch(encoded[:8], Options(NEW_TOKENS, STEPS))
+        results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded[:8]]
         along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
         (pattern,) = patterns(generator.base, [engine], along, STEPS, batch=8)
         counts = [played(result).counted for result in results]
@@ -64,11 +64,11 @@ def test_expected_rounds_are_those_of_every_outcome() -> None:
 
 
 def test_drawn_drafts_stand_as_often_as_expected(
-    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
 ) -> None:
     """Over texts that the loop drew, with drafts that it drew: counts lie within four standard errors."""
-    options = Options(NEW_TOKENS, STEPS, Sampling(0.7), seed=3)
-    results = generator.generate_batch(encoded, options)
+    options: Any = {"max_new_tokens": NEW_TOKENS, "drafts": STEPS, "temperature": 0.7}
+    results = [generator.generate(one, seed=row, **options) for row, one in enumerate(encoded)]
     along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
     (pattern,) = patterns(generator.base, [drafter], along, STEPS, temperature=0.7, batch=24)
     apart = np.array([r.accepted for r in results]) - pattern.accepted
@@ -78,10 +78,10 @@ def test_drawn_drafts_stand_as_often_as_expected(
 
 
 def test_chances_are_ratios_of_the_two_distributions(
-    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
 ) -> None:
     """At one anchor of one text, from logits that are computed here."""
-    (result,) = generator.generate_batch(encoded[:1], Options(8, 0))
+    result = generator.generate(encoded[0], max_new_tokens=8, drafts=0)
     text = Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens))
     found = chances_of_text(generator.base, drafter, [text], 1, temperature=2.0)
     own = chances_of_base(generator.base, [text], 2.0)

@@ -18,7 +18,7 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.errors import DrafterError, PairError
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 
@@ -163,12 +163,12 @@ def model() -> Any:
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": True, "fc_norm": True, "norm_before_residual": True}])
 def test_generation_is_the_bases(model: Any, flags: dict[str, bool]) -> None:
-    """A batch of unequal lengths, in which sequences end at different times."""
+    """After prompts of unequal lengths, up to a stop token too."""
     head = random_head(head_config(**flags))
     texts = [base_alone(model, prompt, 30) for prompt in PROMPTS]
     generator = SpeculativeGenerator(model, head)
     stop = next(t for t in range(40) if len({(*own, t).index(t) for own in texts}) == 3)
-    results = generator.generate_batch(PROMPTS, Options(max_new_tokens=30, drafts=4, stop_token_ids=[stop]))
+    results = [generator.generate(one, max_new_tokens=30, drafts=4, stop_token_ids=[stop]) for one in PROMPTS]
     for own, result in zip(texts, results, strict=True):
         assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)
     assert sum(r.drafted for r in results) > 0

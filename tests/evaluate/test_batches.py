@@ -1,50 +1,55 @@
-"""Many prompts through the loop: order, batches and seeds."""
+"""The base's own text in batches: that of each prompt alone, in order, and drawn anew in every batch."""
 
 from __future__ import annotations
 
 import pytest
-import transformers
-from helpers.first_pair import first_base, first_bundle
+import torch
+from helpers.random_pairs import base_alone, random_base
 
-import mtp_extract
-from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.batches import generate_in_batches, groups
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.evaluate.batches import base_texts, groups
+from mtp_extract.speculate.target import Base
 
-PROMPTS = ("import os\n", [{"role": "user", "content": "hello"}], (2, 5, 7), "def main():\n    ", "x")
+PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9), (2, 2), (5, 4, 3))
 
 
 @pytest.fixture(scope="module")
-def generator(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeGenerator:
-    directory = tmp_path_factory.mktemp("engine") / "drafter"
-    mtp_extract.extract(first_bundle(), directory, dtype="f32")
-    base = transformers.Gemma4ForConditionalGeneration.from_pretrained(first_base()).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(first_base())
-    return SpeculativeGenerator(base, load_drafter(directory), tokenizer)
+def base() -> Base:
+    return Base(random_base(tie_word_embeddings=False))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
-def test_results_are_in_order(generator: SpeculativeGenerator, batch: int) -> None:
-    options = Options(max_new_tokens=20, stop_token_ids=[])
-    together = generate_in_batches(generator, PROMPTS, options, batch=batch)
-    alone = [generator.generate_batch([prompt], options)[0] for prompt in PROMPTS]
-    assert [(r.prompt_tokens, r.bos, r.tokens) for r in together] == [(r.prompt_tokens, r.bos, r.tokens) for r in alone]
-    assert generate_in_batches(generator, [], options, batch=batch) == []
+def test_a_text_is_what_the_base_writes_alone(base: Base, batch: int) -> None:
+    told: list[int] = []
+    found = base_texts(base, PROMPTS, new_tokens=20, batch=batch, done=lambda: told.append(1))
+    assert found == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
+    assert len(told) == len(list(groups([0] * 5, batch)))
+    assert base_texts(base, [], new_tokens=20, batch=batch) == []
 
 
-def test_the_same_prompt_in_two_batches_is_sampled_twice(generator: SpeculativeGenerator) -> None:
-    options = Options(max_new_tokens=12, sampling=Sampling(1.0), stop_token_ids=[], seed=3)
-    found, again = (generate_in_batches(generator, [PROMPTS[0]] * 6, options, batch=2) for _ in range(2))
-    assert len({result.tokens for result in found}) == 6
-    assert [r.tokens for r in found] == [r.tokens for r in again]
+def test_a_text_ends_with_its_stop_token(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
+    stop = whole[1][3]
+    monkeypatch.setattr(base.model.generation_config, "eos_token_id", stop)
+    found = base_texts(base, PROMPTS, new_tokens=20, batch=8)
+    assert found == [text[: text.index(stop) + 1] if stop in text else text for text in whole]
+    assert len({len(text) for text in found}) > 1
+
+
+def test_the_same_prompt_is_drawn_anew_and_the_same_from_a_seed(base: Base) -> None:
+    before = torch.random.get_rng_state()
+    found, again = (
+        base_texts(base, [PROMPTS[2]] * 6, new_tokens=12, batch=2, temperature=1.0, seed=3) for _ in range(2)
+    )
+    assert len(set(found)) == 6
+    assert found == again
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("batch", [0, -1, 1.5])
-def test_a_batch_is_a_count(generator: SpeculativeGenerator, batch: int) -> None:
+def test_a_batch_is_a_count(base: Base, batch: int) -> None:
     with pytest.raises(MtpExtractError, match="expected batch to be a whole number of at least 1"):
-        generate_in_batches(generator, PROMPTS, Options(), batch=batch)
+        base_texts(base, PROMPTS, new_tokens=2, batch=batch)
 
 
 def test_groups_leave_no_text_alone() -> None:

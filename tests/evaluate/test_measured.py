@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,8 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.measured import Measured, compare, of_agreement, saving
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import ratio_bounds
-from mtp_extract.speculate.result import Generation
-from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.measure import measure
 
@@ -40,7 +39,7 @@ def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, conven
     loaded = load_base(str(base), "cpu")
     drafter = Altered(load_drafter(extracted), convention)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    results = generator.generate_batch(PROMPTS, Options(max_new_tokens=50, drafts=K))
+    results = [generator.generate(prompt, max_new_tokens=50, drafts=K) for prompt in PROMPTS]
     measured = of_agreement(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
     for index, result in enumerate(results):
         accepted, own = whole_rounds(result), measured.of([index])
@@ -56,8 +55,8 @@ def test_sampled_rounds_are_expected_of_the_loop() -> None:
     model = random_base()
     drafter, temperature = random_drafter(model), 6.0  # where half of the drafts of two random networks stand
     generator = SpeculativeGenerator(model, drafter)
-    options = Options(max_new_tokens=30, drafts=K, sampling=Sampling(temperature), stop_token_ids=())
-    results = generator.generate_batch([(1, 2, 3)] * 250, options)
+    options: Any = {"max_new_tokens": 30, "drafts": K, "temperature": temperature, "stop_token_ids": ()}
+    results = [generator.generate((1, 2, 3), seed=seed, **options) for seed in range(100)]
     taken = torch.tensor([len(whole_rounds(one)) for one in results], dtype=torch.double)
     texts = [text_of(one) for one in results]
     measured = measure(generator.base, drafter, texts, K, temperature=temperature, batch=64)

@@ -1,4 +1,4 @@
-"""A server of models on loopback whose answers our own loop made before it listens, all prompts together.
+"""A server of models on loopback whose answers our own loop made before it listens.
 
 Sound, or with a fault planted in the loop; what is measured of it costs next to nothing.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from helpers.loop_server import account_of
 from helpers.model_server import ModelServer, Written, model_server, prompt_of
-from mtp_extract.speculate.result import Generation
+from mtp_extract.speculate.loop import Generation
 
 
 def played(result: Generation, *, ids: bool = False) -> Written:

@@ -13,8 +13,8 @@ from typing import Any
 
 from helpers.model_server import ModelServer, Written, model_server
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.result import Round
+from mtp_extract.speculate.codec import Codec
+from mtp_extract.speculate.loop import Round, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling
 
 
@@ -46,20 +46,31 @@ def writer(
             text = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
             (prompt,) = encode_prompts([Prompt("", text)], codec, chat_template=False)
         sampling = Sampling(asked.get("temperature", 1.0))
-        options = Options(asked["max_tokens"], drafts, sampling, seed=asked.get("seed", 0))
+        options: Any = {"max_new_tokens": asked["max_tokens"], "drafts": drafts, "seed": asked.get("seed", 0)}
         with alone:
-            chunks = list(generator.stream(prompt, options))
-        tokens = [token for chunk in chunks for token in chunk.tokens]
+            rounds = list(generator.rounds(prompt, sampling=sampling, **options))
+        tokens = [token for one in rounds for token in one.tokens]
         return Written(
-            pieces=[chunk.text for chunk in chunks],
-            sizes=[len(chunk.tokens) for chunk in chunks],
-            counted=account_of(len(tokens), [chunk.round for chunk in chunks if chunk.round is not None]),
+            pieces=list(_pieces(codec, [one.tokens for one in rounds])),
+            sizes=[len(one.tokens) for one in rounds],
+            counted=account_of(len(tokens), rounds[1:]),
             finish="length" if len(tokens) == asked["max_tokens"] else "stop",
-            ids=[chunk.tokens for chunk in chunks] if ids else None,
-            prompt_tokens=len(prompt.tokens),
+            ids=[one.tokens for one in rounds] if ids else None,
+            prompt_tokens=len(prompt),
         )
 
     return write
+
+
+def _pieces(codec: Codec, rounds: Sequence[Sequence[int]]) -> Iterator[str]:
+    """What each round adds to the text; half a character waits for its other half."""
+    given, tokens = "", list[int]()
+    for number, new in enumerate(rounds):
+        tokens += new
+        text = codec.decode(tokens) or ""
+        text = text if number == len(rounds) - 1 else text.rstrip("\ufffd")
+        yield text[len(given) :]
+        given = text if len(text) > len(given) else given
 
 
 @contextmanager

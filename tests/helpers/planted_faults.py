@@ -1,7 +1,7 @@
 """Engines with planted faults: a drafter that is wrong in one way, made otherwise than the doctor's own patterns.
 
 Each takes the sound drafter and the base that it runs beside. What differs from ``mtp_extract/doctor/faults.py``:
-another text's K and V are two rows away, not one; 1/sqrt(d) is one number for all layers, by
+another text's K and V are those of the text that was served before; 1/sqrt(d) is one number for all layers, by
 the config; another base's state is turned by a random rotation; stale K and V are those of the round before, whatever
 it accepted.
 """
@@ -53,8 +53,17 @@ def _no_state(drafter: MtpDrafter, base: Base) -> Any:
 
 
 def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
+    last: dict[str, Any] = {}
+
     def change(state: BaseState) -> BaseState:
-        kv = {kind: (k.roll(2, 0), v.roll(2, 0)) for kind, (k, v) in state.shared_kv.items()}
+        if not int(state.fed.positions[0, 0]):
+            last["before"] = last.get("now")
+        last["now"] = state.shared_kv
+        if last["before"] is None:
+            return state
+        # As many slots as there are, over and over where the other text has fewer.
+        at = {k: torch.arange(keys.shape[2]) % last["before"][k][0].shape[2] for k, (keys, _) in last["now"].items()}
+        kv = {kind: (k[:, :, at[kind]], v[:, :, at[kind]]) for kind, (k, v) in last["before"].items()}
         return dataclasses.replace(state, shared_kv=kv)
 
     return _Handing(drafter, change)
@@ -128,7 +137,7 @@ def _stale(drafter: MtpDrafter, base: Base) -> Any:
     def change(state: BaseState) -> BaseState:
         before = seen.get("positions")
         seen["positions"] = state.positions
-        if before is None or len(before) != len(state.positions):
+        if before is None or not int(state.fed.positions[0, 0]):
             return state
         slots = {
             kind: torch.where(slots >= before, torch.iinfo(torch.int64).max, slots)

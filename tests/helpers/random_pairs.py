@@ -11,7 +11,7 @@ import transformers
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 PROMPTS = (
     "class Foo(object):",

@@ -27,19 +27,16 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
     if not text.anchors:
         return
     first = text.anchors[0]
-    layers = drafter.needs.layers
-    cache = base.new_cache(batch=1, capacity=len(text.tokens), queries=1)
+    layers, cache = drafter.needs.layers, base.new_cache()
     tokens = torch.tensor([text.tokens], device=base.device)
-    fed = base.forward(tokens[:, :first], torch.tensor([0]), cache, torch.tensor([first]), layers)
+    fed = base.keep(cache, base.feed(tokens[:, :first], cache, layers), range(first))
     previous: DraftState = None
     for anchor in text.anchors:
         position = torch.tensor([[anchor]])
         aim = targets([text], position, steps)
         pending = tokens[:, anchor : anchor + 1]
-        kv = base.read_kv(cache, drafter.needs.shared_kv)
-        known = BaseState(position.to(base.device), fed.hidden[:, -1:], base.embed, *kv, fed, previous)
-        state = drafter.start(known)
+        state = drafter.start(BaseState.after(fed, position.to(base.device), base.embed, previous))
         previous = state if drafter.needs.own_cache else None
         drafts, top5 = draft(drafter, state, pending, aim, steps)
         yield Agreement(torch.tensor([index]), position[0], drafts[0], aim[0], top5[0])
-        fed = base.forward(pending, torch.tensor([anchor]), cache, layers=layers)
+        fed = base.keep(cache, base.feed(pending, cache, layers), [0])

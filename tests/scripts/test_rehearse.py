@@ -21,7 +21,7 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.pipeline.extraction import extract
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 
 TINY = SHAPES["tiny"]
 

@@ -11,7 +11,7 @@ from helpers.random_pairs import Pair, random_base, random_drafter
 
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base, check_pair
 
 
@@ -98,4 +98,3 @@ def test_prompts(pair: Pair) -> None:
     result = generator.generate([2, 3], max_new_tokens=5)
     assert result.text is None
     assert len(result.tokens) == 5
-    assert generator.generate_batch([]) == []

@@ -26,7 +26,7 @@ from mtp_extract.evaluate.measured import Measured
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import verify
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.loop import train
@@ -109,9 +109,8 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     checkpoint = untrained(base, 32, texts)
     head = network_of(checkpoint)
     assert isinstance(head, Eagle3Drafter)
-    results = SpeculativeGenerator(base, head).generate_batch(
-        PROMPTS, Options(max_new_tokens=24, drafts=3, stop_token_ids=[])
-    )
+    loop = SpeculativeGenerator(base, head)
+    results = [loop.generate(one, max_new_tokens=24, drafts=3, stop_token_ids=[]) for one in PROMPTS]
     assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
 
     states = States(base, head.needs, texts, 8, Room(1 << 20), 1 << 20)

@@ -17,7 +17,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import ValidationPlan, run_validation
 
@@ -77,7 +77,7 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Continuations:
     encoded = encode_prompts(prompts, generator.codec, chat_template=False)
-    return continue_greedily(generator, prompts, encoded, new_tokens=NEW_TOKENS, batch=4)
+    return continue_greedily(generator.base, prompts, encoded, new_tokens=NEW_TOKENS, batch=4)
 
 
 @pytest.fixture(scope="session")

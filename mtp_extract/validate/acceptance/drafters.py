@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from mtp_extract.evaluate.reads import StepReads, reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.drafting import Wanted, draftings
+from mtp_extract.speculate.trees import Tree
+from mtp_extract.validate.acceptance.drafting import draftings
 from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation
 
 
@@ -80,7 +80,7 @@ def measure_drafter(
     first: Agreement,
     *,
     chains: Sequence[int],
-    trees: Mapping[str, Wanted],
+    trees: Mapping[str, Tree],
     batch: int,
     new_tokens: int,
     timed: int,
@@ -91,17 +91,16 @@ def measure_drafter(
     Args:
         agreement: of this drafter with the text of ``written``.
         first: of the drafter that this one is compared with.
-        done: called after each batch of texts that was generated.
+        done: called after each drafting with which texts were generated.
     """
     overall, parts = figures(agreement), {name: written.of_workload(name) for name in written.workloads}
-    conditional = [math.nan if step.conditional.value is None else step.conditional.value for step in overall.steps]
-    planned = draftings(generator, chains, trees, written, conditional, batch=batch)
+    planned = draftings(generator, chains, trees, written, agreement, batch=batch)
     before, after = of_agreement(first), of_agreement(agreement)
     return DrafterFigures(
         facts,
         overall,
         {name: figures(agreement, rows) for name, rows in parts.items()},
-        measure_generation(generator, written, planned, batch=batch, new_tokens=new_tokens, timed=timed, done=done),
+        measure_generation(generator, written, planned, new_tokens=new_tokens, timed=timed, done=done),
         compare(before, after),
         {name: compare(before.of(rows), after.of(rows)) for name, rows in parts.items()},
     )

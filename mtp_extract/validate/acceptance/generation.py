@@ -1,25 +1,23 @@
-"""Speculative against plain greedy decoding: the same text, and what it costs.
+"""What drafts are worth: rounds walked along the base's own text, and the times and the text of a few real ones.
 
-Whether the text is the same, and how many drafts are accepted, is counted over all prompts, in batches. Times
-are of a batch of one, where drafting pays, over a few prompts.
+Served greedily, where a round ends depends on the drafts alone, and those are known after every token of the text. So
+the rounds of any chain or tree are read off one pass; their times, and that the text stays, are seen by generating.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_extract.evaluate.agreement import Continuations, figure
-from mtp_extract.evaluate.batches import generate_in_batches
 from mtp_extract.io.typed import Count, Figure, Positive, Record
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.intervals import Interval, share_interval
-from mtp_extract.speculate.result import Generation, Round
+from mtp_extract.speculate.intervals import share_interval
+from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
@@ -45,15 +43,15 @@ class Worth(Record, kw_only=True):
     """A chain or a tree of drafts: what a round of it yields in the loop, and what it costs."""
 
     tree: str | None  #: what it can be asked for as again; null for a chain
-    paths: list[list[Count]] | None  #: of a tree of fixed shape, the ranks on the way to each draft; else null
+    paths: list[list[Count]] | None  #: of a tree, the ranks on the way to each draft; else null
     drafts: Positive  #: most that the base verifies a round
     depth: Positive  #: most steps of the drafter a round; of a chain, as many as drafts
-    rounds: Count  #: that drafted something, over all prompts but those whose text repeats another's
+    rounds: Count  #: of the greedy loop along all texts that repeat no other, those that drafted something
     drafted: Count  #: steps of the drafter in these rounds; in a chain each is one draft
     accepted: Count  #: drafts that stand
-    tokens_per_round: Figure  #: measured in the loop: 1 + accepted / rounds
+    tokens_per_round: Figure  #: of these rounds: 1 + accepted / rounds
     #: teacher-forced, from every position of the same texts: of a chain by its agreement, of a tree by the ranks of the
-    #: base's tokens; null for a tree that is grown
+    #: base's tokens; null where no position has all its targets
     expected_tokens_per_round: float | None
     prompts: Count  #: whose text was written with these drafts
     same_text: Count  #: of them, texts that are what the base alone writes
@@ -91,79 +89,106 @@ class GenerationResult(Record):
         )
 
 
+class Walked(NamedTuple):
+    """A round of the greedy loop."""
+
+    drafted: int
+    accepted: int
+
+
+def walked(drafting: Drafting, written: Continuations, new_tokens: int) -> list[list[Walked]]:
+    """By text, the rounds of the loop that draft anything: each begins where the one before ended."""
+    walks = []
+    for index in written.usable:
+        text, walk = written.texts[index], list[Walked]()
+        at, last = text.prompt_length, len(text.tokens) - 1
+        # Of the tokens that are left one is the base's own, so fewer are drafted near the end.
+        while at < last and (drafted := min(drafting.depth, text.prompt_length + new_tokens - at - 2)) > 0:
+            walk.append(Walked(drafted, min(drafting.stands[index, at], drafted)))
+            at += walk[-1].accepted + 1
+        walks.append(walk)
+    return walks
+
+
 def measure_generation(
     generator: SpeculativeGenerator,
     continuations: Continuations,
     draftings: Sequence[Drafting],
     *,
-    batch: int,
     new_tokens: int,
     timed: int,
     done: Callable[[], None] = lambda: None,
 ) -> GenerationResult:
-    """Generate with each of ``draftings``.
+    """The rounds of each of ``draftings``; and a few texts generated with it, one by one.
 
     Args:
         continuations: what the base alone wrote; texts must equal these.
-        batch: prompts at a time, where nothing is timed.
         new_tokens: as the continuations were made with.
-        timed: how many prompts to time, spread over the workloads.
-        done: called after each batch where nothing is timed.
+        timed: how many prompts to generate, spread over the workloads.
+        done: called after each of ``draftings``.
     """
-    texts, chosen = continuations.texts, _spread(continuations, timed)
+    chosen = _spread(continuations, timed)
+    texts = [continuations.texts[index] for index in chosen]
 
-    def run(
-        indices: Sequence[int], drafting: Drafting | None, done: Callable[[], None] = lambda: None
-    ) -> list[Generation]:
-        options = Options(max_new_tokens=new_tokens, drafts=0 if drafting is None else drafting.what)
-        return generate_in_batches(generator, [texts[i].prompt for i in indices], options, batch=batch, done=done)
-
-    def one_by_one(drafting: Drafting | None) -> list[Generation]:
-        return [result for index in chosen for result in run([index], drafting)]
+    def generated(drafts: Drafts) -> list[Generation]:
+        return [generator.generate(text.prompt, max_new_tokens=new_tokens, drafts=drafts) for text in texts]
 
     # Kernels are chosen and memory is taken in the first call.
-    run(chosen[:1], max(draftings, key=lambda drafting: drafting.drafts))
-    plain = one_by_one(None)
+    generated(max(draftings, key=lambda drafting: drafting.drafts).what)
+    plain, worth = generated(0), dict[str, Worth]()
     base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
-    results = {}
     for drafting in draftings:
-        together, alone = run(range(len(texts)), drafting, done), one_by_one(drafting)
-        differing = {i: r.tokens for i, r in enumerate(together) if r.tokens != texts[i].continuation}
-        # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
-        own = dict(enumerate(texts))
-        for index, fast, slow in zip(chosen, alone, plain, strict=True):
-            if fast.tokens != slow.tokens and index not in differing:
-                differing[index] = fast.tokens
-                own[index] = dataclasses.replace(texts[index], tokens=texts[index].prompt + slow.tokens)
-        wrong = [_divergence(generator.base, own[i], i, tokens) for i, tokens in differing.items()]
-        counted = {i: result for i, result in enumerate(together) if i not in continuations.repeats}
-        rounds, timed_rounds = _drafting_rounds(counted.values()), _drafting_rounds(alone)
-        verify, draft = _mean([r.verify_ms for r in timed_rounds]), _mean([r.draft_ms for r in timed_rounds])
-        length = _mean_length(rounds)
-        results[drafting.name] = Worth(
-            tree=drafting.tree,
-            paths=None if drafting.paths is None else list(map(list, drafting.paths)),
-            drafts=drafting.drafts,
-            depth=drafting.depth,
-            rounds=len(rounds),
-            drafted=sum(r.drafted for r in rounds),
-            accepted=sum(r.accepted for r in rounds),
-            tokens_per_round=figure(length, len(rounds), _interval(counted.values(), drafting.depth)),
-            expected_tokens_per_round=drafting.expected,
-            prompts=len(together),
-            same_text=len(together) - len(wrong),
-            divergences=wrong,
-            base_tokens_per_s=_known(_rate(plain)),
-            tokens_per_s=_known(_rate(alone)),
-            verify_ms=_known(verify),
-            draft_ms=_known(draft),
-            predicted_speedup=_known(length * base_ms / (verify + draft)),
-            measured_speedup=_known(_rate(alone) / _rate(plain)),
-        )
-    chains = {name: (found.predicted_speedup or 0.0, found.drafts) for name, found in results.items() if not found.tree}
+        made = generated(drafting.what)
+        # One text at a time is compared with one at a time: the sums may be ordered otherwise than in a batch.
+        own = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in plain]
+        parted = [
+            _divergence(generator.base, text, index, result.tokens)
+            for index, text, result in zip(chosen, own, made, strict=True)
+            if result.tokens != text.continuation
+        ]
+        walks = walked(drafting, continuations, new_tokens)
+        worth[drafting.name] = _worth(drafting, walks, plain, made, parted, base_ms)
+        done()
+    chains = {name: (found.predicted_speedup or 0.0, found.drafts) for name, found in worth.items() if not found.tree}
     best = max(chains, key=lambda name: (chains[name][0], -chains[name][1]))
     break_even = max((drafts for gain, drafts in chains.values() if gain > 1), default=0)
-    return GenerationResult(results, best, break_even, len(chosen), _known(base_ms))
+    return GenerationResult(worth, best, break_even, len(chosen), _known(base_ms))
+
+
+def _worth(
+    drafting: Drafting,
+    walks: Sequence[Sequence[Walked]],
+    plain: Sequence[Generation],
+    made: Sequence[Generation],
+    parted: list[Divergence],
+    base_ms: float,
+) -> Worth:
+    rounds = [r for walk in walks for r in walk]
+    accepted = sum(r.accepted for r in rounds)
+    length = 1 + accepted / len(rounds) if rounds else math.nan
+    interval = share_interval([sum(r.accepted for r in w) / drafting.depth for w in walks], list(map(len, walks)))
+    timed = [r for result in made for r in result.rounds if r.drafted]
+    verify, draft = _mean([r.verify_ms for r in timed]), _mean([r.draft_ms for r in timed])
+    return Worth(
+        tree=drafting.tree,
+        paths=None if drafting.paths is None else list(map(list, drafting.paths)),
+        drafts=drafting.drafts,
+        depth=drafting.depth,
+        rounds=len(rounds),
+        drafted=sum(r.drafted for r in rounds),
+        accepted=accepted,
+        tokens_per_round=figure(length, len(rounds), interval and interval.scaled(drafting.depth, 1.0)),
+        expected_tokens_per_round=_known(drafting.expected),
+        prompts=len(made),
+        same_text=len(made) - len(parted),
+        divergences=parted,
+        base_tokens_per_s=_known(_rate(plain)),
+        tokens_per_s=_known(_rate(made)),
+        verify_ms=_known(verify),
+        draft_ms=_known(draft),
+        predicted_speedup=_known(length * base_ms / (verify + draft)),
+        measured_speedup=_known(_rate(made) / _rate(plain)),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -172,21 +197,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _drafting_rounds(results: Iterable[Generation]) -> list[Round]:
-    return [r for result in results for r in result.rounds if r.drafted]
-
-
-def _mean_length(rounds: Sequence[Round]) -> float:
-    return 1 + sum(r.accepted for r in rounds) / len(rounds) if rounds else math.nan
-
-
-def _interval(results: Iterable[Generation], depth: int) -> Interval | None:
-    """Of the mean accepted length, 95 % over prompts, of rounds of at most ``depth`` steps; None with too few."""
-    prompts = [_drafting_rounds([result]) for result in results]
-    found = share_interval([sum(r.accepted for r in rounds) / depth for rounds in prompts], list(map(len, prompts)))
-    return found and found.scaled(depth, 1.0)
 
 
 def _spread(continuations: Continuations, count: int) -> list[int]:
@@ -231,5 +241,5 @@ def _stepped(base: Base, tokens: Tensor) -> Tensor:
 
 def _rate(results: Sequence[Generation]) -> float:
     """Tokens after the first, per second, over several texts."""
-    milliseconds = sum(r.draft_ms + r.verify_ms for r in results)
+    milliseconds = sum(r.draft_ms + r.verify_ms for result in results for r in result.rounds)
     return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else math.nan

@@ -13,7 +13,7 @@ from msgspec import structs
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, at_every, measure_agreement
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, ControlResult, compare, draft_together, thinned

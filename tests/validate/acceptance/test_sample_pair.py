@@ -11,7 +11,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily, measure_agreement
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts
-from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, draft_together
 
@@ -35,7 +35,7 @@ def written(generator: SpeculativeGenerator) -> Continuations:
         if sum(other.workload == prompt.workload for other in prompts) < EACH:
             prompts.append(prompt)
     encoded = encode_prompts(prompts, generator.codec, chat_template=True)
-    return continue_greedily(generator, prompts, encoded, new_tokens=48, batch=32)
+    return continue_greedily(generator.base, prompts, encoded, new_tokens=48, batch=32)
 
 
 @pytest.fixture(scope="module")

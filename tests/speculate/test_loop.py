@@ -1,0 +1,303 @@
+"""The loop: greedy text is the base's own, whatever is drafted; the account adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.first_pair import first_bundle
+from helpers.random_heads import head_config, random_head
+from helpers.random_pairs import KINDS, Pair, base_alone, random_base, random_drafter
+from transformers import Gemma4AssistantForCausalLM
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+import mtp_extract
+from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.architecture.roles import roles_of
+from mtp_extract.drafter.load import build_drafter
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
+from mtp_extract.drafter.mtp import Altered
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
+from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.trees import Tree
+
+TOKENS = 80
+"""Generated in most tests: five windows of the trained base."""
+
+CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))
+ALL: tuple[Drafts, ...] = (0, 1, 4, 8, Tree.parse("3x2x1"), CROOKED, AdaptiveDrafts(most=6))
+
+
+def counts(result: Generation) -> list[tuple[int, int]]:
+    return [(r.drafted, r.accepted) for r in result.rounds]
+
+
+@pytest.mark.parametrize("drafts", ALL, ids=str)
+def test_greedy_text_is_the_base_s_own(pair: Pair, drafts: Drafts) -> None:
+    for prompt in pair.prompts():
+        result = pair.generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts)
+        assert result.tokens == pair.alone(prompt, TOKENS)
+        assert result.text == pair.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        assert result.prompt_tokens == prompt
+        assert (result.drafted > 0) == (drafts != 0)
+
+
+BASES: dict[str, dict[str, Any]] = {
+    **KINDS,
+    "a window smaller than the tree": {"sliding_window": 2},
+    "eager": {"attention": "eager", "final_logit_softcapping": None},
+    "K for V": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("head", [False, True], ids=["mtp", "eagle3"])
+def test_it_is_beside_other_bases(kind: str, head: bool) -> None:
+    """Random ones, of six tokens so that some drafts stand: rounds roll back everywhere, past the windows too."""
+    base = random_base(tie_word_embeddings=False, vocab_size=6, vocab_size_per_layer_input=6, **BASES[kind])
+    drafter = random_head(head_config(vocab_size=6, draft_vocab_size=5)) if head else random_drafter(base)
+    generator = SpeculativeGenerator(base, drafter)
+    for prompt in ((1,), tuple(n % 6 for n in range(17))):
+        expected = base_alone(base, prompt, 36)
+        for drafts in (4, CROOKED, AdaptiveDrafts(most=6)):
+            result = generator.generate(prompt, max_new_tokens=36, drafts=drafts)
+            assert result.tokens == expected
+            assert len(result.tokens) == 1 + sum(len(r.tokens) for r in result.rounds)
+
+
+@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
+def test_acceptance_of_the_sample(pair: Pair, convention: Any) -> None:
+    """Google's runtime, whose cache holds 256 tokens, prints 0.6625 here: 159 of 80 rounds of 3, BOS first.
+
+    Its base is quantized and its text differs a little; transformers' own loop over this base gives 0.675.
+    """
+    generator = SpeculativeGenerator(pair.base, Altered(pair.drafter, convention), pair.tokenizer)
+    prompt = pair.prompts()[0]
+    assert pair.tokenizer.decode(prompt[1:]) == "class Foo(object):"
+    result = generator.generate(prompt, max_new_tokens=256 - len(prompt), drafts=3)
+    assert result.acceptance == pytest.approx(0.66, abs=0.03)
+    assert result.acceptance == result.accepted / result.drafted
+    assert all(r.drafted == 3 for r in result.rounds[:-1])
+    assert result.mean_accepted_length == pytest.approx(1 + 3 * 0.66, abs=0.1)
+
+
+def test_first_round_drafts_are_those_of_transformers(pair: Pair, tmp_path: Any) -> None:
+    """Right after the prompt nothing is stale: the TRANSFORMERS convention drafts exactly what transformers does."""
+    mtp_extract.extract(first_bundle(), tmp_path / "drafter", format="transformers", dtype="f32")
+    assistant = Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "drafter").eval()
+    assistant.generation_config.num_assistant_tokens = 5
+    seen: list[list[int]] = []
+    for prompt in pair.prompts():
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = pair.base(ids, output_hidden_states=True, return_shared_kv_states=True)
+            known = torch.cat((ids, out.logits[:, -1:].argmax(-1)), dim=1)
+            config = pair.base.generation_config
+            theirs = SinglePositionMultiTokenCandidateGenerator(assistant, pair.base.get_input_embeddings(), config)
+            theirs.main_model_max_length = 10_000
+            kwargs = {"attention_mask": torch.ones_like(known)}
+            candidates, _ = theirs.get_candidates(known, kwargs, out, is_first_iteration=False, n_last_matches=0)
+        expected = candidates[0, known.shape[1] :].tolist()
+        seen.append(_first_drafts(pair, prompt, 5))
+        assert seen[-1] == expected
+    assert len({tuple(drafts) for drafts in seen}) > 2
+
+
+def _first_drafts(pair: Pair, prompt: tuple[int, ...], drafts: int) -> list[int]:
+    """What is proposed in the first round, read from the logits of the drafter's LM head."""
+    proposed: list[int] = []
+
+    def note(_module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        proposed.append(int(logits[0, -1].argmax()))
+
+    handle = pair.drafter.lm_head.register_forward_hook(note)
+    try:
+        generator = SpeculativeGenerator(pair.base, Altered(pair.drafter, TRANSFORMERS))
+        generator.generate(prompt, max_new_tokens=drafts + 2, drafts=drafts)
+    finally:
+        handle.remove()
+    return proposed[:drafts]
+
+
+def test_an_ordered_head_drafts_too() -> None:
+    base = random_base()
+    drafter = random_drafter(base, ordered_head=OrderedHeadConfig(num_centroids=8, top_k=2))
+    assert drafter.ordered_head is not None
+    drafter.ordered_head.token_ordering.copy_(torch.randperm(40))
+    generator = SpeculativeGenerator(base, drafter)
+    assert generator.generate((3, 4), max_new_tokens=30).tokens == base_alone(base, (3, 4), 30)
+
+
+def test_sampled_text_is_that_of_its_seed(pair: Pair) -> None:
+    prompt = pair.prompts()[0]
+    for drafts in (3, Tree.parse("2x1")):
+        made = [
+            pair.generator.generate(prompt, max_new_tokens=30, temperature=1.0, seed=seed, drafts=drafts).tokens
+            for seed in (7, 7, 8, -5, 1 << 80)
+        ]
+        assert made[0] == made[1]
+        assert len(set(made)) == 4
+
+
+@pytest.mark.parametrize("drafts", [3, AdaptiveDrafts(most=6), Tree.parse("3x2x1")], ids=str)
+def test_the_account_adds_up(pair: Pair, drafts: Drafts) -> None:
+    for prompt in pair.prompts()[:3]:
+        result = pair.generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts)
+        assert len(result.tokens) == 1 + sum(len(r.tokens) for r in result.rounds) == TOKENS
+        assert result.finish_reason == "length"
+        assert all(0 <= r.accepted <= r.drafted for r in result.rounds)
+        assert all(len(r.tokens) == r.accepted + 1 for r in result.rounds)
+        assert (result.drafted, result.accepted) == tuple(map(sum, zip(*counts(result), strict=True)))
+        assert all(r.draft_ms >= 0 < r.verify_ms for r in result.rounds)
+        assert result.prefill_ms > 0
+
+
+def test_no_draft_is_made_that_could_not_be_emitted(pair: Pair) -> None:
+    """As in transformers: with n tokens left to generate at most n - 1 are drafted."""
+    prompt = pair.prompts()[0]
+    for drafts in (5, Tree.parse("1x1x1x1x1")):
+        for tokens in (1, 2, 3):
+            result = pair.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts)
+            assert len(result.tokens) == tokens
+            left = tokens - 1
+            for r in result.rounds:
+                assert r.drafted == left - 1
+                left -= len(r.tokens)
+
+
+@pytest.mark.parametrize("drafts", [4, Tree.parse("2x1x1x1")], ids=str)
+def test_a_stop_token_ends_the_text_wherever_it_falls(pair: Pair, drafts: Drafts) -> None:
+    """At the first token, at the base's own after a round, and among accepted drafts."""
+    prompt = pair.prompts()[1]
+    whole = pair.alone(prompt, TOKENS)
+    ends = set()
+    for place in range(12):
+        expected = whole[: whole.index(whole[place]) + 1]
+        stops = [whole[place]]
+        result = pair.generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts, stop_token_ids=stops)
+        assert result.tokens == expected
+        assert result.finish_reason == "stop"
+        assert len(result.tokens) == 1 + sum(len(r.tokens) for r in result.rounds)
+        assert all(len(r.tokens) == r.accepted + 1 for r in result.rounds[:-1])
+        ends |= {len(r.tokens) - r.accepted for r in result.rounds[-1:]}
+    assert ends == {0, 1}
+
+
+def test_the_base_s_own_stop_tokens_are_the_default(pair: Pair) -> None:
+    assert pair.base.generation_config.eos_token_id == [1, 6]
+    generator = pair.generator
+    logits = generator.base.logits
+
+    def stopping(hidden: torch.Tensor) -> torch.Tensor:
+        out = logits(hidden)
+        out[..., 6] = 1e3
+        return out
+
+    generator.base.logits = stopping  # type: ignore[method-assign]
+    result = generator.generate(pair.prompts()[0])
+    assert (result.tokens, result.finish_reason, result.rounds) == ((6,), "stop", ())
+
+
+def test_rounds_come_one_by_one_and_can_be_left(pair: Pair) -> None:
+    prompt = pair.prompts()[0]
+    rounds = pair.generator.rounds(prompt, drafts=4)
+    first, second = next(rounds), next(rounds)
+    rounds.close()  # type: ignore[attr-defined]
+    assert (len(first.tokens), first.drafted, second.drafted) == (1, 0, 4)
+    assert (*first.tokens, *second.tokens) == pair.alone(prompt, 1 + len(second.tokens))
+
+
+def test_adaptive_length_follows_acceptance() -> None:
+    eager = RunningLength(AdaptiveDrafts(most=6, memory=0.9))
+    for held, wanted in ((True, 6), (False, 1), (True, 6)):  # a length of 1 goes on learning, and comes back
+        for _ in range(60):
+            eager.observe(eager.value, eager.value if held else 0, eager.value * 1.0, 10.0)
+        assert eager.value == wanted
+
+
+def test_adaptive_length_follows_cost() -> None:
+    lengths = []
+    for ratio in (0.02, 0.2, 0.8):
+        length = RunningLength(AdaptiveDrafts(most=8, cost_ratio=ratio))
+        for _ in range(30):
+            length.observe(length.value, min(2, length.value), 99.0, 1.0)
+        lengths.append(length.value)
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) > 1
+    assert max(lengths) <= 4, "the third draft is never accepted; the fourth, never tried, is taken to be like the rest"
+
+
+def test_adaptive_length_judges_a_step_by_the_rounds_that_reached_it() -> None:
+    length = RunningLength(AdaptiveDrafts(most=4, memory=1.0))
+    for _ in range(200):
+        length.observe(4, 1, 4.0, 10.0)
+        length.observe(4, 4, 4.0, 10.0)
+    assert length.conditional == pytest.approx([1.0, 0.5, 1.0, 1.0], abs=0.02)
+
+
+def test_adaptive_rounds_differ_in_length(pair: Pair) -> None:
+    prompt = pair.prompts()[2]
+    result = pair.generator.generate(prompt, max_new_tokens=TOKENS, drafts=AdaptiveDrafts(most=8, cost_ratio=0.05))
+    assert result.tokens == pair.alone(prompt, TOKENS)
+    assert len({r.drafted for r in result.rounds}) > 1
+
+
+@pytest.mark.parametrize("wrong", [2.5, float("nan"), -1, "3", None, True])
+def test_counts_are_whole_numbers(pair: Pair, wrong: Any) -> None:
+    makes = [
+        lambda: pair.generator.generate((2, 3), max_new_tokens=wrong),
+        lambda: pair.generator.generate((2, 3), drafts=wrong),
+        lambda: pair.generator.generate((2, 3), stop_token_ids=[wrong]),
+        lambda: AdaptiveDrafts(most=wrong),
+        lambda: AdaptiveDrafts(least=wrong),
+        *([lambda: Sampling(1.0, top_k=wrong)] if wrong is not None else []),
+    ]
+    for make in makes:
+        with pytest.raises(MtpExtractError, match=r"expected .* to be a whole number of at least"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda pair: AdaptiveDrafts(most=0),
+        lambda pair: AdaptiveDrafts(memory=0),
+        lambda pair: AdaptiveDrafts(cost_ratio=-1),
+        lambda pair: pair.generator.generate((2, 3), max_new_tokens=0),
+        lambda pair: pair.generator.generate((2, 3), seed=0.5),
+        lambda pair: pair.generator.generate((2, 3), drafts=Tree.parse("513")),
+    ],
+)
+def test_options_out_of_range(pair: Pair, make: Any) -> None:
+    with pytest.raises(MtpExtractError, match="expected"):
+        make(pair)
+
+
+def test_a_control_lowers_acceptance_and_not_the_text(pair: Pair) -> None:
+    """A drafter fed nonsense costs speed only."""
+
+    def no_hidden(arguments: Any, _step: int) -> Any:
+        return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
+
+    prompt = pair.prompts()[0]
+    broken = SpeculativeGenerator(pair.base, Altered(pair.drafter, transform=no_hidden), pair.tokenizer)
+    worse = broken.generate(prompt, max_new_tokens=TOKENS)
+    real = pair.generator.generate(prompt, max_new_tokens=TOKENS)
+    assert worse.tokens == real.tokens
+    assert worse.acceptance < real.acceptance - 0.2
+
+
+def test_a_bfloat16_drafter_serves_a_float32_base(pair: Pair) -> None:
+    config = pair.drafter.config
+    names = {f"{role.name}.weight": role.names["transformers"] for role in roles_of(len(config.layers))}
+    names |= {f"layers.{i}.layer_scalar": f"model.layers.{i}.layer_scalar" for i in range(len(config.layers))}
+    tensors = {names[path]: tensor for path, tensor in pair.drafter.state_dict().items()}
+    half = build_drafter(config, tensors, dtype=torch.bfloat16)
+    prompt = pair.prompts()[0]
+    result = SpeculativeGenerator(pair.base, half, pair.tokenizer).generate(prompt, max_new_tokens=TOKENS)
+    assert result.tokens == pair.alone(prompt, TOKENS)
+    assert result.acceptance > 0.6
