@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mtp_extract.errors import OutputError
-from mtp_extract.io.place import shown
+from mtp_extract.io.place import shown, unwritten
 
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
@@ -74,9 +74,7 @@ def new_file(path: Path, size: int) -> Iterator[int]:
         finally:
             os.close(fd)
     except OSError as error:
-        advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
-        why = f"cannot be written: {error.strerror or error}. Nothing was kept. {advice} another place."
-        raise OutputError(f"{shown(path)}: {why}", remedies=("out",)) from error
+        raise unwritten(path, error) from error
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -119,6 +119,13 @@ def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") 
     return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
 
 
+def unwritten(path: Path, error: OSError) -> OutputError:
+    """What to tell the user when ``path`` cannot be written."""
+    advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
+    why = f"cannot be written: {error.strerror or escape(error)}. Nothing was kept."
+    return _refusal(path, why, f"{advice} another place.")
+
+
 def _absolute(place: PathLike) -> Path:
     """``place`` with every link resolved but its last."""
     path = Path(place)
@@ -217,9 +224,7 @@ def _held(place: _Place) -> Iterator[Path]:
             place.check()
             yield stage
     except OSError as error:
-        advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
-        why = f"cannot be written: {error.strerror or escape(error)}. Nothing was kept."
-        raise _refusal(target, why, f"{advice} another place.") from error
+        raise unwritten(target, error) from error
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
