@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.constant import constant_of
 from mtp_extract.checkpoint.stored import common_dtype
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
-from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, beside, decide, require_ones
+from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, decide, require_ones, table_of
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.laid import copied
@@ -117,7 +117,8 @@ def _decide(found: Sequence[Match], progress: Progress) -> dict[str, list[tuple[
             if key not in jobs:
                 part = place.part_of(weight)
                 done = partial(tick, match.length // len(places))
-                jobs[key] = _decided(match.role, place, part, dtype, done), math.prod(part.shape), beside(part)
+                deciding = _decided(match.role, place, part, dtype, done)
+                jobs[key] = Job(deciding, math.prod(part.shape), table_of(part))
     decisions = dict(zip(jobs, on_all_cores(jobs.values()), strict=True))
     # Of places that hold the same, one was decided.
     tick(total)

@@ -126,7 +126,7 @@ class Decision:
             raise OutputError(f"{path}: {self.role} reads back differently. Nothing was kept.")
 
 
-def beside(weight: Weight) -> object:
+def table_of(weight: Weight) -> object:
     """Equal for columns of one matrix, which are to be read together; None for all of one.
 
     Where there are cores enough, several read the matrix, each for some of its columns.

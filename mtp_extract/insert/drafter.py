@@ -209,7 +209,7 @@ def _decide(checkpoint: Checkpoint, drafter: Shard) -> dict[str, Decision]:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
         if constant is not None:
             deciding = decide(role.name, constant, new, checkpoint.dtype)
-            jobs[role.name] = deciding, math.prod(shape), None
+            jobs[role.name] = Job(deciding, math.prod(shape))
         else:
             require_ones(role.name, shape, new, checkpoint.dtype)
     return dict(zip(jobs, on_all_cores(jobs.values()), strict=True))

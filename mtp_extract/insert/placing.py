@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.insert.decision import KEPT, Decision, beside, digest
+from mtp_extract.insert.decision import KEPT, Decision, digest, table_of
 from mtp_extract.io.laid import Piece, Span, made
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of
 from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, float_bytes
@@ -214,7 +214,7 @@ def _site_pieces(site: Site) -> Iterator[Piece]:
     model, tensor, quantization = site.model, site.tensor, site.tensor.quantization
     content, storage = site.decision.content, site.decision.storage
     location = model.locate(tensor)
-    yield Piece(location.begin, location.size, produce=content.produce, beside=beside(site.decision.new))
+    yield Piece(location.begin, location.size, produce=content.produce, table=table_of(site.decision.new))
     if not content.scale.size or quantization is None:
         return
     if storage.kind == "blockwise":

@@ -10,11 +10,11 @@ from typing import Any
 
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.insert.caches import freshen, stale_caches
-from mtp_extract.insert.decision import Decision, beside
+from mtp_extract.insert.decision import Decision, table_of
 from mtp_extract.io.laid import Laid, Piece, write_laid
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter
-from mtp_extract.io.threads import on_all_cores
+from mtp_extract.io.threads import Job, on_all_cores
 from mtp_extract.proof.proof import Proof
 
 
@@ -125,6 +125,6 @@ def check_written(path: Path, written: Iterable[tuple[Weight, Decision]]) -> Non
         OutputError: one is not.
     """
     on_all_cores(
-        (decision.check_written(path, tensor), decision.storage.elements, beside(decision.new))
+        Job(decision.check_written(path, tensor), decision.storage.elements, table_of(decision.new))
         for tensor, decision in written
     )

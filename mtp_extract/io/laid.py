@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 from mtp_extract.errors import OutputError
 from mtp_extract.io.files import new_file, read_back_error, write_all
 from mtp_extract.io.source import Advance, LocalSource, Source
-from mtp_extract.io.threads import Turns, on_all_cores
+from mtp_extract.io.threads import Job, Turns, on_all_cores
 
 Produce = Callable[[], Iterator[bytes | memoryview]]
 Span = tuple[int, int]
@@ -40,8 +40,8 @@ class Piece:
     offset: int = 0
     data: bytes | None = field(default=None, repr=False)
     produce: Produce | None = field(default=None, repr=False)
-    beside: object = None
-    """Equal for pieces whose chunks are made in turn, because they are of one place; None for one by itself."""
+    table: object = None
+    """Equal for pieces whose chunks are made in turn, because they are columns of one; None for one by itself."""
 
     @property
     def end(self) -> int:
@@ -107,10 +107,10 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> Non
     with new_file(path, laid.size) as fd:
         for piece in given.pieces:
             _copy(fd, piece, advance)
-        sums = on_all_cores((_make(fd, piece, advance), piece.length, piece.beside) for piece in own)
+        sums = on_all_cores(Job(_make(fd, piece, advance), piece.length, piece.table) for piece in own)
     with LocalSource(path) as back:
         made_parts = (_reads_back(back, piece, digest) for piece, digest in zip(own, sums, strict=True))
-        same = all(on_all_cores((job, 0, None) for job in (_is_as_given(back, given, spans), *made_parts)))
+        same = all(on_all_cores(Job(check) for check in (_is_as_given(back, given, spans), *made_parts)))
     if not same:
         raise read_back_error(path)
 

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 _T = TypeVar("_T")
 _signals: list[int] = []
@@ -49,8 +50,20 @@ def check_interrupted() -> None:
 
 Turns = Generator[None, None, _T]
 """Work that stops now and then, and has its result at the end."""
-Job = tuple[Turns[_T], int, object]
-"""Work, how much it is, and what is equal for all that one thread is to do in turn; None for what is done by itself."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[_T]):
+    """Work for one of several threads.
+
+    Attributes:
+        size: how much work it is, beside others.
+        table: equal for jobs that read one table, which one thread does in turn; None for one by itself.
+    """
+
+    work: Turns[_T]
+    size: int = 0
+    table: object = None
 
 
 def cores() -> int:
@@ -84,14 +97,14 @@ def on_all_cores(jobs: Iterable[Job[_T]]) -> list[_T]:
     """
     given, stop = list(jobs), threading.Event()
     groups: dict[object, list[int]] = defaultdict(list)
-    for index, (_, _, beside) in enumerate(given):
-        groups[index if beside is None else (beside,)].append(index)
+    for index, job in enumerate(given):
+        groups[index if job.table is None else (job.table,)].append(index)
     # The longest first: it decides when the last thread ends.
-    order = sorted(groups.values(), key=lambda group: -sum(given[index][1] for index in group))
+    order = sorted(groups.values(), key=lambda group: -sum(given[index].size for index in group))
     futures: list[Future[list[_T]]] = []
     with ThreadPoolExecutor(cores()) as pool:
         try:
-            futures.extend(pool.submit(in_turn, [given[index][0] for index in group], stop) for group in order)
+            futures.extend(pool.submit(in_turn, [given[index].work for index in group], stop) for group in order)
             wait_for(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()

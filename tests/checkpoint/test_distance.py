@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, columns_of, stored_weight
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
-from mtp_extract.insert.decision import beside, decide
+from mtp_extract.insert.decision import decide, table_of
 from mtp_extract.io.threads import in_turn
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
@@ -174,7 +174,7 @@ def test_columns_of_one_matrix_are_put_in_together(tables: Tables, read: list[in
     alone = [in_turn([decide("table", constant, columns, "bf16")])[0] for constant, columns in tables]
     whole = tables[0][1].source
     assert isinstance(whole, Stored)
-    assert len({beside(decision.new) for decision in alone}) == 1 and beside(alone[0].new) is not None
+    assert len({table_of(decision.new) for decision in alone}) == 1 and table_of(alone[0].new) is not None
     again = stored_weight(whole.path, whole.tensor)
     fresh = [(constant, columns_of(again, *columns.source.columns)) for constant, columns in tables]
     read.clear()

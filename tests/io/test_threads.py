@@ -27,6 +27,6 @@ def test_an_interruption_while_work_is_given_out_stops_what_was_begun(monkeypatc
             yield
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
-    jobs: list[Job[None]] = [(endless(), 1, None), (endless(), 1, None)]
+    jobs: list[Job[None]] = [Job(endless()), Job(endless())]
     with pytest.raises(KeyboardInterrupt):
         on_all_cores(jobs)

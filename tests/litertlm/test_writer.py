@@ -144,7 +144,7 @@ def test_what_is_made_of_one_place_is_made_in_turn(tmp_path: Path) -> None:
             made_of.append(number)
             yield bytes([number]) * 4
 
-    pieces = [Piece(12 * at, 12, produce=partial(produce, at), beside="rows") for at in range(3)]
+    pieces = [Piece(12 * at, 12, produce=partial(produce, at), table="rows") for at in range(3)]
     write_laid(tmp_path / "out", Laid(36, tuple(pieces)))
     assert made_of == [0, 1, 2] * 3
     assert (tmp_path / "out").read_bytes() == bytes(12) + b"\1" * 12 + b"\2" * 12
