@@ -57,7 +57,7 @@ def test_metadata() -> None:
     assert {name.replace("_", "-") for name in required} == {*run_time, "xxhash"}
 
 
-@pytest.mark.parametrize("file", ["page.css", "page.html"])
+@pytest.mark.parametrize("file", ["page.css", "page.html", "serving.md"])
 def test_templates_are_there(file: str) -> None:
     assert (Path(mtp_extract.__file__).parent / "report" / file).read_text(encoding="utf-8")
 

@@ -206,7 +206,7 @@ def _show(made: Outcome, lines: Sequence[str], when: tuple[str, str], work: Path
     _show_comparisons(made.comparisons, when)
     say_notes(made.notes)
     if work is not None:
-        say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")
+        say(f"Log: {escape(work / 'log.jsonl')}")
     if made.directory is not None:
         forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
         say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")

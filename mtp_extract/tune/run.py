@@ -125,7 +125,7 @@ def run_tuning(
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
-    require("torch", "transformers", "accelerate", "matplotlib")
+    require("torch", "transformers", "accelerate")
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus, divided
@@ -209,9 +209,7 @@ def _train(
     tell: Callable[[Status], None],
     stop: Callable[[], bool],
 ) -> Trained:
-    from mtp_extract.report.figures import draw_progress
     from mtp_extract.tune.loop import train
-    from mtp_extract.tune.work import writing_to
 
     recipe, work = plan.recipe(), plan.setting.work
     states = pair.states(corpus.trained, recipe.logits_at_once)
@@ -244,9 +242,6 @@ def _train(
     )
     # It keeps the optimizer, and with that two numbers for each that was trained.
     pair.accelerator.free_memory()
-    if pair.accelerator.is_main_process:
-        if not trained.interrupted:
-            states.forget()
-        with writing_to(work):
-            draw_progress(trained.history, work / "progress.png")
+    if pair.accelerator.is_main_process and not trained.interrupted:
+        states.forget()
     return trained

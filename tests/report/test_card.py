@@ -49,7 +49,7 @@ def test_what_the_card_states() -> None:
         "5" * 64,
         "3,614,392,320 to 3,659,530,240",
         "| written as | `BF16` |",
-        "base.generate(**inputs, assistant_model=drafter",
+        "model.generate(**inputs, assistant_model=drafter",
         '\'{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}\'',
         "--speculative-algorithm NEXTN",
         "--format gguf -o drafter-gguf",

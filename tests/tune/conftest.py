@@ -24,7 +24,6 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
-from mtp_extract.report import figures
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune import corpus, kinds, pair
@@ -133,9 +132,6 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 OF_SETTING = frozenset(field.name for field in dataclasses.fields(Setting))
 
 
-draw_progress = figures.draw_progress
-
-
 @pytest.fixture(scope="package", autouse=True)
 def _small() -> Iterator[None]:
     """One thread, a base that is loaded once, no figures, and few shipped prompts: each is a text the base writes."""
@@ -146,7 +142,6 @@ def _small() -> Iterator[None]:
         patch.setattr(kinds, "_PROMPTS", 64)
         patch.setattr(kinds, "_MOST_MADE", 2)
         patch.setattr(pair, "load_base", cache(pair.load_base))
-        patch.setattr(figures, "draw_progress", lambda history, path: None)
         yield
     torch.set_num_threads(threads)
 

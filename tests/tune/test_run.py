@@ -22,7 +22,6 @@ from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.pipeline.check import verify
-from mtp_extract.report import figures
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.outcome import Outcome
@@ -31,14 +30,11 @@ from mtp_extract.tune.run import TuningPlan, run_tuning
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import locked
 
-from .conftest import draw_progress
-
 
 def test_norms(
     plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
-    monkeypatch.setattr(figures, "draw_progress", draw_progress)
     made = plan(tmp_path / "tuned", learning_rate=0.05)
     found = run_tuning(made)
     assert found.directory == tmp_path / "tuned"
@@ -61,7 +57,6 @@ def test_norms(
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
     assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
-    assert (made.setting.work / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert (made.setting.work / "log.jsonl").is_file()
     (made.setting.work / "state.pt").unlink()
     monkeypatch.undo()
