@@ -146,7 +146,6 @@ class MaskRows(Record):
 class CoarseTable(Record):
     layer: Count  #: whose table it is
     held_in: str  #: the types that it is stored in
-    differs_by: NotNegative  #: the largest difference of a cosine or sine from the config's
 
 
 class Excerpt(Record):

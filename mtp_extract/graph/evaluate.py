@@ -30,15 +30,12 @@ def inputs_of(values: Sequence[Value]) -> frozenset[str]:
     return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
 
 
-def evaluate(
-    graph: FlatGraph, inputs: Mapping[str, Array], wanted: Sequence[Value], *, rounds: bool = True
-) -> list[Array]:
+def evaluate(graph: FlatGraph, inputs: Mapping[str, Array], wanted: Sequence[Value]) -> list[Array]:
     """What ``wanted`` are, for every sample.
 
     Args:
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
             :data:`~mtp_extract.graph.call.DTYPES`; real numbers, float32, where its tensor has a scale.
-        rounds: whether floats are rounded to the types of the file.
 
     Returns:
         per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32; of a
@@ -59,7 +56,7 @@ def evaluate(
     parts = []
     for at in range(0, samples, step):
         fed = {name: np.moveaxis(a[at : at + step] if name in several else a, 0, -1) for name, a in inputs.items()}
-        parts.append(_Block(graph, fed, rounds).run(nodes, wanted))
+        parts.append(_Block(graph, fed).run(nodes, wanted))
     return [
         np.moveaxis(np.concatenate(own, -1) if several & inputs_of([value]) else own[0], -1, 0)
         for value, own in zip(wanted, zip(*parts, strict=True), strict=True)
@@ -69,8 +66,8 @@ def evaluate(
 class _Block:
     """Some samples, side by side, and what is known of them, by the ``id`` of a value."""
 
-    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], rounds: bool) -> None:
-        self.graph, self.inputs, self.rounds = graph, inputs, rounds
+    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array]) -> None:
+        self.graph, self.inputs = graph, inputs
         self.known: dict[int, Array] = {}
 
     def run(self, nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
@@ -126,7 +123,7 @@ class _Block:
             raise call.refuse(f"has the fused activation {call.node.op.activation}")
         if made.dtype != (np.float32 if grid_of(tensor) else DTYPES.get(tensor.type, np.void)):
             raise call.refuse(f"makes {made.dtype.name} where {tensor.label} should be")
-        kept = rounded(made, tensor) if self.rounds else made
+        kept = rounded(made, tensor)
         if kept.shape[:-1] != tuple(tensor.shape):
             raise FormatError(f"{tensor.label} is computed as {list(kept.shape[:-1])}: the graph is damaged.")
         return kept

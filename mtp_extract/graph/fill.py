@@ -50,10 +50,10 @@ def fill_param(tensor: Tensor, positions: npt.NDArray[np.int64]) -> Array:
     return values.reshape(-1, *tensor.shape)
 
 
-def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], *, additive: bool) -> Array:
+def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_]) -> Array:
     """Masks that show the slots ``shown``, bool ``[samples, slots]``: ``[samples, *shape]``.
 
-    Of floats, they are 0 and a large negative number if ``additive``, else 1 and 0.
+    Of floats, they are 0 and a large negative number.
 
     Raises:
         UnsupportedError: the input does not hold a mask of one query.
@@ -62,7 +62,7 @@ def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], *, additive: bool) -
     if kind is None or tensor.elements != shown.shape[-1]:
         raise UnsupportedError(f"The mask {tensor.label} does not cover the {shown.shape[-1]} slots of the caches.")
     rows = shown.reshape(-1, *tensor.shape)
-    if tensor.type in FLOAT_TYPES and additive:
+    if tensor.type in FLOAT_TYPES:
         hidden = np.float32(_HIDDEN.get(tensor.type, _HIDDEN[TensorType.FLOAT32]))
         return np.asarray(np.where(rows, np.float32(0), hidden))
     return np.asarray(rows, kind)

@@ -80,34 +80,27 @@ class Masks:
     def window(self, attention: Attention) -> int | None:
         """How many slots the last query sees where mask inputs hide none; None for all."""
         last, shown = np.array([self.slots - 1]), [dict.fromkeys((MASK, MASK_LOCAL), True)]
-        # A mask of floats is added to the scores, or multiplied into them: read the wrong way it hides nothing.
-        for additive in (True, False):
-            cases = self.cases(attention, last, shown, additive=additive)
-            effect = self.effect(attention.scores.tree, cases)
-            finite = effect.offset[np.isfinite(effect.offset)]
-            with np.errstate(invalid="ignore"):
-                seen = (effect.slope != 0) & (effect.offset >= finite.max(initial=-np.inf) - 1)
-            for table, _ in attention.windows:
-                seen &= cases.within[table]
-            count = int(seen.sum())
-            if 0 < count < self.slots and seen[0, -count:].all():
-                return count
-        return None
+        cases = self.cases(attention, last, shown)
+        effect = self.effect(attention.scores.tree, cases)
+        finite = effect.offset[np.isfinite(effect.offset)]
+        with np.errstate(invalid="ignore"):
+            seen = (effect.slope != 0) & (effect.offset >= finite.max(initial=-np.inf) - 1)
+        for table, _ in attention.windows:
+            seen &= cases.within[table]
+        count = int(seen.sum())
+        return count if 0 < count < self.slots and seen[0, -count:].all() else None
 
     def cases(
         self,
         attention: Attention,
         positions: Ids,
         contents: Sequence[Mapping[str, bool]],
-        *,
-        additive: bool,
         within: Mapping[int, bool] | None = None,
     ) -> Cases:
         """Every position with every content of the mask inputs.
 
         Args:
             contents: mask input → whether it shows slots.
-            additive: whether a mask of floats is 0 and a large negative number, or 1 and 0.
             within: whether slots are in a window, by its table; the positions say it if None.
         """
         leaves = list({id(value): value for value in leaves_of(attention.scores.tree)}.values())
@@ -118,7 +111,7 @@ class Masks:
             shown[name] = np.tile(np.array([c.get(name, True) for c in contents]), len(positions))
             if name in needed:
                 rows = np.broadcast_to(shown[name][:, None], (at.size, self.slots))
-                fed[name] = fill_mask(self.graph.inputs[name].tensor, rows, additive=additive)
+                fed[name] = fill_mask(self.graph.inputs[name].tensor, rows)
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []

@@ -112,14 +112,12 @@ class Positions:
                 found[name] = fill(self.graph.inputs[name].tensor, positions)
         return found
 
-    def at(
-        self, positions: Ids, values: Sequence[Value], *, rounds: bool = True
-    ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
+    def at(self, positions: Ids, values: Sequence[Value]) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
         """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
         needed, step = inputs_of(values), max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
             some = positions[begin : begin + step]
-            made = evaluate(self.graph, self.fed(needed, some), values, rounds=rounds)
+            made = evaluate(self.graph, self.fed(needed, some), values)
             yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in made]
 
 

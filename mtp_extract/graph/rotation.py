@@ -54,13 +54,8 @@ class Rotation:
         """Equal for equal rotations."""
         return self.number.tobytes(), self.by.tobytes()
 
-    def at(self, positions: Ids | None = None, *, rounds: bool) -> Iterator[tuple[Ids, list[Floats]]]:
-        """Cosines below and above half, sines below and above half, ``[positions, half]`` each, at ``positions``.
-
-        Args:
-            positions: all if None.
-            rounds: whether tables are taken as the file's operators round them, and not as it stores them.
-        """
+    def at(self, positions: Ids | None = None) -> Iterator[tuple[Ids, list[Floats]]]:
+        """Cosines below and above half, sines below and above half, ``[positions, half]`` each; at all if None."""
         values, columns = self.values, np.zeros(self.positions.count, np.int64)
         at = 0
         for value in values:
@@ -70,7 +65,7 @@ class Rotation:
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         if not values:
             raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
-        for some, found in self.positions.at(everywhere, values, rounds=rounds):
+        for some, found in self.positions.at(everywhere, values):
             table = found[0] if len(found) == 1 else np.concatenate(found, 1)
             made = []
             for part, sign in ((0, 1), (1, -1)):
@@ -88,7 +83,7 @@ class Rotation:
         """
         slots = self.positions.slots
         steps = np.array([1 << k for k in range(_MOST_DOUBLINGS) if 1 << k < slots] or [0])
-        rows = [made for _, made in self.at(steps, rounds=False)]
+        rows = [made for _, made in self.at(steps)]
         cos, sin = (np.concatenate([row[part] for row in rows]).astype(np.float64) for part in (0, 2))
         if not (np.isfinite(cos).all() and np.isfinite(sin).all()):
             raise FormatError("A query is rotated by numbers that are not finite: the file is damaged.")

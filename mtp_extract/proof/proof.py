@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,9 @@ from mtp_extract.errors import ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import code_range, computing, grid_of
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import inputs_of
-from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph
+from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats
+from mtp_extract.litertlm.storage import read_floats
 from mtp_extract.proof.grids import CoarseActivations, hold_grids
 from mtp_extract.proof.numbers import Read, hold_config, hold_tensors
 from mtp_extract.proof.rotations import CoarseTable, hold_rotations
@@ -72,10 +71,7 @@ class Proof:
             "activations_held_in": dict(self.activations.types),
             "fewest_codes": None if codes is None else float(f"{codes:.2g}"),
             "largest_share_cut_off": float(f"{self.activations.cut_off:.1g}"),
-            "coarse_tables": [
-                {"layer": table.layer, "held_in": table.kind, "differs_by": float(f"{table.moved:.2g}")}
-                for table in self.coarse
-            ],
+            "coarse_tables": [{"layer": table.layer, "held_in": table.kind} for table in self.coarse],
         }
 
 
@@ -132,28 +128,13 @@ def _check_names(walk: Walk) -> None:
 def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: tuple[float, ...]) -> tuple[int, bool]:
     """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
     inputs = inputs_of([graph.outputs[LOGITS], graph.outputs[PROJECTED]])
-    floats = any(graph.inputs[name].tensor.type in FLOAT_TYPES for name in (MASK, MASK_LOCAL) if name in inputs)
-    masks = Masks(graph, walk.reading.inside.positions)
-
-    def hold(additive: bool) -> tuple[int, bool]:
-        found = []
-        for index, layer in enumerate(walk.layers):
-            amplitude = layer.rotation.amplitude / layer.query_factor
-            reach = largest[index] * abs(amplitude)
-            slots = SlotsOfLayer(index, layer, config, masks, inputs, reach, additive)
-            found.append(slots.hold())
-            _check_scale(index, amplitude * (slots.slope or 1.0), config)
-        return max(rows for rows, _ in found), all(alike for _, alike in found)
-
-    try:
-        return hold(additive=True)
-    except ProofError as error:
-        # A mask of floats is added to the scores, or multiplied into them: which, the graph says.
-        if not floats:
-            raise
-        with suppress(ProofError):
-            return hold(additive=False)
-        raise error
+    masks, found = Masks(graph, walk.reading.inside.positions), []
+    for index, layer in enumerate(walk.layers):
+        amplitude = layer.rotation.amplitude / layer.query_factor
+        slots = SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(amplitude))
+        found.append(slots.hold())
+        _check_scale(index, amplitude * (slots.slope or 1.0), config)
+    return max(rows for rows, _ in found), all(alike for _, alike in found)
 
 
 def _check_scale(index: int, scale: float, config: DrafterConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ _OF_A_COSINE, _OF_AN_ANGLE = 2e-6, 3.5e-8
 _OF_A_FREQUENCY = 2e-7
 """How far a frequency that is computed in float32 may be off, as a share of it: in files of exporters 8.2e-8."""
 _FURTHEST = 0.02
-"""By how much the last angle, or a cosine or sine that is stored in few bits, may be off."""
+"""By how much the last angle may be off."""
 _HALF_STEP = 0.51
 _COARSEST = 0.009
 """How far rounding may move a cosine or sine; one on a grid of INT8 from −1 to 1 does by 0.004, and again where it goes
@@ -38,17 +39,15 @@ _LARGEST_TABLE = 1 << 20
 
 @dataclass(frozen=True)
 class CoarseTable:
-    """A RoPE table that a file stores in few bits: held as the numbers it stores, and written as exact theta.
+    """A RoPE table that a file stores in few bits, within half a step of its type, and that is written as exact theta.
 
     Attributes:
         layer: whose it is.
         kind: the types of few bits.
-        moved: by how much a cosine or sine of it is off at most, as the file computes with it.
     """
 
     layer: int
     kind: str
-    moved: float
 
 
 def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> tuple[CoarseTable, ...]:
@@ -58,24 +57,30 @@ def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> tuple
         ProofError: a query is rotated otherwise than by the config's RoPE.
         UnsupportedError: few bits leave too little of it.
     """
-    held: dict[tuple[object, ...], CoarseTable | None] = {}
+    held: dict[tuple[object, ...], str] = {}
     found = []
     for index, layer in enumerate(walk.layers):
         key = *layer.rotation.key, config.layers[index].rope
         if key not in held:
             held[key] = _hold(graph, index, layer, frequencies(config.layers[index].rope, layer.head_dim))
-        coarse = held[key]
-        if coarse is not None:
-            found.append(CoarseTable(index, coarse.kind, coarse.moved))
+        if held[key]:
+            found.append(CoarseTable(index, held[key]))
     return tuple(found)
 
 
-def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.float64]) -> CoarseTable | None:
+def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.float64]) -> str:
+    """Hold the rotation of a layer; the types of few bits that it is stored in, empty where there are none."""
     values, slots = layer.rotation.values, layer.rotation.positions.slots
     stored = _types_of_few_bits(source for value in values for source in ancestors(value) if source.constant)
     tables = [table for value in values for table in _stored_tables(value)]
     share = max((_rounding_of(graph, table) for table in tables), default=0.0)
-    rounding = layer.frequency_rounding if stored or share else 0.0
+    doubt = share + max(map(_rounded_after, values), default=0.0)
+    if not doubt <= _COARSEST:
+        raise UnsupportedError(
+            f"layers.{index}: its cosines and sines are held in steps of {2 * doubt:.2g}: too little of them is left. "
+            "Nothing is written."
+        )
+    rounding = layer.frequency_rounding if stored or doubt else 0.0
     off = np.abs(layer.inverse_frequencies - exact)
     wrong = (off > exact * _OF_A_FREQUENCY + rounding + _OF_A_COSINE / slots) | (off * slots > _FURTHEST)
     if wrong.any():
@@ -84,57 +89,35 @@ def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.floa
             f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
             f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written. Please report the file."
         )
-    doubt = share + max(map(_rounded_after, values), default=0.0)
-    if not doubt <= _COARSEST:
-        raise UnsupportedError(
-            f"layers.{index}: its cosines and sines are held in steps of {2 * doubt:.2g}: too little of them is left. "
-            "Nothing is written."
-        )
-    own = (exact if share else layer.inverse_frequencies).astype(np.float32)
+    own = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     try:
-        _hold_at_every_position(index, layer, own, doubt, rounds=not stored)
+        _hold_at_every_position(index, layer, own, doubt)
     except ProofError:
         # Exporters that store a table compute it in float64.
         if not tables:
             raise
-        _hold_at_every_position(index, layer, exact, doubt, rounds=not stored)
+        _hold_at_every_position(index, layer, exact, doubt)
     if not stored and not doubt:
-        return None
-    moved = max(float(apart.max()) for _, apart in _apart(layer, own, rounds=True))
-    if moved > _FURTHEST:
-        raise UnsupportedError(
-            f"layers.{index}: the file's own cosines and sines, in few bits, are off by up to {moved:.2g}. Nothing is "
-            "written."
-        )
-    passed = (source for value in values for source in ancestors(value))
-    return CoarseTable(index, stored or _types_of_few_bits(passed) or "half precision", moved)
+        return ""
+    return stored or _types_of_few_bits(chain(*map(ancestors, values))) or "half precision"
 
 
-def _hold_at_every_position(
-    index: int, layer: Layer, own: npt.NDArray[np.floating], doubt: float, *, rounds: bool
-) -> None:
+def _hold_at_every_position(index: int, layer: Layer, own: npt.NDArray[np.floating], doubt: float) -> None:
     """Hold cosines and sines; angles are computed in the type of ``own``, the frequencies."""
-    for positions, apart in _apart(layer, own, rounds=rounds):
-        allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * own
-        wrong = ~(apart <= allowed)
-        if wrong.any():
-            row, entry = (int(i) for i in np.argwhere(wrong)[0])
-            raise ProofError(
-                f"layers.{index}.attention: at position {positions[row]} its query is rotated by a number that is "
-                f"{apart[row, entry]:.3g} off that of its RoPE (frequency {entry}). Nothing is written. "
-                "Please report the file."
-            )
-
-
-def _apart(
-    layer: Layer, own: npt.NDArray[np.floating], *, rounds: bool
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-    """Positions, and how far the graph's coefficients are from cosines or sines there, ``[positions, half]``."""
-    for positions, made in layer.rotation.at(rounds=rounds):
+    for positions, made in layer.rotation.at():
         angle = positions.astype(own.dtype)[:, None] * own
+        allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * own
         cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         for coefficient, wanted in zip(made, (cos, cos, sin, sin), strict=True):
-            yield positions, np.abs(coefficient - wanted)
+            apart = np.abs(coefficient - wanted)
+            wrong = ~(apart <= allowed)
+            if wrong.any():
+                row, entry = (int(i) for i in np.argwhere(wrong)[0])
+                raise ProofError(
+                    f"layers.{index}.attention: at position {positions[row]} its query is rotated by a number that is "
+                    f"{apart[row, entry]:.3g} off that of its RoPE (frequency {entry}). Nothing is written. "
+                    "Please report the file."
+                )
 
 
 # Tables that a file stores.

@@ -35,7 +35,6 @@ class SlotsOfLayer:
     Attributes:
         inputs: names of the signature's inputs that the graph reads.
         largest: no score is larger.
-        additive: whether a mask of floats is 0 and a large negative number, or 1 and 0.
         slope: what scores are multiplied by on their way through the masks; known once they are held.
     """
 
@@ -45,7 +44,6 @@ class SlotsOfLayer:
     masks: Masks
     inputs: frozenset[str]
     largest: float
-    additive: bool
     slope: float | None = field(default=None, init=False)
 
     def hold(self) -> tuple[int, bool]:
@@ -98,7 +96,7 @@ class SlotsOfLayer:
         within: Mapping[int, bool] | None,
     ) -> None:
         attention = self.layer.attention
-        cases = self.masks.cases(attention, positions, contents, additive=self.additive, within=within)
+        cases = self.masks.cases(attention, positions, contents, within)
         seen, possible = self._by_config(cases)
         inside = np.ones(seen.shape, bool)
         for own in cases.within.values():

@@ -17,8 +17,8 @@ def in_words(proof: Mapping[str, Any]) -> list[str]:
         "and every number of every tensor"
     ]
     said += [
-        f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}, which is "
-        f"off by up to {table['differs_by']:g}; the exact theta is written"
+        f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}; the exact "
+        "theta is written"
         for table in proof["coarse_tables"]
     ]
     if held := proof["activations_held_in"]:

@@ -343,7 +343,7 @@ def test_an_input_that_is_not_given_is_refused() -> None:
         evaluate(graph, {}, list(graph.outputs.values()))
 
 
-def test_numbers_are_rounded_to_the_types_of_the_file_or_not() -> None:
+def test_numbers_are_rounded_to_the_types_of_the_file() -> None:
     x = np.array([[0.1, 1e-9, 1e9]], np.float32)
     for case, expected in (
         (OneOp("CAST", (x[0] * 2,), options("Cast"), ("float16",)), [0.199951171875, 0, np.inf]),
@@ -352,5 +352,3 @@ def test_numbers_are_rounded_to_the_types_of_the_file_or_not() -> None:
         graph, given = case.flat(), case.samples()
         wanted = list(graph.outputs.values())
         np.testing.assert_array_equal(evaluate(graph, given, wanted)[0][0], expected)
-        exact = sum(given.values())
-        np.testing.assert_array_equal(evaluate(graph, given, wanted, rounds=False)[0], exact)

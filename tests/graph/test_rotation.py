@@ -33,7 +33,7 @@ class Tables:
     def elements(self, value: Any) -> np.ndarray:
         return np.arange(1, self.count)
 
-    def at(self, positions: Any, values: Any, *, rounds: bool) -> Any:
+    def at(self, positions: Any, values: Any) -> Any:
         yield positions, [self.table[positions]]
 
 
@@ -63,7 +63,7 @@ def test_frequencies_and_amplitude_are_recovered(theta: float, share: float, amp
     frequencies, doubt = found.frequencies()
     assert (np.abs(frequencies - wanted) <= doubt + 1e-7 * wanted).all()
     assert (frequencies[wanted == 0] == 0).all()
-    for positions, (low, high, down, up) in found.at(rounds=True):
+    for positions, (low, high, down, up) in found.at():
         angle = positions[:, None] * wanted
         for one, other in ((low, np.cos(angle)), (high, np.cos(angle)), (down, np.sin(angle)), (up, np.sin(angle))):
             np.testing.assert_allclose(one, other, atol=2e-6)
@@ -91,7 +91,7 @@ def test_other_rotations_are_refused_or_are_no_rope(odd: Scores) -> None:
         found = rotation(odd, np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4))
     except RoleError:
         return
-    (_, (low, high, *_)), *_ = found.at(rounds=True)
+    (_, (low, high, *_)), *_ = found.at()
     assert np.abs(low - high).max() > 0.1
 
 
