@@ -156,7 +156,7 @@ class _Drafter(Blocks):
             masks.window(attention),
             tuple(sorted(filter(is_mask, inputs))),
             frequencies,
-            np.maximum(rounding_of(frequencies, doubt, graph), doubt),
+            rounding_of(frequencies, doubt),
             attention,
             rotation,
             self.scale_of(query),

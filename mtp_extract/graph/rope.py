@@ -9,19 +9,12 @@ import numpy.typing as npt
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.flat import FlatGraph
-from mtp_extract.litertlm.tflite import TensorType
 
 _MOST_THETA_DIGITS = 7
 _LARGEST_THETA_EXPONENT = 12
-# Steps from 0 to the largest number, symmetric or not.
-_GRIDS = {TensorType.INT8: (127, 128, 255), TensorType.INT16: (32767, 32768, 65535)}
-_ON_GRID = 1e-2
 # A frequency in float32, made by a power, a reciprocal or a sine, is right to this share of itself.
 _EXACT = 2e-6
 _HALF = 2.0**-11
-# Half a step, and what the scale itself is rounded by.
-_HALF_STEP = 0.501
 _HALF_SUBNORMAL = 2.0**-25
 
 Doubles = npt.NDArray[np.float64]
@@ -35,26 +28,16 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
     return made
 
 
-def rounding_of(table: Doubles, doubt: Doubles, graph: FlatGraph) -> Doubles:
-    """How far each entry of ``table``, which is known up to ``doubt``, may be from the number it stands for.
-
-    Files hold their tables in F32, in F16 (models of half precision), or on a grid of INT8 or INT16 (models whose every
-    operator is quantized): which one shows in the constants, and in the numbers.
+def rounding_of(table: Doubles, doubt: Doubles) -> Doubles:
+    """How far each entry of ``table``, which is known up to ``doubt``, may be from the number it stands for: it was
+    computed in F32, or stored in F16 by models of half precision.
     """
-    sizes = (table.size, 2 * table.size)
-    types = {value.tensor.type for value in graph.constants.values() if value.tensor.elements in sizes}
     # Converters turn constants of half precision into float32: that all of them are representable in half is no chance.
     with np.errstate(over="ignore"):
         half = table.astype(np.float16).astype(np.float64)
     if (np.abs(table - half) <= doubt).all():
-        return np.abs(table) * _HALF + _HALF_SUBNORMAL
-    largest = float(np.abs(table).max(initial=0.0)) or 1.0
-    for kind, counts in _GRIDS.items():
-        for steps in counts if kind in types else ():
-            codes = table / largest * steps
-            if bool((np.abs(codes - np.rint(codes)) < _ON_GRID).all()):
-                return np.full(table.shape, largest / steps * _HALF_STEP)
-    return np.abs(table) * _EXACT
+        return np.maximum(doubt, np.abs(table) * _HALF + _HALF_SUBNORMAL)
+    return np.maximum(doubt, np.abs(table) * _EXACT)
 
 
 def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> RopeConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,10 +30,8 @@ _COARSEST = 0.009
 """How far rounding may move a cosine or sine; one on a grid of INT8 from −1 to 1 does by 0.004, and again where it goes
 through another.
 """
-_SHARES = {TensorType.FLOAT16: 2.0**-12 * 1.001, TensorType.BFLOAT16: 2.0**-9 * 1.001}
+_SHARES: dict[TensorType | None, float] = {TensorType.FLOAT16: 2.0**-12 * 1.001, TensorType.BFLOAT16: 2.0**-9 * 1.001}
 """How far a number below 1 is rounded by a type."""
-_HANDED_ON = {**LAYOUT, **dict.fromkeys(CONVERSIONS, (0,))}
-"""Operators whose results are elements of their operands, and of which."""
 _LARGEST_TABLE = 1 << 20
 
 
@@ -71,10 +69,8 @@ def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> tuple
 def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.float64]) -> str:
     """Hold the rotation of a layer; the types of few bits that it is stored in, empty where there are none."""
     values, slots = layer.rotation.values, layer.rotation.positions.slots
-    stored = _types_of_few_bits(source for value in values for source in ancestors(value) if source.constant)
-    tables = [table for value in values for table in _stored_tables(value)]
-    share = max((_rounding_of(graph, table) for table in tables), default=0.0)
-    doubt = share + max(map(_rounded_after, values), default=0.0)
+    stored = _types_of_few_bits(source for source in chain(*map(ancestors, values)) if source.constant)
+    doubt, tables = (max(each) for each in zip(*(_roundings(graph, value) for value in values), strict=True))
     if not doubt <= _COARSEST:
         raise UnsupportedError(
             f"layers.{index}: its cosines and sines are held in steps of {2 * doubt:.2g}: too little of them is left. "
@@ -123,15 +119,19 @@ def _hold_at_every_position(index: int, layer: Layer, own: npt.NDArray[np.floati
 # Tables that a file stores.
 
 
-def _stored_tables(value: Value) -> Iterator[Value]:
-    """The constants that ``value`` takes its elements from, without computing anything of them."""
-    node = value.producer
-    if value.constant and value.tensor.elements > 1 and value.tensor.type in NUMBER_TYPES:
-        yield value
-    elif node is not None and node.kind in _HANDED_ON:
-        for position, source in enumerate(node.inputs):
-            if source is not None and position in _HANDED_ON[node.kind]:
-                yield from _stored_tables(source)
+def _roundings(graph: FlatGraph, value: Value) -> tuple[float, bool]:
+    """How far cosines and sines are off by the types that hold them, and whether a table of them is stored."""
+    made = {id(v): v.producer.kind for v in ancestors(value) if v.producer is not None}
+    # A table is taken from, or converted, and nothing is computed of it.
+    computed = frozenset(key for key, kind in made.items() if kind not in LAYOUT and kind not in CONVERSIONS)
+    tables = [v for v in ancestors(value, computed) if v.constant and v.tensor.elements > 1]
+    stored = [_rounding_of(graph, table) for table in tables if table.tensor.type in NUMBER_TYPES]
+    sines = frozenset(key for key, kind in made.items() if kind in ("SIN", "COS", "GATHER"))
+    # What is looked up is on the grid of its table, which counts by itself.
+    passed = [v for v in ancestors(value, sines) if not v.constant and made.get(id(v)) != "GATHER"]
+    grids = ((grid_of(v.tensor) or (0.0, 0))[0] * _HALF_STEP for v in passed)
+    few = sum(grids) + sum(_SHARES.get(v.tensor.type, 0.0) for v in passed)
+    return max(stored, default=0.0) + few, bool(stored)
 
 
 def _rounding_of(graph: FlatGraph, table: Value) -> float:
@@ -155,13 +155,3 @@ def _types_of_few_bits(values: Iterable[Value]) -> str:
     few = {*_SHARES, *CODE_TYPES, TensorType.INT16}
     held = [value.tensor for value in values if value.tensor.elements > 1 and value.tensor.type in few]
     return " and ".join(sorted({tensor.type_name for tensor in held}))
-
-
-def _rounded_after(value: Value) -> float:
-    """How far cosines and sines are rounded once they are computed, by the types that they pass through."""
-    kinds = {id(v): v.producer.kind for v in ancestors(value) if v.producer is not None}
-    made = frozenset(key for key, kind in kinds.items() if kind in ("SIN", "COS", "GATHER"))
-    # What is looked up is on the grid of its table, which counts by itself.
-    passed = [v for v in ancestors(value, made) if not v.constant and kinds.get(id(v)) != "GATHER"]
-    grids = (grid[0] * _HALF_STEP for v in passed if (grid := grid_of(v.tensor)) is not None)
-    return sum(grids) + sum(_SHARES.get(v.tensor.type, 0.0) for v in passed if v.tensor.type is not None)
