@@ -21,12 +21,12 @@ from mtp_extract.graph.call import code_range, grid_of
 from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.forms import Scores
 from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
 _SAMPLES = 16
-_SLOTS = 48
+_SHARE_OF_V = 0.25
+"""Standard deviation of what a head mixes, of that of V: by scores with one of 1.2, of 48 slots."""
 _FEWEST_CODES = 8
 """Within one standard deviation; three of Google's own files have 10 to 14."""
 _MOST_CUT_OFF, _MOST_POWER_CUT_OFF = 0.2, 0.3
@@ -128,7 +128,9 @@ class _Drawn:
         if kind == "matrix":
             return self._product(parts[0], parts[1], self.numbers(parts[2]))
         if kind == "mixed":
-            return self._mixed(parts[0], parts[1], parts[2], expr.size)
+            # Rotations keep lengths, and heads that look at some slots more than at others take as much of V.
+            random = np.random.default_rng(crc32(parts[1].encode()))
+            return random.standard_normal((_SAMPLES, expr.size)) * _SHARE_OF_V * self._spread_of(parts[1])
         if kind == "product":
             factors = (self.numbers(e) ** p for e, p in expr.powers.items())
             return np.asarray(math.prod(factors, start=np.ones((1, 1))))
@@ -155,18 +157,6 @@ class _Drawn:
             rows = source.floats(first * sizes[1], (first + count) * sizes[1]).reshape(count, sizes[1])
             made.append(x.astype(np.float32) @ rows.T)
         return np.concatenate(made, 1).astype(np.float64)
-
-    def _mixed(self, scores: Scores, value: str, axes: tuple[object, ...], size: int) -> npt.NDArray[np.float64]:
-        """Attention to a few slots of K and V of ordinary size; a rotation keeps lengths, so it is left out."""
-        width = scores.rotated.number.shape[1]
-        queries = self.numbers(scores.rotated.query).reshape(_SAMPLES, -1, 1, width)
-        spread = 1.2 / max(float(np.sqrt(np.mean(np.square(queries)) * width)), 1e-30)
-        random, shape = np.random.default_rng(crc32(value.encode())), (2, _SAMPLES, queries.shape[1], _SLOTS, width)
-        keys, values = random.standard_normal(shape)
-        raised = np.exp((queries * keys * spread).sum(-1))
-        weights = raised / raised.sum(-1, keepdims=True)
-        mixed = (weights[..., None] * values).sum(2) * self._spread_of(value)
-        return np.asarray(mixed).reshape(_SAMPLES, size)
 
     def _spread_of(self, name: str) -> float:
         """The standard deviation of what a cache holds: of all that its grid does, evenly, or 1."""
