@@ -144,6 +144,11 @@ class Region:
     size: int
     what: str
     _pages: dict[int, bytes] = field(default_factory=dict, repr=False, compare=False)
+    _whole: Region | None = field(default=None, repr=False, compare=False)
+
+    def part(self, offset: int, size: int, what: str) -> Region:
+        """``size`` bytes of it from ``offset``, called ``what``, and read through its pages."""
+        return Region(self.source, self.begin + offset, size, what, _whole=self)
 
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` within the region; to its end if None.
@@ -157,6 +162,8 @@ class Region:
                 f"{self.source.name}: {self.what} has {self.size} bytes, but bytes {offset}…{offset + length} of it "
                 "are needed. The file is damaged or incomplete: fetch it again."
             )
+        if self._whole is not None:
+            return self._whole.read(self.begin - self._whole.begin + offset, length)
         if length > _PAGE:
             return self.source.read(self.begin + offset, length)
         index, start = divmod(offset, _PAGE)

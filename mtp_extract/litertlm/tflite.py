@@ -291,7 +291,7 @@ class TfliteModel:
                 f"{region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + size} of {region.what}, "
                 f"which has {region.size}. Fetch the file again."
             )
-        return Region(region.source, region.begin + offset, size, tensor.label)
+        return region.part(offset, size, tensor.label)
 
     def _external_range(self, tensor: Tensor) -> tuple[int, int]:
         """(offset, length) in the TFLiteWeights section."""
