@@ -6,7 +6,7 @@ The whole old section stands behind a :class:`~mtp_extract.litertlm.graft.Graft`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,9 @@ from mtp_extract.litertlm.graft import Field, Graft, copied_places
 from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import TfliteModel
 
-# struct codes of the slots, in the schema's order; "o" is an offset.
-_MODEL = "Ioooooooooo"
-_SUBGRAPH = "oooooi"
-_TENSOR = "obIoo?oo?oI"
-_OPERATOR = "IooBoobooQQBoi"
-_BUFFER = "oQQ"
+MODEL, SUBGRAPH, TENSOR, OPERATOR, BUFFER = "Ioooooooooo", "oooooi", "obIoo?oo?oI", "IooBoobooQQBoi", "oQQ"
+"""struct codes of the tables' slots, in the schema's order; "o" is an offset."""
+
 _QUANTIZATION = "ooooBoi"
 
 _APPENDED_ALIGNMENT = 16
@@ -62,26 +59,25 @@ def rebuilt(model: TfliteModel, changes: Sequence[NewTensor]) -> Laid:
         at = places[-1] + change.storage.length
     front = _front(model, root, changes, places)
     assert len(front) == shift
-    old = Piece(shift, region.size, source=region.source, offset=region.begin)
-    moved = (made(shift + field, (shift + offset).to_bytes(8, "little")) for field, offset in _appended(root).items())
-    return Laid(at, (made(0, front), old, *moved))
+    return Laid(at, (made(0, front), *moved_section(model, shift)))
 
 
-def _appended(root: Table) -> Mapping[int, int]:
-    """Where an offset of bytes behind the flatbuffer stands in it → the offset."""
+def moved_section(model: TfliteModel, shift: int) -> Iterator[Piece]:
+    """The old section, ``shift`` bytes further on, with its offsets of bytes behind the flatbuffer."""
+    region, root = model.region, FlatBuffer(model.region).root()
+    yield Piece(shift, region.size, source=region.source, offset=region.begin)
     places = [(table.at(1), table.integer(1, "Q")) for table in root.tables(4) if not table.vector(0, 1).count]
     for graph in root.tables(2):
         places += [(table.at(9), table.integer(9, "Q")) for table in graph.tables(3)]
-    # 0 and 1 say that there are none.
-    return {field: offset for field, offset in places if offset > 1}
+    # 0 and 1 say that there are none; a table may be in the list twice.
+    yield from (made(shift + field, (shift + offset).to_bytes(8, "little")) for field, offset in places if offset > 1)
 
 
 def _front(model: TfliteModel, root: Table, changes: Sequence[NewTensor], places: Sequence[int]) -> bytes:
     """The graft; ``places`` are where the new constants lie."""
     graft, what = Graft(), f"{model.region.source.name}: {model.region.what}"
     new = [
-        graft.table(_BUFFER, {1: place, 2: change.storage.length})
-        for change, place in zip(changes, places, strict=True)
+        graft.table(BUFFER, {1: place, 2: change.storage.length}) for change, place in zip(changes, places, strict=True)
     ]
     old = list(root.tables(4))
     buffers = graft.offsets([*copied_places(old, {}), *new])
@@ -90,7 +86,7 @@ def _front(model: TfliteModel, root: Table, changes: Sequence[NewTensor], places
         own = [(len(old) + number, change) for number, change in enumerate(changes) if change.subgraph == index]
         subgraphs[index] = _subgraph(graft, model, tables[index], own, what)
     listed = graft.offsets(copied_places(tables, subgraphs))
-    return graft.finish(graft.copy(root, _MODEL, {2: listed, 4: buffers}, what), TFLITE_IDENTIFIER)
+    return graft.finish(graft.copy(root, MODEL, {2: listed, 4: buffers}, what), TFLITE_IDENTIFIER)
 
 
 def _subgraph(
@@ -101,7 +97,7 @@ def _subgraph(
     changed, added = dict[int, int](), list[int]()
     inputs: dict[int, list[int]] = {}
     for buffer, change in changes:
-        place = graft.copy(tensors[change.tensor], _TENSOR, dict(_fields(graft, model, change, buffer)), what)
+        place = graft.copy(tensors[change.tensor], TENSOR, dict(_fields(graft, model, change, buffer)), what)
         if change.readers is None:
             changed[change.tensor] = place
             continue
@@ -112,11 +108,11 @@ def _subgraph(
     rewired = {}
     for operator, row in inputs.items():
         vector = graft.numbers(np.array(row, "<i4"))
-        rewired[operator] = graft.copy(operators[operator], _OPERATOR, {1: vector}, what)
+        rewired[operator] = graft.copy(operators[operator], OPERATOR, {1: vector}, what)
     fields: dict[int, Field] = {0: graft.offsets([*copied_places(tensors, changed), *added])}
     if rewired:
         fields[3] = graft.offsets(copied_places(operators, rewired))
-    return graft.copy(table, _SUBGRAPH, fields, what)
+    return graft.copy(table, SUBGRAPH, fields, what)
 
 
 def _fields(graft: Graft, model: TfliteModel, change: NewTensor, buffer: int) -> Iterator[tuple[int, Field]]:

@@ -11,36 +11,24 @@ constants follow it, 16-byte aligned. They are written some rows at a time: what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 
 from mtp_extract.io.files import aligned
-from mtp_extract.io.source import Region
+from mtp_extract.io.laid import Laid, Piece, made
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
+from mtp_extract.litertlm.rebuild import BUFFER, MODEL, OPERATOR, SUBGRAPH, TENSOR, moved_section
 from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.litertlm.tflite import Operator, Subgraph, Tensor, TensorType, TfliteModel
 
-# struct codes of the slots, in the schema's order; "o" is an offset.
-_MODEL, _SUBGRAPH, _BUFFER, _OPERATOR_CODE = "Ioooooooooo", "oooooi", "oQQ", "boii"
-_TENSOR, _OPERATOR = "obIoo?oo?oI", "IooBoobooQQBoi"
-
-_CAST = 53
+_OPERATOR_CODE, _CAST = "boii", 53
 _ALIGNMENT = 16
-_CHUNK = 1 << 24  # bytes that are copied at a time
-_ELEMENTS = 1 << 22  # numbers that are made at a time
-# Written in place of offsets before it is known where constants will lie: the flatbuffer has its final size.
-_UNKNOWN = (1 << 63) - 1
+_ELEMENTS = 1 << 20  # numbers that are made at a time
 
 
-def write_section(region: Region, path: Path) -> None:
-    """Write a section to the new file ``path``, as it is."""
-    with open(path, "xb") as file:
-        file.writelines(_bytes_of(region))
-
-
-def write_floats(model: TfliteModel, path: Path) -> None:
-    """Write the section of ``model`` to the new file ``path``, in floats.
+def in_floats(model: TfliteModel) -> Laid:
+    """The section of ``model`` in floats; nothing is written yet.
 
     Raises:
         UnsupportedError: it has codes that this release cannot read, or tables with unknown fields.
@@ -48,24 +36,20 @@ def write_floats(model: TfliteModel, path: Path) -> None:
     """
     coded = [tensor for graph in model.subgraphs for tensor in graph.tensors if is_coded(tensor)]
     constants = [QuantizedTensor.of(model, tensor) for tensor in coded if model.has_data(tensor)]
-    shift = len(_front(model, constants, [_UNKNOWN] * len(constants)))
-    places, at = [], shift + model.region.size
+    # No number of a graft changes its length.
+    shift = len(_front(model, constants, [0] * len(constants)))
+    at, pieces = shift + model.region.size, list[Piece]()
     for constant in constants:
-        places.append(aligned(at, _ALIGNMENT))
-        at = places[-1] + 4 * constant.tensor.elements
-    with open(path, "xb") as file:
-        file.write(_front(model, constants, places))
-        file.writelines(_bytes_of(model.region))
-        for place, constant in zip(places, constants, strict=True):
-            file.seek(place)
-            for begin in range(0, constant.tensor.elements, _ELEMENTS):
-                end = min(begin + _ELEMENTS, constant.tensor.elements)
-                file.write(constant.floats(begin, end).tobytes())
-        for buffer in FlatBuffer(model.region).root().tables(4):
-            # Counted from the start of the model, which is `shift` bytes further up now; 0 and 1 mean "none".
-            if (offset := buffer.integer(1, "Q")) > 1:
-                file.seek(shift + buffer.at(1))
-                file.write((offset + shift).to_bytes(8, "little"))
+        at = aligned(at, _ALIGNMENT)
+        pieces.append(Piece(at, 4 * constant.tensor.elements, produce=partial(_floats, constant)))
+        at = pieces[-1].end
+    front = _front(model, constants, [piece.at for piece in pieces])
+    return Laid(at, (made(0, front), *moved_section(model, shift), *pieces))
+
+
+def _floats(constant: QuantizedTensor) -> Iterator[bytes]:
+    count = constant.tensor.elements
+    return (constant.floats(at, min(at + _ELEMENTS, count)).tobytes() for at in range(0, count, _ELEMENTS))
 
 
 def is_coded(tensor: Tensor) -> bool:
@@ -75,18 +59,14 @@ def is_coded(tensor: Tensor) -> bool:
     return integers and scales is not None and (scales.scales.count > 0 or scales.details != "none")
 
 
-def _bytes_of(region: Region) -> Iterator[bytes]:
-    return (region.read(at, min(_CHUNK, region.size - at)) for at in range(0, region.size, _CHUNK))
-
-
 def _front(model: TfliteModel, constants: Sequence[QuantizedTensor], places: Sequence[int]) -> bytes:
     """The tables that change; ``places`` are where the float32 ``constants`` lie in the file."""
     graft, root = Graft(), FlatBuffer(model.region).root()
     what = f"{model.region.source.name}: {model.region.what}"
     old_codes, old_buffers, old_graphs = (list(root.tables(slot)) for slot in (1, 4, 2))
     buffers = {(c.tensor.subgraph, c.tensor.index): len(old_buffers) + n for n, c in enumerate(constants)}
-    made = [
-        graft.table(_BUFFER, {1: place, 2: 4 * constant.tensor.elements})
+    new = [
+        graft.table(BUFFER, {1: place, 2: 4 * constant.tensor.elements})
         for place, constant in zip(places, constants, strict=True)
     ]
     graphs = {
@@ -97,9 +77,9 @@ def _front(model: TfliteModel, constants: Sequence[QuantizedTensor], places: Seq
     changes = {
         1: graft.offsets([*copied_places(old_codes, {}), cast]),
         2: graft.offsets(copied_places(old_graphs, graphs)),
-        4: graft.offsets([*copied_places(old_buffers, {}), *made]),
+        4: graft.offsets([*copied_places(old_buffers, {}), *new]),
     }
-    return graft.finish(graft.copy(root, _MODEL, changes, what), TFLITE_IDENTIFIER)
+    return graft.finish(graft.copy(root, MODEL, changes, what), TFLITE_IDENTIFIER)
 
 
 def _subgraph(
@@ -112,9 +92,9 @@ def _subgraph(
         fields: dict[int, int | None] = {1: int(TensorType.FLOAT32), 4: None, 10: None}
         if (key := (graph.index, tensor.index)) in buffers:
             fields[2] = buffers[key]
-        floats[tensor.index] = graft.copy(tensors[tensor.index], _TENSOR, fields, what)
+        floats[tensor.index] = graft.copy(tensors[tensor.index], TENSOR, fields, what)
     casts = {
-        op.index: graft.copy(operators[op.index], _OPERATOR, {0: cast, 3: None, 4: None}, what)
+        op.index: graft.copy(operators[op.index], OPERATOR, {0: cast, 3: None, 4: None}, what)
         for op in graph.operators
         if op.kind in ("QUANTIZE", "DEQUANTIZE") and _joins_floats(op, graph)
     }
@@ -122,7 +102,7 @@ def _subgraph(
         0: graft.offsets(copied_places(tensors, floats)),
         3: graft.offsets(copied_places(operators, casts)),
     }
-    return graft.copy(table, _SUBGRAPH, changes, what)
+    return graft.copy(table, SUBGRAPH, changes, what)
 
 
 def _joins_floats(op: Operator, graph: Subgraph) -> bool:

@@ -26,6 +26,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluate.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
+from mtp_extract.io.laid import copied, write_laid
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validate.parity.cases import (
@@ -36,7 +37,7 @@ from mtp_extract.validate.parity.cases import (
     signature_inputs,
 )
 from mtp_extract.validate.parity.control import known_good
-from mtp_extract.validate.parity.floats import write_floats, write_section
+from mtp_extract.validate.parity.floats import in_floats
 
 IN_FLOATS = 1e-5
 """Largest difference of an output in floats, as a share of its range, that counts as the same function."""
@@ -165,10 +166,8 @@ def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[O
     inputs = (signature_inputs(source, case, floats=floats) for case in cases)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "drafter.tflite"
-        if floats:
-            write_floats(source.model, path)
-        else:
-            write_section(source.model.region, path)
+        region = source.model.region
+        write_laid(path, in_floats(source.model) if floats else copied(region.source, region.begin, region.size))
         return _run(source, path, inputs)
 
 

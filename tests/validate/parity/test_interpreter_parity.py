@@ -18,11 +18,12 @@ from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.io.laid import write_laid
 from mtp_extract.litertlm.tflite import TensorType, read_model
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.validate.parity import interpreter
 from mtp_extract.validate.parity.cases import random_cases
-from mtp_extract.validate.parity.floats import is_coded, write_floats
+from mtp_extract.validate.parity.floats import in_floats, is_coded
 from mtp_extract.validate.parity.interpreter import (
     IN_FLOATS,
     Outputs,
@@ -209,7 +210,7 @@ def test_a_section_in_floats_has_no_codes(tmp_path: Path) -> None:
 
     with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
         model = opened.drafter().model
-        write_floats(model, tmp_path / "floats.tflite")
+        write_laid(tmp_path / "floats.tflite", in_floats(model))
         with LocalSource(tmp_path / "floats.tflite") as file:
             floats = read_model(Region(file, 0, file.size, "the model"), None)
             for before, after in zip(model.subgraphs, floats.subgraphs, strict=True):
