@@ -14,7 +14,7 @@ from mtp_extract.doctor.pair import check_fit, engines_of, identify
 from mtp_extract.doctor.patterns import Counted, patterns
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.samples import counted, samples, text_fit
-from mtp_extract.doctor.served import Asked, ask_all, rate_in
+from mtp_extract.doctor.served import Asked, ask_all
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
@@ -22,6 +22,7 @@ from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
+from mtp_extract.serving.counters import rate_in
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 Say = Callable[[str], None]

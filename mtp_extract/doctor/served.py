@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from mtp_extract.engines.kinds import Counters
-from mtp_extract.engines.server import Prompt, Server
-from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.io.files import read_regular
+from mtp_extract.serving.client import Prompt, Server
+from mtp_extract.serving.counters import Counters
 
-_RATE = re.compile(rb"MTP Drafter - Success rate: ([0-9.]+)")
-_LARGEST_LOG = 1 << 26
 _FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
 
 
@@ -50,7 +44,7 @@ class Asked:
     """A server, and what it told of every prompt, in their order."""
 
     name: str
-    kind: str  # as engines.kinds calls it
+    kind: str  # as serving.counters calls it
     version: str | None
     answers: tuple[Told, ...]
 
@@ -78,7 +72,7 @@ def ask_all(
         for prompt in prompts:
             before = server.counters()
             answer = server.ask(prompt, max_tokens=max_tokens, chat=chat, temperature=temperature, **server.kind.ids)
-            moved = _moved(server, before, answer.tokens) or Counters()
+            moved = (server.moved(before, 1, answer.tokens) if before is not None else None) or Counters()
             told = answer.told or moved
             answers.append(
                 Told(
@@ -94,34 +88,3 @@ def ask_all(
                 )
             )
         return Asked(server.name, server.kind.name, server.version, tuple(answers))
-
-
-def _moved(server: Server, before: Counters | None, tokens: int | None) -> Counters | None:
-    """By how much the page's counters moved for one answer; None if it has none, or if somebody else moved them."""
-    asked = Counters(requests=1, tokens=tokens)
-    moved = server.moved(before, asked) if before is not None else None
-    return moved if moved is not None and moved.is_of(asked) else None
-
-
-def rate_in(log: Path) -> float:
-    """The share of drafts that LiteRT-LM says were accepted, the last time it says so.
-
-    Raises:
-        MtpExtractError: it says none.
-    """
-    try:
-        found = _RATE.findall(read_regular(log, _LARGEST_LOG))
-    except OSError as error:
-        raise MtpExtractError(
-            f"{escape(log)}: expected a log that can be read, found: {error.strerror}. Check the path."
-        ) from error
-    try:
-        rate = float(found[-1])
-    except (IndexError, ValueError):
-        rate = -1.0
-    if not 0 <= rate <= 1:
-        raise MtpExtractError(
-            f'{escape(log)}: expected a line "MTP Drafter - Success rate: …" of LiteRT-LM, found none. Let it log at '
-            "INFO, and close the engine before the log is read."
-        )
-    return rate

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.engines.answer import Answer
-from mtp_extract.engines.load import load
-from mtp_extract.engines.server import Server
 from mtp_extract.errors import PairError, ServerError, escape
 from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.serving.answer import Answer
+from mtp_extract.serving.client import Server, load
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.setting import Setting

@@ -27,12 +27,12 @@ from mtp_extract.doctor.pair import check_fit, engines_of, identify
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.report import as_json, tables
 from mtp_extract.doctor.run import diagnose
-from mtp_extract.doctor.served import rate_in
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base
 from mtp_extract.io.source import LocalSource
+from mtp_extract.serving.counters import rate_in
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3

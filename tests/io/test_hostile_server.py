@@ -15,9 +15,9 @@ from helpers.hub_server import SIGNATURE, TOKEN, HubServer
 from helpers.raw_server import RawServer, Say, drip, raw_server
 
 from mtp_extract.bundle import open_source
-from mtp_extract.engines.server import Server
 from mtp_extract.errors import MtpExtractError, SourceError
 from mtp_extract.io import remote
+from mtp_extract.serving.client import Server
 
 DATA = random.Random(7).randbytes(1 << 18)
 SIZE = len(DATA)
@@ -142,7 +142,7 @@ def test_a_hub_that_is_silent(soon: None, patience: Patient, monkeypatch: pytest
 @pytest.mark.parametrize("script", NEVER.values(), ids=NEVER)
 def test_a_server_of_models_that_never_ends(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     """However long an answer may take: a page is no answer."""
-    monkeypatch.setattr("mtp_extract.engines.server._PAGE_TIMEOUT", WINDOW)
+    monkeypatch.setattr("mtp_extract.serving.client._PAGE_TIMEOUT", WINDOW)
     with (
         raw_server(script) as server,
         pytest.raises(MtpExtractError, match=r"expected an answer within|is not HTTP|expected a") as caught,
