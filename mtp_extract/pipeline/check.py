@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from mtp_extract.checkpoint.files import sha256_of_file
@@ -99,8 +99,8 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> Verification:
-    """Check ``directory`` against its ``extraction.json``: size and SHA-256 of every file but the card, and that there
-    is no other. Where it came from is not checked: that takes the bundle.
+    """Check ``directory`` against its ``extraction.json``, and that nothing else lies there that an engine may read.
+    Where it came from is not checked: that takes the bundle.
 
     Args:
         allowed: names of files that may be there though the record does not list them: those of a report.
@@ -108,7 +108,18 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
     Raises:
         CheckpointError: something differs, is missing or does not belong there; the message lists what.
     """
-    folder = Path(directory)
+    found = verify_record(Path(directory), allowed)
+    if wrong := unexpected_in(found.directory, allowed):
+        raise _mismatch(found.directory, wrong)
+    return found
+
+
+def verify_record(folder: Path, allowed: Container[str] = ()) -> Verification:
+    """Check the files in ``folder`` against its record: size and SHA-256 of each but the card, format and geometry.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
     present = list(files_in(folder))
     record = read_record(folder)
     layout = format_named(record["layout"])
@@ -122,19 +133,22 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
     listed = {name: expected for name, expected in record["files"].items() if name != CARD}
     for name, expected in listed.items():
         path = folder / name
-        if not _inside(name) or not path.is_file():
+        if name not in present:
             wrong.append(f"{escape(name)} is missing")
         elif path.stat().st_size != expected["size"]:
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
         elif sha256_of_file(path) != expected["sha256"]:
             wrong.append(f"{escape(name)} has other content")
-    wrong = wrong or unexpected_in(folder, allowed) or list(_otherwise(folder, record))
-    if wrong:
-        raise CheckpointError(
-            f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it "
-            "again, or fetch it again."
-        )
+    if wrong := wrong or list(_otherwise(folder, record)):
+        raise _mismatch(folder, wrong)
     return Verification(folder, record, len(listed))
+
+
+def _mismatch(folder: Path, wrong: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch it "
+        "again."
+    )
 
 
 def _otherwise(folder: Path, record: dict[str, Any]) -> Iterator[str]:
@@ -173,8 +187,3 @@ def files_in(folder: Path) -> Iterator[str]:
                     "which is no part of a checkpoint. Put the file itself there, or move it elsewhere."
                 )
             yield path.relative_to(folder).as_posix()
-
-
-def _inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts

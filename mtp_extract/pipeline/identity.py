@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from mtp_extract.formats import format_of
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline import chains
 from mtp_extract.pipeline.chains import Chain, how_derived
-from mtp_extract.pipeline.check import Check, Verification, verify, with_record
+from mtp_extract.pipeline.check import Check, Verification, verify_record, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.unexpected import unexpected_in
@@ -121,9 +121,13 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
         CheckpointError: the directory holds no configuration that can be read.
         MtpExtractError: the bundle cannot be read.
     """
-    original = checkpoint_of(source)
-    format_ = format_of(directory)
+    original, format_ = checkpoint_of(source), format_of(directory)
     found = require_mtp(format_.read_config(directory))
+    config = _check("config", _apart(_meaning(original.mtp), _meaning(found)), "every number agrees")
+    try:
+        files = _check("files", unexpected_in(directory, allowed), "all are the drafter's, or read by nobody")
+    except MtpExtractError as error:
+        files = _check("files", [_one_line(error)])
     written: Checkpoint | None = None
     compared: _Compared | None = None
     try:
@@ -132,22 +136,28 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
         compared = _tensors(directory, written, original, format_.name)
         tensors = compared.check
     except CheckpointError as error:
-        tensors = _check("tensors", False, " ".join(str(error).split()))
+        tensors = _check("tensors", [_one_line(error)])
     comparable = written is not None and _shape(found) == _shape(source.config)
-    function, proof = _check("function", None, "not of the shape of the file's drafter"), None
+    function, proof = Check("function", _WHAT["function"], None, "not of the shape of the file's drafter"), None
     if written is not None and compared is not None and comparable:
         function, proof = _function(source, written, original, compared)
-    checks = (_config(original, found), _files(directory, allowed), tensors, function)
-    own, record = _record(directory, allowed)
-    if record and written and compared and proof and all(check.passed for check in checks):
-        wrong = [*_contradicted(record.record, source, proof), *_untold(record.record, written, compared.derived)]
+    checks = (config, files, tensors, function)
+    record, own = _record(directory, allowed)
+    if own and written and compared and proof and all(check.passed for check in checks):
+        wrong = [*_contradicted(own.record, source, proof), *_untold(own.record, written, compared.derived)]
         if wrong:
-            own, record = _check("record", False, f"{RECORD}: {few(wrong, separator='; ')}"), None
-    return Identity((*checks, own), comparable, proof, record)
+            record, own = _check("record", [f"{RECORD}: {few(wrong, separator='; ')}"]), None
+    return Identity((*checks, record), comparable, proof, own)
 
 
-def _check(name: str, passed: bool | None, evidence: str) -> Check:
-    return Check(name, _WHAT[name], passed, evidence)
+def _check(name: str, wrong: Iterable[str], sound: str = "") -> Check:
+    """What was checked, and what is ``wrong``; where nothing is, that it is ``sound``."""
+    evidence = few(wrong, separator="; ")
+    return Check(name, _WHAT[name], not evidence, evidence or sound)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _shape(config: DrafterConfig) -> object:
@@ -157,42 +167,19 @@ def _shape(config: DrafterConfig) -> object:
     return layers, sizes, config.num_heads, config.ordered_head
 
 
-def _files(directory: Path, allowed: Container[str]) -> Check:
-    try:
-        found = unexpected_in(directory, allowed)
-    except MtpExtractError as error:
-        return _check("files", False, " ".join(str(error).split()))
-    return _check(
-        "files",
-        not found,
-        few(found, separator="; ") or "every file and key is one of the drafter's, or read by nobody",
-    )
-
-
-def _config(original: Checkpoint, found: DrafterConfig) -> Check:
-    """By what is read from it, whatever form that has: what it says besides is a matter of the files."""
-    expected, here = _meaning(original.mtp), _meaning(found)
-    wrong = [
-        f"{key} is {escape(expected[key])} in the graph, {escape(here.get(key))} here"
-        for key in expected
-        if expected[key] != here.get(key)
-    ]
-    wrong += [f"{key}: the graph has none" for key in here if key not in expected]
-    return _check("config", not wrong, few(wrong, separator="; ") or f"{len(expected)} values agree")
-
-
 def _meaning(config: DrafterConfig) -> dict[str, Any]:
-    """Every number of ``config`` that a graph fixes, by name."""
-
-    def named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Mapping) and name != "ordered_head":
-            for key, inner in value.items():
-                yield from named(inner, f"{name}.{key}" if name else str(key))
-        else:
-            yield name, value
-
+    """Every number of ``config`` that a graph fixes, whatever form a configuration has."""
     fields = dataclasses.asdict(dataclasses.replace(config, max_position_embeddings=None))
-    return dict(named({**fields, "layers": dict(enumerate(fields["layers"]))}, ""))
+    return {**fields, "layers": {str(index): layer for index, layer in enumerate(fields["layers"])}}
+
+
+def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
+    """Where what is ``said`` in a directory is not what is ``made`` of the bundle."""
+    if isinstance(made, dict) and isinstance(said, dict):
+        for key in {**made, **said}:
+            yield from _apart(made.get(key), said.get(key), f"{place}.{key}" if place else key)
+    elif made != said:
+        yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
 
 
 @dataclass(frozen=True)
@@ -232,8 +219,8 @@ def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout:
     if not evidence:
         evidence, kept = _codes_kept(directory, written, original)
         if not evidence:
-            return _Compared(_check("tensors", True, _summary(written, derived) + kept), (), derived)
-    return _Compared(_check("tensors", False, evidence), tuple(wrong), derived)
+            return _Compared(_check("tensors", (), _summary(written, derived) + kept), (), derived)
+    return _Compared(_check("tensors", [evidence]), tuple(wrong), derived)
 
 
 def _other(there: Weight) -> str:
@@ -310,26 +297,26 @@ def _function(
         with np.errstate(all="ignore"):
             proof = prove(source.graph, source.walk, written.mtp, read)
     except (ProofError, CheckpointError) as error:
-        return _check("function", False, str(error).split(". ")[0]), None
+        return _check("function", [str(error).split(". ")[0]]), None
     except UnsupportedError as error:
         # The graph is none that a proof can be made of: nothing is shown of the directory.
-        return _check("function", None, str(error).split(". ")[0]), None
+        return Check("function", _WHAT["function"], None, str(error).split(". ")[0]), None
     except (ValueError, ArithmeticError):
         if not compared.different:
             raise
-        return _check("function", None, "its numbers cannot be computed with"), None
-    return _check("function", True, "; ".join(in_words(proof.as_json()))), proof
+        return Check("function", _WHAT["function"], None, "its numbers cannot be computed with"), None
+    return _check("function", (), "; ".join(in_words(proof.as_json()))), proof
 
 
 def _record(directory: Path, allowed: Container[str]) -> tuple[Check, Verification | None]:
     """Hold the record against the files."""
     if not (directory / RECORD).exists():
-        return _check("record", None, f"there is no {RECORD}"), None
+        return Check("record", _WHAT["record"], None, f"there is no {RECORD}"), None
     try:
-        found = verify(directory, allowed)
+        found = verify_record(directory, allowed)
     except MtpExtractError as error:
-        return _check("record", False, str(error)), None
-    return _check("record", True, f"{found.files} files as recorded"), found
+        return _check("record", [str(error)]), None
+    return _check("record", (), f"{found.files} files as recorded"), found
 
 
 def _contradicted(record: Mapping[str, Any], source: Shard, proof: Proof) -> Iterator[str]:
@@ -349,15 +336,6 @@ def _contradicted(record: Mapping[str, Any], source: Shard, proof: Proof) -> Ite
     if record["proof"] is not None:
         made["proof"] = {**proof.as_json(), "inherited": record["proof"]["inherited"]}
     yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
-
-
-def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
-    """Where ``said`` of a record is not what is ``made`` of the bundle."""
-    if isinstance(made, dict) and isinstance(said, dict):
-        for key in {**made, **said}:
-            yield from _apart(made.get(key), said.get(key), f"{place}.{key}" if place else key)
-    elif made != said:
-        yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
 
 
 def _untold(record: Mapping[str, Any], written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]:

@@ -109,12 +109,12 @@ def _rope(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 CONFIG_FAULTS = {
-    "no cap": ConfigFault({"final_logit_softcapping": None}, "final_logit_softcap is 30.0 in the graph, None"),
-    "another cap": ConfigFault({"final_logit_softcapping": 30.5}, "final_logit_softcap is 30.0 in the graph, 30.5"),
-    "eps": ConfigFault({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-06 in the graph, 1e-05"),
+    "no cap": ConfigFault({"final_logit_softcapping": None}, "final_logit_softcap is 30.0, not None"),
+    "another cap": ConfigFault({"final_logit_softcapping": 30.5}, "final_logit_softcap is 30.0, not 30.5"),
+    "eps": ConfigFault({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-06, not 1e-05"),
     "eps, barely": ConfigFault({"rms_norm_eps": 1.01e-6}, "rms_norm_eps"),
-    "window + 1": ConfigFault({"sliding_window": 17}, "sliding_window is 16 in the graph, 17"),
-    "window - 1": ConfigFault({"sliding_window": 15}, "sliding_window is 16 in the graph, 15"),
+    "window + 1": ConfigFault({"sliding_window": 17}, "sliding_window is 16, not 17"),
+    "window - 1": ConfigFault({"sliding_window": 15}, "sliding_window is 16, not 15"),
     "theta": ConfigFault(_rope("full_attention", rope_theta=10000.0), "layers.3.rope.theta is 1000000.0"),
     "theta of sliding": ConfigFault(_rope("sliding_attention", rope_theta=10001.0), "layers.0.rope.theta is 10000.0"),
     "share": ConfigFault(_rope("full_attention", partial_rotary_factor=0.5), "partial_rotary_factor"),
@@ -122,10 +122,8 @@ CONFIG_FAULTS = {
         _rope("full_attention", rope_type="default"), "full_attention.partial_rotary_factor 0.25"
     ),
     "factor": ConfigFault(_rope("full_attention", factor=8.0), "rope.factor"),
-    "heads": ConfigFault(
-        {"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32}, "num_heads is 4 in the graph, 8"
-    ),
-    "kv heads": ConfigFault({"num_key_value_heads": 1}, "layers.0.num_kv_heads is 2 in the graph, 1"),
+    "heads": ConfigFault({"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32}, "num_heads is 4, not 8"),
+    "kv heads": ConfigFault({"num_key_value_heads": 1}, "layers.0.num_kv_heads is 2, not 1"),
     "kv heads of full": ConfigFault({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, "num_kv_heads"),
     "layer types": ConfigFault(
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
@@ -142,9 +140,7 @@ CONFIG_FAULTS = {
     "vocabulary": ConfigFault({"vocab_size": 511}, "vocab_size"),
     "feed-forward": ConfigFault({"intermediate_size": 64}, "intermediate_size"),
     "head dim": ConfigFault({"head_dim": 64, "global_head_dim": 32}, "head_dim"),
-    "ordered head": ConfigFault(
-        {"use_ordered_embeddings": True, "num_centroids": 64}, "ordered_head is None in the graph"
-    ),
+    "ordered head": ConfigFault({"use_ordered_embeddings": True, "num_centroids": 64}, "ordered_head is None, not"),
 }
 """Every number that a graph fixes, changed. For the sample and what has its shape."""
 
