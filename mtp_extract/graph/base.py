@@ -122,14 +122,7 @@ class _Base(Blocks):
         self.layer_scalar(name, out, factor)
         if PER_LAYER in self.graph.inputs:
             out = self._per_layer(name, out, sources)
-        middle = self.feed_forward(name, out)
-        branch, stream, below = self.residual(name, middle)
-        o_out, own = self.norm(f"{name}.post_attention_norm", branch)
-        query, key = self._attention(name, self.linear(f"{name}.o_proj", o_out, own))
-        self.first_readers[key] = index
-        q_out, own = self.norm(f"{name}.q_norm", query)
-        fed = self.linear(f"{name}.q_proj", q_out, own)
-        self.require_normed(f"{name}.pre_attention_norm", fed, stream, below)
+        fed, stream, below = self.attention(name, out, self._query)
         self.normed[fed] = index
         return stream, below
 
@@ -182,8 +175,8 @@ class _Base(Blocks):
 
     # Attentions, and the caches that they read.
 
-    def _attention(self, name: str, mixed: Expr) -> tuple[Expr, str]:
-        """The normed query of the attention that ``mixed`` is of, and the K cache that it reads."""
+    def _query(self, name: str, mixed: Expr) -> Expr:
+        """The normed query of the attention that ``mixed`` is of; the K cache that it reads is noted."""
         if mixed.kind != "unread":
             raise RoleError(f"{name}.o_proj: expected it to read an attention, found {self.shown(mixed)}.")
         queries, caches = self._sources(mixed.parts[0])
@@ -195,7 +188,8 @@ class _Base(Blocks):
                 f"{name}: expected it to read one K and one V cache that DYNAMIC_UPDATE_SLICE writes, found "
                 f"{', '.join(map(escape, sorted(caches))) or 'none'}."
             )
-        return queries.pop(), key
+        self.first_readers[key] = int(name.rpartition(".")[2])
+        return queries.pop()
 
     def _sources(self, start: Value) -> tuple[set[Expr], set[str]]:
         """What ``start`` is computed from: the nearest norms, and the caches that were written."""

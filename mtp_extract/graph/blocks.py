@@ -7,7 +7,7 @@ meant to be; what differs from the stored weight by a number is noted as the rol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mtp_extract.errors import RoleError, UnsupportedError
@@ -216,6 +216,21 @@ class Blocks:
                 break
             stream, count = below[0], count + 1
         return -(-count // sums) + (stream.kind == "sum")
+
+    def attention(self, name: str, out: Expr, query_of: Callable[[str, Expr], Expr]) -> tuple[Expr, Expr, float]:
+        """Take feed-forward block and attention of the layer whose residual sum is ``out``.
+
+        Args:
+            query_of: name of the layer and what ``o_proj`` reads → the normed query.
+
+        Returns:
+            what the projections of the attention read, the stream below it, and its factor.
+        """
+        branch, stream, below = self.residual(name, self.feed_forward(name, out))
+        mixed = self.linear(f"{name}.o_proj", *self.norm(f"{name}.post_attention_norm", branch))
+        fed = self.linear(f"{name}.q_proj", *self.norm(f"{name}.q_norm", query_of(name, mixed)))
+        self.require_normed(f"{name}.pre_attention_norm", fed, stream, below)
+        return fed, stream, below
 
     def layer_scalar(self, name: str, out: Expr, factor: float) -> None:
         """Take the number that a layer's result is multiplied by, if there is one."""

@@ -97,6 +97,7 @@ def walk(graph: FlatGraph) -> Walk:
 class _Drafter(Blocks):
     def __init__(self, graph: FlatGraph) -> None:
         super().__init__(Reading(graph, (LOGITS, PROJECTED)))
+        self.attentions: list[Attention] = []
 
     def walk(self) -> Walk:
         reading, graph = self.reading, self.graph
@@ -104,16 +105,17 @@ class _Drafter(Blocks):
         if self.linear("post_projection", *self.output(PROJECTED)) is not head:
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
         stream, factor = self.norm("final_norm", head)
-        attentions: list[Attention] = []
         for index in reversed(range(self.count_layers(stream, sums=2))):
-            attention, stream, factor = self._layer(f"layers.{index}", stream, factor)
-            attentions.insert(0, attention)
+            self.layer_scalar(f"layers.{index}", stream, factor)
+            _, stream, factor = self.attention(f"layers.{index}", stream, self._query)
         self.require_input("pre_projection", self.linear("pre_projection", stream, factor), ACTIVATIONS)
         roles = in_order(self.roles)
         masks = Masks(graph, reading.inside.positions)
         return Walk(
             roles,
-            tuple(self._facts(f"layers.{i}", attention, masks) for i, attention in enumerate(attentions)),
+            tuple(
+                self._facts(f"layers.{i}", attention, masks) for i, attention in enumerate(reversed(self.attentions))
+            ),
             set_aside(graph, roles),
             soft_cap,
             self.one_epsilon(),
@@ -124,18 +126,13 @@ class _Drafter(Blocks):
             reading,
         )
 
-    def _layer(self, name: str, out: Expr, factor: float) -> tuple[Attention, Expr, float]:
-        """Take the roles of the layer whose result is ``factor × out``; its attention, the stream below, its factor."""
-        self.layer_scalar(name, out, factor)
-        middle = self.feed_forward(name, out)
-        branch, stream, below = self.residual(name, middle)
-        o_out, own = self.norm(f"{name}.post_attention_norm", branch)
-        attention = self.reading.attentions.get(self.linear(f"{name}.o_proj", o_out, own))
+    def _query(self, name: str, mixed: Expr) -> Expr:
+        """The normed query of the attention that ``mixed`` is of, which is noted."""
+        attention = self.reading.attentions.get(mixed)
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
-        q_out, own = self.norm(f"{name}.q_norm", attention.scores.rotated.query)
-        self.require_normed(f"{name}.pre_attention_norm", self.linear(f"{name}.q_proj", q_out, own), stream, below)
-        return attention, stream, below
+        self.attentions.append(attention)
+        return attention.scores.rotated.query
 
     def _facts(self, name: str, attention: Attention, masks: Masks) -> Layer:
         scores, graph, positions = attention.scores, self.graph, self.reading.inside.positions

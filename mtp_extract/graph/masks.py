@@ -111,7 +111,7 @@ class Masks:
             shown[name] = np.tile(np.array([c.get(name, True) for c in contents]), len(positions))
             if name in needed:
                 rows = np.broadcast_to(shown[name][:, None], (at.size, self.slots))
-                fed[name] = fill_mask(self.graph.inputs[name].tensor, rows)
+                fed[name] = fill_mask(self.graph.inputs[name], rows)
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []

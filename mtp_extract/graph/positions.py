@@ -14,7 +14,7 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.call import Array, Call, grid_of
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
-from mtp_extract.graph.fill import fill_param, fill_position, is_mask
+from mtp_extract.graph.fill import fill_position, is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, Depends, FlatGraph, Value
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 
@@ -106,11 +106,8 @@ class Positions:
 
     def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
         """The inputs of ``needed`` that say the position, ``[positions, *shape]``."""
-        found: dict[str, Array] = {}
-        for name, fill in ((INPUT_POS, fill_position), (PARAM_TENSOR, fill_param)):
-            if name in needed:
-                found[name] = fill(self.graph.inputs[name].tensor, positions)
-        return found
+        names = needed & {INPUT_POS, PARAM_TENSOR}
+        return {name: fill_position(self.graph.inputs[name], positions) for name in sorted(names)}
 
     def at(self, positions: Ids, values: Sequence[Value]) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
         """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
