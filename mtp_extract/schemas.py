@@ -49,9 +49,9 @@ def _kind(name: str) -> type:
 
         return Bench
     if name == "doctor":
-        from mtp_extract.doctor.fields import Doctor
+        from mtp_extract.doctor.fields import Diagnosis
 
-        return Doctor
+        return Diagnosis
     raise KeyError(name)
 
 

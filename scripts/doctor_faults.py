@@ -27,10 +27,10 @@ from helpers.model_server import Written
 from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
 from mtp_extract.doctor.faults import Reference, reference, with_faults
-from mtp_extract.doctor.fields import Identity
+from mtp_extract.doctor.fields import Diagnosis, Identity, Serving
 from mtp_extract.doctor.patterns import Counted, patterns
+from mtp_extract.doctor.rates import rates_of
 from mtp_extract.doctor.run import held_against
 from mtp_extract.doctor.samples import Sample, counted, samples, text_fit
 from mtp_extract.doctor.served import Told
@@ -108,10 +108,9 @@ class Bench:
             for tells in TELLS:
                 has = served if tells == "steps" else dataclasses.replace(served, by_step=None)
                 found = Diagnosis(
-                    Identity("the pair", "transformers", "extracted", None, None),
-                    {"drafts": STEPS, "drafts_known": True},
-                    (),
-                    Serving("the engine", "vLLM"),
+                    identity=Identity("the pair", "transformers", "extracted", None, None),
+                    settings={"drafts": STEPS, "drafts_known": True},
+                    serving=Serving("the engine", "vLLM"),
                     expected=rates_of(known.sound, STEPS),
                     text=text,
                 )

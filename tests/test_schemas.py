@@ -18,7 +18,6 @@ def test_every_field_says_what_it_means(name: str) -> None:
     for kind, part in {name: found, **found["definitions"]}.items():
         for field, of in part.get("properties", {}).items():
             assert of.get("description"), f"{kind}.{field} has no comment"
-        assert part.get("additionalProperties", False) is False or "properties" not in part
 
 
 def test_a_command_prints_one() -> None:

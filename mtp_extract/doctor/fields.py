@@ -1,41 +1,46 @@
-"""What ``doctor.json`` holds, field by field. A field is called as in the results, from which it is taken."""
+"""What a diagnosis found: the record that ``doctor.json`` holds, and that page and terminal read."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import field
 
+from mtp_extract._version import __version__
 from mtp_extract.io.typed import Bounds, Count, NotNegative, Positive, Record, Share, Tool
 
 Made = Literal["extracted", "tuned", "unknown"]
 Outcome = Literal["does not fit", "not served", "nothing drafted", "in line", "below", "another text", "cannot tell"]
 
 
-class Doctor(Record):
-    version: Literal[1]  #: version of this file: 1
-    tool: Tool  #: what wrote it
-    verdict: str  #: the result in one sentence
-    outcome: Outcome  #: the same in a word or two
+class Diagnosis(Record, kw_only=True):
+    """What the doctor found of a drafter, its base and what is served."""
+
+    version: int = 1  #: version of this file
+    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what wrote it
+    verdict: str = ""  #: the result in one sentence
+    outcome: Outcome | None = None  #: the same in a word or two
     #: what is to blame: the name of a fault, or `temperature`, `template`; null where nothing is named
-    suspect: str | None
+    suspect: str | None = None
     #: of a fault: share of draws of texts in which its pattern is 20 times as likely as any other; null for others
-    certainty: Share | None
-    findings: list[str]  #: what the verdict rests on
-    next: list[str]  #: what to do
-    notes: list[str]  #: what was left out, and what disturbed the measurement
+    certainty: Share | None = None
+    findings: list[str] = field(default_factory=list)  #: what the verdict rests on
+    next: list[str] = field(default_factory=list)  #: what to do
+    notes: list[str] = field(default_factory=list)  #: what was left out, and what disturbed the measurement
     identity: Identity = field(name="drafter")  #: what the directory holds
-    base: str | None  #: what it was run beside; null for nothing
-    settings: Settings  #: what a second run needs
-    checks: list[Check]  #: what has to agree between drafter and base; empty without a base
-    engines: list[Engine]  #: what engines make of the directory
+    base: str | None = None  #: what it was run beside; null for nothing
+    settings: dict[str, Any]  #: what a second run needs
+    checks: list[Check] = field(default_factory=list)  #: what has to agree between drafter and base
+    engines: list[Engine] = field(default_factory=list)  #: what engines make of the directory
     #: position of the query at which the drafter drafts better, n that of the pending token; null where not measured
-    convention: str | None
-    expected: Rates | None  #: drafts in the reference loop; null without a base
-    serving: Serving | None  #: what is served; null without a server or a log
-    text: TextFit | None  #: whether the served texts are this base's; null without both
-    fits: list[Fit]  #: patterns that the counters were held against, likeliest first; empty where none were
-    untold: list[str]  #: faults that change nothing along these texts, and so can be neither named nor excluded
+    convention: str | None = None
+    expected: Rates | None = None  #: drafts in the reference loop; null without a base
+    serving: Serving | None = None  #: what is served; null without a server or a log
+    text: TextFit | None = None  #: whether the served texts are this base's; null without both
+    #: patterns that the counters were held against, likeliest first; empty where none were
+    fits: list[Fit] = field(default_factory=list)
+    #: faults that change nothing along these texts, and so can be neither named nor excluded
+    untold: list[str] = field(default_factory=list)
 
 
 class Identity(Record):
@@ -44,16 +49,6 @@ class Identity(Record):
     made: Made  #: by its record; `unknown` where it has none, as official ones
     known_as: str | None  #: name of its geometry; null for one that `mappings/geometries.json` does not list
     made_for: str | None  #: the base that its record, its config or its geometry names; null where nothing does
-
-
-class Settings(Record, forbid_unknown_fields=True):
-    max_tokens: Positive  #: most tokens of an answer
-    temperature: NotNegative  #: 0 is greedy
-    drawn: bool  #: whether drafts are drawn at that temperature
-    chat_template: bool  #: whether prompts are chats
-    prompts: Positive  #: how many were asked
-    drafts: Positive  #: K, drafts a round
-    drafts_known: bool  #: whether it was asked for, or the server's counters say so; else it is a guess
 
 
 class Check(Record):
@@ -85,13 +80,13 @@ class Rates(Record):
 class Serving(Record):
     name: str  #: of the server, or of the log
     kind: str  #: what it was recognised as
-    version: str | None  #: as it says
-    drafted: Count | None  #: drafts that were judged; null where not told
-    per_round: NotNegative | None  #: drafts a round; null where not told
-    acceptance: Share | None  #: accepted / drafted; null where not told
-    identical: Count | None  #: texts that are the baseline's; null without one, or with sampling
-    compared: Count  #: of so many
-    rates: Rates | None  #: along the texts that the reference was run along; null where it tells too little
+    version: str | None = None  #: as it says
+    drafted: Count | None = None  #: drafts that were judged; null where not told
+    per_round: NotNegative | None = None  #: drafts a round; null where not told
+    acceptance: Share | None = None  #: accepted / drafted; null where not told
+    identical: Count | None = None  #: texts that are the baseline's; null without one, or with sampling
+    compared: Count = 0  #: of so many
+    rates: Rates | None = None  #: along the texts that the reference was run along; null where it tells too little
 
 
 class TextFit(Record):

@@ -6,35 +6,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_extract._version import __version__
-from mtp_extract.doctor import fields
-from mtp_extract.doctor.diagnosis import Diagnosis
+from msgspec import structs
+
+from mtp_extract.doctor.fields import Diagnosis
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.io.place import Inputs, listing, staged
-from mtp_extract.io.typed import fill
 from mtp_extract.report.numbers import DASH, number, percent
 from mtp_extract.report.page import Page, Table, plain_json
 from mtp_extract.report.page import write_report as write_page
 
 DOCTOR_LISTED = listing("doctor.json", frozenset({"doctor.json", "doctor.html"}))
 """Everything that a report of a diagnosis consists of, and that may be replaced."""
-_VERSION = 1
 _PASSED = {True: "yes", False: "NO", None: "?"}
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """``doctor.json``: only JSON's own types."""
+    """``doctor.json``, with the verdict: only JSON's own types."""
     verdict = judge(found)
-    report: dict[str, Any] = plain_json(
-        fill(
-            fields.Doctor,
-            found,
-            version=_VERSION,
-            tool={"name": "mtp-extract", "version": __version__},
-            verdict=verdict.sentence,
-            **{name: getattr(verdict, name) for name in ("outcome", "suspect", "certainty", "findings", "next")},
-        )
+    judged = structs.replace(
+        found,
+        verdict=verdict.sentence,
+        outcome=verdict.outcome,
+        suspect=verdict.suspect,
+        certainty=verdict.certainty,
+        findings=list(verdict.findings),
+        next=list(verdict.next),
     )
+    report: dict[str, Any] = plain_json(judged)
     return report
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
+from msgspec import structs
+
 from mtp_extract.doctor.faults import Reference, reference, with_faults
+from mtp_extract.doctor.fields import Diagnosis, Serving
 from mtp_extract.doctor.likelihood import SOUND, compare
 from mtp_extract.doctor.pair import check_fit, engines_of, identify
 from mtp_extract.doctor.patterns import Counted, patterns
 from mtp_extract.doctor.plan import DoctorPlan
+from mtp_extract.doctor.rates import rates_of
 from mtp_extract.doctor.samples import counted, samples, text_fit
 from mtp_extract.doctor.served import Asked, ask_all
 from mtp_extract.drafter.load import Network, load_any
@@ -46,16 +48,16 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     asked, serving = _serving(plan, prompts, say)
     drafts = plan.drafts or _drafts_of(asked)
     found = Diagnosis(
-        identity,
+        identity=identity,
         settings={
             **{name: getattr(plan, name) for name in ("max_tokens", "temperature", "drawn", "chat_template")},
             "prompts": len(prompts),
             "drafts": drafts or _DRAFTS,
             "drafts_known": drafts is not None,
         },
-        engines=tuple(engines_of(place, serving.kind if serving else None)),
+        engines=list(engines_of(place, serving.kind if serving else None)),
         serving=serving,
-        notes=(_DRAWN_BASELINE,) if plan.baseline is not None and plan.temperature else (),
+        notes=[_DRAWN_BASELINE] if plan.baseline is not None and plan.temperature else [],
     )
     if plan.base is None:
         return found
@@ -63,9 +65,9 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     loaded = load_base(plan.base, plan.device)
     with memory_guard("loading the drafter"):
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
-    checks = tuple(check_fit(place, identity, drafter, loaded))
-    found = replace(found, base=public_name(plan.base), checks=checks, notes=(*found.notes, *loaded.notes))
-    if any(check.passed is False for check in checks):
+    found.base, found.checks = public_name(plan.base), list(check_fit(place, identity, drafter, loaded))
+    found.notes += loaded.notes
+    if any(check.passed is False for check in found.checks):
         return found
     with memory_guard("running the base"):
         return _beside(plan, found, prompts, asked, drafter, loaded, say)
@@ -141,7 +143,7 @@ def _beside(
     )
     if left_out := len(prompts) - len(chosen):
         note = f"{left_out} of {len(prompts)} texts are not counted: too short, repeats, or not told in these tokens."
-        found = replace(found, notes=(*found.notes, note))
+        found.notes.append(note)
     if not chosen:
         return found
 
@@ -151,12 +153,12 @@ def _beside(
         return patterns(generator.base, drafters, texts, steps, temperature=drawn_at, batch=plan.batch)
 
     known = reference(drafter, along)
-    convention = _CONVENTIONS[known.convention] if known.convention else None
-    found = replace(found, expected=rates_of(known.sound, steps), convention=convention)
+    found.expected = rates_of(known.sound, steps)
+    found.convention = _CONVENTIONS[known.convention] if known.convention else None
     if asked is None:
         return found
     otherwise = encode_prompts(prompts, codec, chat_template=not plan.chat_template) if codec.has_template else None
-    found = replace(found, text=text_fit(generator, chosen, otherwise, temperature=temperature, batch=plan.batch))
+    found.text = text_fit(generator, chosen, otherwise, temperature=temperature, batch=plan.batch)
     served = counted(chosen, steps)
     if served is None:
         return found
@@ -168,6 +170,6 @@ def _beside(
 def held_against(found: Diagnosis, known: Reference, served: Counted) -> Diagnosis:
     """``found`` with the patterns that ``served``, along the same texts, is most like."""
     assert found.serving is not None
-    serving = replace(found.serving, rates=rates_of(served, int(found.settings["drafts"])))
+    serving = structs.replace(found.serving, rates=rates_of(served, int(found.settings["drafts"])))
     fits = compare(served, {SOUND: known.sound, **known.broken})
-    return replace(found, serving=serving, fits=tuple(fits), untold=known.untold)
+    return structs.replace(found, serving=serving, fits=list(fits), untold=list(known.untold))

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_extract.doctor.diagnosis import rate
 from mtp_extract.doctor.fields import TextFit
 from mtp_extract.doctor.patterns import Counted
+from mtp_extract.doctor.rates import rate
 from mtp_extract.doctor.served import Told
 from mtp_extract.errors import PairError
 from mtp_extract.evaluate.batches import base_texts, groups

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
-from mtp_extract.doctor.diagnosis import Diagnosis
 from mtp_extract.doctor.faults import FAULTS, POSITION
+from mtp_extract.doctor.fields import Diagnosis, Outcome
 from mtp_extract.doctor.likelihood import SOUND
 from mtp_extract.report.numbers import number, percent
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-UNFIT, EXPECTED, IDLE = "does not fit", "not served", "nothing drafted"
-IN_LINE, BELOW, OTHER_TEXT, UNTOLD = "in line", "below", "another text", "cannot tell"
+UNFIT: Final = "does not fit"
+EXPECTED: Final = "not served"
+IDLE: Final = "nothing drafted"
+IN_LINE: Final = "in line"
+BELOW: Final = "below"
+OTHER_TEXT: Final = "another text"
+UNTOLD: Final = "cannot tell"
 
 _SURE = 0.95  # support of a suspect
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is the likeliest
@@ -56,7 +62,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Verdict:
-    outcome: str
+    outcome: Outcome
     sentence: str
     next: tuple[str, ...] = ()  # what to do
     findings: tuple[str, ...] = ()  # what it rests on

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
 from mtp_extract.doctor.faults import FAULTS, Reference
-from mtp_extract.doctor.fields import Identity, Rate, TextFit
+from mtp_extract.doctor.fields import Diagnosis, Identity, Rate, Serving, TextFit
 from mtp_extract.doctor.likelihood import SOUND, _beta_binomial, compare, gap
 from mtp_extract.doctor.patterns import Counted
+from mtp_extract.doctor.rates import rates_of
 from mtp_extract.doctor.run import held_against
 from mtp_extract.doctor.verdict import BELOW, IN_LINE, OTHER_TEXT, UNTOLD, Verdict, judge
 from mtp_extract.drafter.masks import LITERT
@@ -56,10 +56,9 @@ def judged(rates: Mapping[str, np.ndarray], served: Counted, *, steps_told: bool
     expected = {name: expectation(rate) for name, rate in rates.items()}
     known = Reference(expected.pop(SOUND), LITERT, expected, ())
     found = Diagnosis(
-        Identity("pair", "transformers", "extracted", None, None),
-        {"drafts": STEPS, "drafts_known": True},
-        (),
-        Serving("server", "vLLM"),
+        identity=Identity("pair", "transformers", "extracted", None, None),
+        settings={"drafts": STEPS, "drafts_known": True},
+        serving=Serving("server", "vLLM"),
         expected=rates_of(known.sound, STEPS),
     )
     return judge(held_against(found, known, served if steps_told else replace(served, by_step=None)))
@@ -104,10 +103,9 @@ def test_too_few_texts_say_nothing(rates: Mapping[str, np.ndarray]) -> None:
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
     expected = expectation(rates[SOUND])
     found = Diagnosis(
-        Identity("pair", "transformers", "extracted", None, None),
-        {"drafts": STEPS, "drafts_known": True},
-        (),
-        Serving("server", "vLLM"),
+        identity=Identity("pair", "transformers", "extracted", None, None),
+        settings={"drafts": STEPS, "drafts_known": True},
+        serving=Serving("server", "vLLM"),
         expected=rates_of(expected, STEPS),
         text=TextFit(20, 0, Rate(0.8, [0.75, 0.85]), 1.0, 0.3, None, None),
     )
@@ -117,7 +115,7 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     assert "mtp-tune" in " ".join(verdict.next)
     # That most prompts have another number of tokens there says what it is.
     assert found.text is not None
-    found = replace(found, text=structs.replace(found.text, prompts_alike=0.1))
+    found.text = structs.replace(found.text, prompts_alike=0.1)
     verdict = judge(held_against(found, Reference(expected, LITERT, {}, ()), served))
     assert (verdict.outcome, verdict.suspect) == (OTHER_TEXT, "template")
     assert "90 % of the prompts have another number of tokens there" in verdict.sentence
