@@ -245,26 +245,26 @@ def _remove_stage(stage: Path) -> None:
 def _lock(stage: Path, target: Path) -> int:
     """Make ``stage`` this run's own; the descriptor that locks it."""
     while True:
+        with suppress(FileExistsError):
+            stage.mkdir()
         lock = -1
         try:
-            stage.mkdir(exist_ok=True)
             lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A run that ends removes its stage: what was locked may be gone by now, or another's be in its place.
+            # What was locked may be gone by now, and another's in its place.
             if os.path.samestat(os.fstat(lock), stage.lstat()):
                 if (names := os.listdir(stage)) and _MARK not in names:
                     raise NotADirectoryError
                 (stage / _MARK).touch()
                 kept, lock = lock, -1
                 return kept
+        except FileNotFoundError:
+            pass  # a run that ends removes its stage
         except BlockingIOError as error:
             raise _refusal(target, "another run is writing there.", "Wait for it, or choose another place.") from error
-        except (FileExistsError, NotADirectoryError) as error:
+        except NotADirectoryError as error:
             why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
             raise _refusal(target, why, "Move it elsewhere, or choose another place.") from error
-        except FileNotFoundError:
-            if not target.parent.is_dir():
-                raise
         finally:
             if lock >= 0:
                 os.close(lock)

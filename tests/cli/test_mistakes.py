@@ -205,7 +205,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "reserve", full)
+    monkeypatch.setattr("mtp_extract.io.files._reserve", full)
 
 
 @pytest.fixture

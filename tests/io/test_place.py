@@ -306,6 +306,12 @@ def test_a_place_that_cannot_be_is_found_before_any_work(tmp_path: Path) -> None
     assert names(tmp_path) == ["file"]
 
 
+def test_where_no_directory_can_be_made() -> None:
+    """The system says of such a folder that it is not there."""
+    with pytest.raises(OutputError, match=r"^/proc/x: cannot be written: No such file or directory"):
+        check_place("/proc/x", overwrite=False, listed=LISTED)
+
+
 def test_it_is_killed_at_every_step(place: Path) -> None:
     """Old or new stand under the name, or the next run puts the old one back; and it leaves nothing."""
     seen = set()
