@@ -142,10 +142,11 @@ def worth(drafters: list[DrafterFigures], drawn: bool = False) -> Table:
         ],
         what="Tokens that one forward of the base yields, and how much sooner text is there.",
         about=(
-            "Tokens per round, measured in the loop: drafts that stand, and the base's own token. Speedup: tokens a "
-            "second, one text at a time, over the base alone; predicted: by tokens per round and the times of a round "
-            f"and of the base's forward. The base alone: {speed} tokens a second, {forward} ms a forward. A chain "
-            f"drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
+            "Tokens per round, of the loop along all texts: drafts that stand, and the base's own token. Speedup: "
+            f"tokens a second of {first.timed} texts, one at a time, over the base alone; predicted: by tokens per "
+            "round and the times of a round and of the base's forward. Same text: of these, those that the base alone "
+            f"writes so. The base alone: {speed} tokens a second, {forward} ms a forward. A chain drafts each token "
+            f"after the one before; the drafts of a tree branch. {_BRACKETS}"
         ),
         picture=picture,
     )
@@ -178,7 +179,7 @@ def _rounds(drafters: list[DrafterFigures]) -> Table:
             )
             for name, found in _drafted(drafters)
         ],
-        what="The rounds of the loop over all prompts, and their times, of one text at a time.",
+        what="The rounds of the loop along all texts, and their times, of one text at a time.",
         about=(
             "Verified: drafts in one forward of the base, at most. Accepted: drafts that stand, of the drafter's "
             "steps. Expected: tokens per round, teacher-forced, no round cut short by a text's end."
