@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar
 
 from mtp_extract.base.comparison import BaseComparison, compare_base
-from mtp_extract.bench.plan import Benching
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.evaluate.progress import silent
@@ -30,6 +29,7 @@ from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
+from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
@@ -38,7 +38,7 @@ from mtp_extract.validate.run import Validating, run_validation
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from mtp_extract.bench.run import Benchmark
+    from mtp_extract.serving.result import Benchmark
     from mtp_extract.tune.outcome import Outcome
     from mtp_extract.tune.status import Status
     from mtp_extract.validate.result import Validation
@@ -279,34 +279,28 @@ def tune(
     return run_tuning(TuningPlan(setting, target, **rest), say, progress, stop)
 
 
-@_asking(Benching)
-def bench(asked: Benching) -> Benchmark:
+@_asking(BenchPlan)
+def bench(asked: BenchPlan) -> Benchmark:
     """How fast a running server is, with and without its drafter, and what comes of the drafts.
 
     Args:
         url: an OpenAI-compatible server.
-        report: where to write ``bench.json`` and its pages; None for nowhere.
-        save: where to write the figures under the names that ``vllm bench serve`` has; None for nowhere.
+        report: where to write ``bench.json`` and its page; None for nowhere.
         overwrite: replace an older report.
         say, show: told what is begun, and how far it is.
 
-    The others are explained in :class:`~mtp_extract.bench.plan.BenchPlan`.
+    The others are explained in :class:`~mtp_extract.serving.plan.BenchPlan`.
 
     Raises:
         ServerError: the server refuses, or says what makes no sense.
     """
-    from mtp_extract.bench.report import BENCH_LISTED, as_json, write_bench
-    from mtp_extract.bench.run import run_benchmark
-    from mtp_extract.bench.vllm import write_vllm
+    from mtp_extract.serving.benchmark import run_benchmark
+    from mtp_extract.serving.page import BENCH_LISTED, write_bench
 
     to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": (asked.prompts,)}
     if asked.report is not None:
         check_place(asked.report, **to, listed=BENCH_LISTED)
-    if asked.save is not None:
-        check_place(asked.save, **to)
-    found = run_benchmark(asked, asked.say, asked.show)
+    found = run_benchmark(asked)
     if asked.report is not None:
         write_bench(found, Path(asked.report), **to)
-    if asked.save is not None:
-        write_vllm(as_json(found), Path(asked.save), **to)
     return found

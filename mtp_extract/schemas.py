@@ -45,9 +45,9 @@ def _kind(name: str) -> type:
 
         return Validation
     if name == "bench":
-        from mtp_extract.bench.fields import Bench
+        from mtp_extract.serving.result import Benchmark
 
-        return Bench
+        return Benchmark
     if name == "doctor":
         from mtp_extract.doctor.fields import Diagnosis
 

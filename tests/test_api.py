@@ -14,10 +14,10 @@ import pytest
 
 import mtp_extract
 from mtp_extract.api import TuneOptions
-from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.cli import module_of
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
+from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.tune.head import HeadPlan
 from mtp_extract.tune.run import TuningPlan
 from mtp_extract.tune.setting import Setting

@@ -42,7 +42,6 @@ def test_metadata() -> None:
     assert set(scripts) == {"mtp", *(f"mtp-{name}" for name in COMMANDS)}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
     run_time = {
-        "aiohttp",
         "flatbuffers",
         "gguf",
         "huggingface-hub",

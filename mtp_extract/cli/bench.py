@@ -5,38 +5,37 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from mtp_extract.bench.plan import Benching
 from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing_unless, progress_of, say, say_report, write_json
 from mtp_extract.errors import escape
+from mtp_extract.serving.plan import BenchPlan
 
 
-def command(plan: Benching, print_json: AsJson = False) -> None:
+def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     """Measure a running server: vLLM, SGLang, llama-server, mlx-vlm's, or any that speaks OpenAI's protocol.
 
     Tokens/s with its drafter, and without where --baseline names a server that has none; drafts and accepted drafts by
-    the server's own counters.
+    the server's own counters. For load tests take vllm bench serve or GuideLLM.
     """
     from mtp_extract.api import bench
-    from mtp_extract.bench.report import as_json, tables
+    from mtp_extract.report.page import plain_json
+    from mtp_extract.serving.page import tables
 
     with progress_of("window", print_json) as show:
         asked = {**vars(plan), "say": doing_unless(print_json), "show": show}
-        report = as_json(bench(asked.pop("url"), **asked))
+        found = bench(asked.pop("url"), **asked)
     if print_json:
-        write_json(report)
+        write_json(plain_json(found))
         return
-    say_report(report, tables(report))
-    if plan.save is not None:
-        say(f"Wrote {escape(plan.save)}")
+    say_report(plain_json(found), tables(found))
     if plan.report is not None:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
 
 
 _EXAMPLES = {
     "http://localhost:8000 --baseline http://localhost:8001": "A server with its drafter, against one without.",
-    "http://localhost:8000 --concurrency 8 --report bench": "Eight requests at a time; tables and pages in bench/.",
+    "http://localhost:8000 --concurrency 8 --report bench": "Eight requests at a time; tables and a page in bench/.",
 }
 
 app = new_app(command, _EXAMPLES)

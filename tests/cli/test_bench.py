@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -11,9 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
@@ -24,19 +21,16 @@ from helpers.schemas import validator
 from helpers.web import Page
 from msgspec.structs import replace
 
-from mtp_extract.bench import run as serving
-from mtp_extract.bench.fields import Figures, Side
-from mtp_extract.bench.figures import figures, side_of
-from mtp_extract.bench.plan import BenchPlan, limits_of, share_of
-from mtp_extract.bench.report import as_json, tables, write_bench
-from mtp_extract.bench.run import Benchmark, run_benchmark
-from mtp_extract.bench.vllm import as_vllm
-from mtp_extract.bench.windows import Asked, Window
-from mtp_extract.engines import server as server_module
-from mtp_extract.engines.answer import Answer
-from mtp_extract.engines.kinds import Counters
-from mtp_extract.engines.load import Client, Load, load, poisson
-from mtp_extract.errors import MtpExtractError, OutputError, ServerError
+from mtp_extract.errors import MtpExtractError, OutputError
+from mtp_extract.io.typed import Figure
+from mtp_extract.report.page import plain_json
+from mtp_extract.serving import client as client_module
+from mtp_extract.serving.benchmark import run_benchmark
+from mtp_extract.serving.counters import Counters
+from mtp_extract.serving.figures import figures, side_of
+from mtp_extract.serving.page import conclude, tables, write_bench
+from mtp_extract.serving.plan import BenchPlan
+from mtp_extract.serving.result import Benchmark, Parted, Request, Side, Window
 
 PAGES = ["bench.html", "bench.json"]
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
@@ -64,9 +58,9 @@ def plan(prompts: Path, server: ModelServer, baseline: ModelServer | None = None
 
 def checked(found: Benchmark) -> dict[str, Any]:
     """``bench.json``, after a look at its form."""
-    report: dict[str, Any] = json.loads(json.dumps(as_json(found), allow_nan=False))
+    report: dict[str, Any] = plain_json(found)
     validator("bench")(report)
-    for table in tables(report):
+    for table in tables(found):
         assert all(len(row) == len(table.columns) for row in table.rows)
     return report
 
@@ -84,32 +78,33 @@ def drafts_of(side: Side) -> tuple[int | None, ...]:
 def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: Path, concurrency: int) -> None:
     """Told in answers or on the page, by text or by group: the sums are the same."""
     shown = list[tuple[int, int]]()
-    found = run_benchmark(
-        plan(prompts, *pair, concurrency=concurrency, repeat=2), show=lambda part, *batches: shown.append(batches)
-    )
+    show = lambda part, *batches: shown.append(batches)  # noqa: E731
+    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, repeat=2, show=show))
     checked(found)
     # After each window of both sides, until all are done.
     windows = len(found.windows["server"])
     assert shown == [(done + 1, windows) for done in range(windows)]
     # Of what rolls, a page of counters tells no workload.
-    together = concurrency > 1 and found.servers["server"].kind.name in ("llama-server", "vLLM")
-    told = found.servers["server"].kind.name != "vLLM"
+    together = concurrency > 1 and found.servers["server"].kind in ("llama-server", "vLLM")
+    told = found.servers["server"].kind != "vLLM"
     for name, of in (*found.workloads.items(), ("all", found.total)):
         names = list(FEW) if name == "all" else [name]
         texts = sum(len(FEW[workload]) for workload in names)
         drafted, accepted, rounds = (2 * summed(what, names) for what in ("drafted", "accepted", "rounds"))
-        assert of.server.tokens == 2 * summed("tokens", names)
+        assert of.sides["server"].tokens == 2 * summed("tokens", names)
         assert (of.texts, of.identical, of.compared) == (texts, 2 * texts, 2 * texts)
         if together and name != "all":
-            assert drafts_of(of.server) == ((2 * texts, drafted, accepted, None) if told else (0, None, None, None))
-            assert of.server.output_throughput is None
+            assert drafts_of(of.sides["server"]) == (
+                (2 * texts, drafted, accepted, None) if told else (0, None, None, None)
+            )
+            assert of.sides["server"].output_throughput is None
             continue
-        assert drafts_of(of.server) == (2 * texts, drafted, accepted, rounds)
-        assert of.server.acceptance == accepted / drafted
-        assert of.server.mean_accepted_length == pytest.approx(1 + accepted / rounds)
+        assert drafts_of(of.sides["server"]) == (2 * texts, drafted, accepted, rounds)
+        assert of.sides["server"].acceptance.value == accepted / drafted
+        assert of.sides["server"].tokens_per_round.value == pytest.approx(1 + accepted / rounds)
     # A text and its repeats are one: more of the same text makes nothing more certain.
-    once = run_benchmark(plan(prompts, *pair, concurrency=concurrency)).total.server.mean_accepted_length_ci95
-    twice = found.total.server.mean_accepted_length_ci95
+    once = run_benchmark(plan(prompts, *pair, concurrency=concurrency)).total.sides["server"].tokens_per_round.ci95
+    twice = found.total.sides["server"].tokens_per_round.ci95
     assert (once is None, twice is None) == (together, together), "where only windows are told apart, there is one"
     assert twice == pytest.approx(once)
 
@@ -120,17 +115,14 @@ def test_a_prompt_that_repeats_another_is_not_asked(pair: tuple[ModelServer, Mod
     path.write_text(json.dumps({"code": [*FEW["code"], FEW["code"][0]], "prose": [*FEW["prose"], FEW["code"][1]]}))
     found = run_benchmark(plan(path, *pair))
     report = checked(found)
-    assert (found.repeats, found.total.texts, report["settings"]["prompts"]) == (2, 5, {"code": 3, "prose": 2})
+    assert (found.repeated, found.total.texts, found.prompts) == (2, 5, {"code": 3, "prose": 2})
     assert "7 prompts, 2 of them repeats, which were not asked." in report["notes"]
 
 
 @pytest.mark.parametrize("pair", ["llama-server", "mlx-vlm"], indirect=True)
 def test_a_baseline_that_says_it_drafted_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    baseline = run_benchmark(plan(prompts, *pair)).total.baseline
-    assert baseline is not None
-    assert (baseline.counted, baseline.drafted, baseline.acceptance) == (5, 0, None)
-    # Two milliseconds a token, by its own word.
-    assert baseline.server_tokens_per_s == pytest.approx(500)
+    baseline = run_benchmark(plan(prompts, *pair)).total.sides["baseline"]
+    assert (baseline.counted, baseline.drafted, baseline.acceptance.value) == (5, 0, None)
 
 
 def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], tmp_path: Path) -> None:
@@ -145,7 +137,7 @@ def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], t
     assert server.asked == []
     found = run_benchmark(plan(path, server, warm_up=0))
     assert [asked["messages"] for _, asked in server.asked] == [[{"role": "user", "content": "first"}], said]
-    assert found.repeats == 1
+    assert found.repeated == 1
 
 
 def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
@@ -158,9 +150,10 @@ def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompt
     assert order == ["server", "baseline", "baseline", "server"] * 2 + ["server", "baseline"]
     order.clear()
     found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3, repeat=4))
-    # Twelve requests fill three places four times: three turns of five are one window, and the fourth another.
-    assert order == ["server"] * 15 + ["baseline"] * 15 + ["baseline"] * 5 + ["server"] * 5
-    assert [len(window.asked) for window in found.windows["server"]] == [15, 5]
+    # Twelve requests fill three places four times: twenty are one window, and forty are three.
+    assert order == ["server"] * 20 + ["baseline"] * 20
+    found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3, repeat=8))
+    assert [len(window.requests) for window in found.windows["server"]] == [13, 13, 14]
 
 
 def test_windows_are_full_of_all_workloads(tmp_path: Path) -> None:
@@ -174,9 +167,7 @@ def test_windows_are_full_of_all_workloads(tmp_path: Path) -> None:
         server.answer = lambda prompt, most: (waiting.wait(HANG), own(prompt, most))[1]
         found = run_benchmark(plan(path, server, warm_up=0, concurrency=4))
     windows = found.windows["server"]
-    assert [window.in_flight_max for window in windows] == [4, 4]
-    assert all(1 < window.in_flight_mean <= 4 for window in windows)
-    counts = [Counter(asked.workload for asked in window.asked) for window in windows]
+    counts = [Counter(request.workload for request in window.requests) for window in windows]
     assert counts == [{"code": 12, "prose": 4}] * 2
     report = checked(found)
     assert any("requests were in flight on the mean, 4 at most." in note for note in report["notes"])
@@ -187,68 +178,20 @@ def test_fewer_prompts_than_places(pair: tuple[ModelServer, ModelServer], prompt
     assert any("of 64 wanted: give more prompts, or ask them more often" in note for note in report["notes"])
 
 
-def test_requests_that_arrive_at_a_rate(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    found = run_benchmark(plan(prompts, pair[0], rate=1000.0))
-    (window,) = found.windows["server"]
-    sent = [asked.sent_s for asked in window.asked]
-    assert all(at >= due for at, due in zip(sent, poisson(1000.0, 5, 0), strict=True))
-    assert checked(found)["settings"]["rate"] == 1000
-
-
-def test_poisson_arrivals() -> None:
-    """As many a second as asked for, and as spread as the process has them: mean and deviation of gaps are alike."""
-    times = poisson(50.0, 4000, 3)
-    gaps = [b - a for a, b in pairwise(times)]
-    assert times[0] == 0
-    assert fmean(gaps) == pytest.approx(1 / 50, rel=0.05)
-    assert pstdev(gaps) == pytest.approx(1 / 50, rel=0.1)
-    assert poisson(50.0, 4000, 3) == times != poisson(50.0, 4000, 4)
-
-
-def test_asked_until_the_interval_is_narrow(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the interval of each turn: 4 %, 4 % and 2 %; and no more than so often."""
-    widths = iter([0.04, 0.04, 0.02])
-    monkeypatch.setattr(Figures, "width", property(lambda self: next(widths)))
-    found = run_benchmark(plan(prompts, pair[0], until=0.03))
-    assert checked(found)["settings"]["repeat"] == 3
-    monkeypatch.setattr(Figures, "width", property(lambda self: 0.5))
-    monkeypatch.setattr(serving, "_MOST_TURNS", 4)
-    found = run_benchmark(plan(prompts, pair[0], until=0.03))
-    assert {asked.turn for window in found.windows["server"] for asked in window.asked} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.03", 0.03)])
-def test_shares(text: str, share: float) -> None:
-    assert share_of(text) == pytest.approx(share)
-    for wrong in ("0%", "100%", "three", "", "-1%", "nan"):
-        with pytest.raises(ValueError, match="expected a share such as 3%"):
-            share_of(wrong)
-
-
-def test_limits() -> None:
-    assert limits_of("ttft:200,tpot:30.5ms") == {"ttft": 200, "tpot": 30.5}
-    assert limits_of("e2el:9 ttft:1") == {"e2el": 9, "ttft": 1}
-    for wrong in ("", "ttft", "itl:3", "ttft:-1", "ttft:3s"):
-        with pytest.raises(ValueError, match="expected limits such as"):
-            limits_of(wrong)
-
-
 def test_warming_up_is_not_measured(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
     server, _ = pair
     found = run_benchmark(plan(prompts, server, warm_up=7))
     assert len(server.asked) == 7 + 5
-    assert drafts_of(found.total.server) == (5, *(summed(name) for name in ("drafted", "accepted", "rounds")))
+    assert drafts_of(found.total.sides["server"]) == (5, *(summed(name) for name in ("drafted", "accepted", "rounds")))
 
 
 def test_a_server_that_tells_nothing(prompts: Path) -> None:
     with model_server("unknown") as server:
         found = run_benchmark(plan(prompts, server))
     report = checked(found)
-    side = found.total.server
+    side = found.total.sides["server"]
     assert drafts_of(side) == (0, None, None, None)
-    assert (side.tokens, side.tokens_per_s, side.output_throughput, side.acceptance) == (None, None, None, None)
+    assert (side.tokens, side.tokens_per_s.value, side.output_throughput, side.acceptance.value) == (None,) * 4
     assert side.ttft_ms is not None
     assert report["verdict"] == "Measured: not told tokens/s; drafts are not told."
     assert report["notes"][:2] == [
@@ -262,21 +205,21 @@ def test_others_that_use_the_server(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters that moved by other than what was asked here are nobody's; what answers tell is still theirs."""
-    monkeypatch.setattr(server_module, "_SETTLING_TIME", 0.0)
+    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
     server, _ = pair
     server.others = 1
     found = run_benchmark(plan(prompts, server))
     report = checked(found)
-    assert drafts_of(found.total.server) == (0, None, None, None)
+    assert drafts_of(found.total.sides["server"]) == (0, None, None, None)
     assert "moved by other than these requests 5 of 5 times" in report["notes"][0]
     server.told = True
-    assert run_benchmark(plan(prompts, server)).total.server.drafted == summed("drafted")
+    assert run_benchmark(plan(prompts, server)).total.sides["server"].drafted == summed("drafted")
 
 
 def test_counters_that_start_again(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_SETTLING_TIME", 0.0)
+    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
     server, _ = pair
     own = server.answer
 
@@ -288,7 +231,7 @@ def test_counters_that_start_again(
     server.answer = restarted
     found = run_benchmark(plan(prompts, server))
     assert [window.disturbed for window in found.windows["server"]] == [False, True, False, False, False]
-    assert found.total.server.counted == 4
+    assert found.total.sides["server"].counted == 4
     checked(found)
 
 
@@ -297,7 +240,7 @@ def test_counters_that_move_as_none_can(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As many requests as were asked, and fewer drafts than before, or more accepted than there were."""
-    monkeypatch.setattr(server_module, "_SETTLING_TIME", 0.0)
+    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
     server, _ = pair
     own = server.answer
 
@@ -308,7 +251,7 @@ def test_counters_that_move_as_none_can(
     server.answer = twisted
     found = run_benchmark(plan(prompts, server, warm_up=0))
     assert all(window.disturbed for window in found.windows["server"])
-    assert found.total.server.drafted is None
+    assert found.total.sides["server"].drafted is None
     checked(found)
 
 
@@ -335,40 +278,31 @@ def test_counters_that_cannot_be_of_what_was_asked(
     server.answer = twisted
     found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
     report = checked(found)
-    assert drafts_of(found.total.server) == (0, None, None, None)
+    assert drafts_of(found.total.sides["server"]) == (0, None, None, None)
     assert report["findings"][0].startswith(f"{server.url} tells what cannot be, ")
     assert said in report["findings"][0]
     assert "drafts are not told" in report["verdict"]
     assert not any("somebody else used it" in note for note in report["notes"])
     # Their own count is right, and is used.
-    assert found.total.server.tokens == summed("tokens")
+    assert found.total.sides["server"].tokens == summed("tokens")
 
 
-def test_drafts_by_their_place_in_a_round(prompts: Path, tmp_path: Path) -> None:
-    """As the page counts them; and all of it in the keys of vllm bench serve."""
+def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
+    """As the page counts them."""
     counted = {"requests": 1, "tokens": 5, "rounds": 2, "drafted": 6, "accepted": 3, "accepted_0": 2, "accepted_1": 1}
     with model_server("vLLM") as server:
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted)
-        found = run_benchmark(plan(prompts, server, concurrency=2, warm_up=0, goodput={"ttft": 1e6}))
+        found = run_benchmark(plan(prompts, server, concurrency=2, warm_up=0))
         # Drafts in the second place of more rounds than there were.
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted | {"accepted_0": 0, "accepted_1": 3})
         wrong = run_benchmark(plan(prompts, server, warm_up=0))
-    assert found.total.server.acceptance_by_position == [1, 0.5, 0, 0]
-    assert wrong.total.server.acceptance_by_position is None
-    report = checked(found)
-    saved = as_vllm(report)
-    assert (saved["completed"], saved["total_output_tokens"], saved["max_concurrency"]) == (5, 25, 2)
-    assert saved["spec_decode_acceptance_rate"] == 50
-    assert saved["spec_decode_acceptance_length"] == 1 + 15 / 10
-    assert (saved["spec_decode_num_drafts"], saved["spec_decode_draft_tokens"]) == (10, 30)
-    assert saved["spec_decode_accepted_tokens"] == 15
-    assert saved["spec_decode_per_position_acceptance_rates"] == [1, 0.5, 0, 0]
-    (window,) = report["windows"]["server"]
-    assert saved["duration"] == window["wall"]
-    assert saved["request_throughput"] == saved["request_goodput"] == pytest.approx(5 / window["wall"])
-    assert saved["output_throughput"] == pytest.approx(25 / window["wall"])
-    assert saved["mean_e2el_ms"] == report["total"]["server"]["e2el_ms"]["mean"]
-    assert saved["request_rate"] == "inf"
+    assert found.total.sides["server"].acceptance_by_position == [1, 0.5, 0, 0]
+    assert all(of.sides["server"].acceptance_by_position is None for of in found.workloads.values())
+    assert wrong.total.sides["server"].acceptance_by_position is None
+    (window,) = checked(found)["windows"]["server"]
+    assert found.total.sides["server"].output_throughput == pytest.approx(25 / window["wall_s"])
+    (row,) = [row for table in tables(found) if table.title == "Drafts" for row in table.rows if row[0] == "all"]
+    assert row[-1] == "100.0 50.0 0.0 0.0"
 
 
 def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
@@ -377,9 +311,9 @@ def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: P
     server.lies = {"import os": 1 << 52}
     found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
     report = checked(found)
-    assert found.total.server.tokens is None
-    assert found.total.server.output_throughput is None
-    rates = [of.server.tokens_per_s for of in (found.total, *found.workloads.values())]
+    assert found.total.sides["server"].tokens is None
+    assert found.total.sides["server"].output_throughput is None
+    rates = [of.sides["server"].tokens_per_s.value for of in (found.total, *found.workloads.values())]
     assert all(rate is None or rate < 1e6 for rate in rates)
     assert "4503599627370496 tokens of an answer" in report["findings"][0]
     assert "1 times" in report["findings"][0]
@@ -406,7 +340,7 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1] + ["!"] * (prompt == "import os")
     found = run_benchmark(plan(prompts, server, baseline))
     at = len("".join(words_of("import os", TOKENS)[:-1]))
-    assert ("code", 1, at) in found.differences
+    assert Parted("code", 1, at) in found.parted
     report = checked(found)
     (finding,) = (text for text in report["findings"] if text.startswith("code: "))
     assert finding.startswith("code: the text leaves the baseline's in prompt 1 at character ")
@@ -414,7 +348,7 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     assert "in 0 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
     drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))
-    assert (drawn.total.identical, drawn.total.compared, drawn.differences) == (None, 0, ())
+    assert (drawn.total.identical, drawn.total.compared, drawn.parted) == (None, 0, [])
     assert server.asked[-1][1]["temperature"] == 0.7
 
 
@@ -428,55 +362,50 @@ def test_a_baseline_that_is_none(prompts: Path) -> None:
     assert [note for note in report["notes"] if "call their models google/gemma-4-E4B-it and another" in note]
 
 
-def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, told: Counters | None = None) -> Answer:
-    return Answer("text", tokens, 1, first_s, seconds, "length", told)
+def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, told: Counters | None = None) -> Request:
+    return Request("code", 0, 0, tokens, 1, first_s, seconds, (first_s or 0) + seconds, "length", told)
 
 
-QUIET = Client(0.1, 0.2)
+def window(*asked: Request, wall: float = 4.0, page: Counters | None = None) -> Window:
+    return Window(list(asked), wall, 0.1, page, False, [])
 
 
-def window(*asked: Asked, wall: float = 4.0, page: Counters | None = None) -> Window:
-    return Window(asked, 0.0, wall, 1.0, 1, QUIET, page, False)
+def windows(*answers: Request, wall: float = 4.0, turn: int = 0) -> list[Window]:
+    return [window(replace(one, prompt=index, turn=turn), wall=wall) for index, one in enumerate(answers)]
 
 
-def windows(*answers: Answer, wall: float = 4.0, turn: int = 0) -> list[Window]:
-    return [
-        window(Asked("code", index, turn, 0.0, (one.first_s or 0) + one.seconds, one), wall=wall)
-        for index, one in enumerate(answers)
-    ]
+def side(*done: Window) -> Side:
+    return side_of(done, {"code"})
 
 
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     fast = windows(answer(11, 1.0), answer(21, 1.0, first_s=0.1)) + windows(answer(11, 3.0), turn=1)
     slow = windows(answer(11, 4.0), answer(41, 6.0)) + windows(answer(6, 2.0), turn=1)
-    found = figures({"server": fast, "baseline": slow}, [], {"code"})
-    assert found.server.tokens_per_s == pytest.approx((10 + 20 + 10) / 5)
-    assert found.server.request_throughput == pytest.approx(3 / 12)
-    assert found.server.output_throughput == pytest.approx(43 / 12)
-    assert found.server.ttft_ms is not None
-    assert found.server.ttft_ms.mean == pytest.approx(1e3 * 1.1 / 3)
-    assert found.baseline is not None
-    assert found.baseline.tokens_per_s == pytest.approx((10 + 40 + 5) / 12)
+    found = figures({"server": fast, "baseline": slow}, {"code"}, {})
+    server, baseline = found.sides["server"], found.sides["baseline"]
+    assert server.tokens_per_s.value == pytest.approx((10 + 20 + 10) / 5)
+    assert server.output_throughput == pytest.approx(43 / 12)
+    assert server.ttft_ms is not None
+    assert server.ttft_ms.mean == pytest.approx(1e3 * 1.1 / 3)
+    assert baseline.tokens_per_s.value == pytest.approx((10 + 40 + 5) / 12)
     # The first text: 6 s for 15 tokens where 20 were written, so 8; the second: 6 s for 40, so 3 for 20.
-    assert found.speedup == pytest.approx((8 + 3) / (4 + 1))
-    assert found.speedup_ci95 is None, "two texts"
+    assert found.speedup.value == pytest.approx((8 + 3) / (4 + 1))
+    assert (found.speedup.n, found.speedup.ci95) == (2, None), "two texts"
     more = [windows(*(answer(11, seconds * time) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
-    faster = figures({"server": more[0], "baseline": more[1]}, [], {"code"})
-    assert faster.speedup == pytest.approx(2)
-    assert faster.speedup_ci95 == pytest.approx([2, 2])
+    faster = figures({"server": more[0], "baseline": more[1]}, {"code"}, {}).speedup
+    assert faster.value == pytest.approx(2)
+    assert faster.ci95 == pytest.approx([2, 2])
 
 
 def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
     few = [answer(11, time) for time in (1.0, 1.2) * 3]
     many = [answer(11, time) for time in (1.0, 1.2) * 20]
-    assert side_of(windows(*few[:4])).tokens_per_s_ci95 is None
-    narrow, wide = (side_of(windows(*answers)).tokens_per_s_ci95 for answers in (many, few))
+    assert side(*windows(*few[:4])).tokens_per_s.ci95 is None
+    narrow, wide = (side(*windows(*answers)).tokens_per_s.ci95 for answers in (many, few))
     assert narrow is not None
     assert wide is not None
     assert 0 < wide[0] < narrow[0] < 400 / 44 < narrow[1] < wide[1]
-    even = side_of(windows(*[answer(11, 2.0)] * 5))
-    assert even.tokens_per_s_ci95 is not None
-    assert (even.tokens_per_s, even.tokens_per_s_ci95) == (5, [5, 5])
+    assert side(*windows(*[answer(11, 2.0)] * 5)).tokens_per_s == Figure(5, 50, [5, 5])
 
 
 @pytest.mark.parametrize(
@@ -486,102 +415,54 @@ def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
         answer(0, 0.0, None),
         answer(None, 1.0),
         answer(9, 0.0),
-        dataclasses.replace(answer(4, 1.0), first_tokens=4),
+        replace(answer(4, 1.0), first_tokens=4),
     ],
 )
-def test_answers_without_a_speed(odd: Answer) -> None:
-    alone = side_of(windows(odd))
-    assert (alone.tokens_per_s, alone.tokens_per_s_ci95, alone.tpot_ms) == (None, None, None)
-    beside = side_of(windows(answer(11, 2.0), odd))
-    assert beside.tokens_per_s == 5
+def test_answers_without_a_speed(odd: Request) -> None:
+    alone = side(*windows(odd))
+    assert (alone.tokens_per_s, alone.tpot_ms) == (Figure(None, 0), None)
+    beside = side(*windows(answer(11, 2.0), odd))
+    assert beside.tokens_per_s.value == 5
 
 
-def test_a_page_that_contradicts_the_answers_adds_nothing() -> None:
+def test_a_page_fills_in_what_the_answers_do_not_tell() -> None:
     told = Counters(drafted=8, accepted=4, tokens=7)
     page = Counters(tokens=7, drafted=8, accepted=4, rounds=2)
-    one = window(Asked("code", 0, 0, 0.0, 1.5, answer(7, 1.0, told=told)), page=page)
-    assert drafts_of(side_of([one])) == (1, 8, 4, 2)
-    wrong = dataclasses.replace(one, page=dataclasses.replace(page, drafted=9))
-    assert drafts_of(side_of([wrong])) == (1, 8, 4, None)
+    assert drafts_of(side(window(answer(7, 1.0, told=told), page=page))) == (1, 8, 4, 2)
+    assert drafts_of(side(window(answer(7, 1.0, told=told)))) == (1, 8, 4, None)
+
+
+def test_a_page_that_contradicts_the_answers_is_of_others(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, own = pair[0], pair[0].write
+    server.told = True
+
+    def twisted(asked: dict[str, Any]) -> Written:
+        server.moved.update({"drafted": 1})
+        return own(asked)
+
+    server.write = twisted
+    found = run_benchmark(plan(prompts, server, warm_up=0))
+    assert all(window.disturbed and window.page is None for window in found.windows["server"])
+    assert found.total.sides["server"].drafted == summed("drafted")
 
 
 def test_latency_is_as_vllm_has_it() -> None:
     """By NumPy's percentiles, of what the definitions of `vllm bench serve` come to."""
-    gaps = [(0.1, 0.3), (0.2, 0.2, 0.5), (0.4,)]
-    answers = [
-        dataclasses.replace(answer(len(some) + 1, sum(some), 0.5 + number), gaps=some)
-        for number, some in enumerate(gaps)
-    ]
-    found = side_of(windows(*answers), {"ttft": 1600, "tpot": 250})
-    every = 1e3 * np.array([gap for some in gaps for gap in some])
-    expected = {
-        "itl_ms": every,
-        "ttft_ms": np.array([500, 1500, 2500]),
-        "tpot_ms": np.array([400 / 2, 900 / 3, 400 / 1]),
-        "e2el_ms": np.array([900, 2400, 2900]),
-    }
+    found = side(*windows(*(answer(count, 0.4 * count, 0.5 + count) for count in (2, 3, 5))))
+    expected = {"ttft_ms": np.array([2500, 3500, 5500]), "tpot_ms": np.array([800 / 1, 1200 / 2, 2000 / 4])}
     for name, values in expected.items():
         latency = getattr(found, name)
-        assert (latency.mean, latency.median, latency.std) == pytest.approx(
-            (values.mean(), np.median(values), values.std())
-        )
-        assert latency.p99 == pytest.approx(np.percentile(values, 99))
-    # The second takes too long for a token, the third for both.
-    assert found.request_goodput == pytest.approx(1 / 12)
-
-
-def run_load(*given: Any) -> Load:
-    return asyncio.run(asyncio.wait_for(load(*given), HANG))
-
-
-def test_the_next_is_sent_as_soon_as_one_has_ended() -> None:
-    """Two at a time, by events alone: the third begins when the first ends, while the second is still under way."""
-    order: list[str] = []
-    ends = [asyncio.Event() for _ in range(3)]
-
-    async def ask(number: int) -> Answer:
-        order.append(f"+{number}")
-        if number == 2:
-            ends[1].set()
-        if number == 0:
-            ends[0].set()
-        await ends[number if number < 2 else 0].wait()
-        order.append(f"-{number}")
-        return answer(2, 1.0)
-
-    found = run_load(ask, 3, 2)
-    assert order.index("-0") < order.index("+2") < order.index("-1")
-    assert (found.in_flight_max, len(found.sent)) == (2, 3)
-    assert 0 < found.in_flight_mean <= 2
-
-
-def test_the_first_error_ends_a_load() -> None:
-    ended = []
-
-    async def ask(number: int) -> Answer:
-        try:
-            if number == 1:
-                raise ServerError("no")
-            await asyncio.sleep(HANG)
-        finally:
-            ended.append(number)
-        return answer(2, 1.0)
-
-    with pytest.raises(ServerError, match="no"):
-        run_load(ask, 5, 3)
-    with pytest.raises(ServerError, match="no"):
-        run_load(ask, 5, 3, [0.0, 0.0, 0.0, HANG, HANG])
-    assert 0 in ended
+        assert (latency.mean, latency.p99) == pytest.approx((values.mean(), np.percentile(values, 99)))
 
 
 def test_a_client_that_is_the_limit_says_so(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    assert not Client(0.79, 9.9).limited
     found = run_benchmark(plan(prompts, pair[0]))
-    for client in (Client(0.8, 0.0), Client(0.0, 10.0)):
-        slow = {"server": tuple(dataclasses.replace(window, client=client) for window in found.windows["server"])}
-        report = checked(dataclasses.replace(found, windows=slow))
-        assert any("the client is the limit in 5 of 5 windows" in note for note in report["notes"])
-        assert report["windows"]["server"][0]["client"]["limited"] is True
+    for busy, said in ((0.8, True), (0.79, False)):
+        slow = {"server": [replace(window, client_busy=busy) for window in found.windows["server"]]}
+        notes = conclude(replace(found, windows=slow)).notes
+        assert any("the client is the limit in 5 of 5 windows" in note for note in notes) is said
 
 
 @pytest.mark.parametrize(
@@ -595,15 +476,8 @@ def test_plans_of_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path, 
 
 def rated(found: Benchmark, rate: float | None) -> Benchmark:
     """The same, at ``rate`` tokens a second."""
-
-    def of(figures: Figures) -> Figures:
-        server, baseline = figures.server, figures.baseline
-        assert baseline is not None
-        sides = (replace(side, tokens_per_s=rate, tokens_per_s_ci95=None) for side in (server, baseline))
-        return replace(figures, **dict(zip(("server", "baseline"), sides, strict=True)))
-
-    workloads = {name: of(figures) for name, figures in found.workloads.items()}
-    return dataclasses.replace(found, total=of(found.total), workloads=workloads)
+    sides = {side: replace(of, tokens_per_s=Figure(rate, 9)) for side, of in found.total.sides.items()}
+    return conclude(replace(found, total=replace(found.total, sides=sides)))
 
 
 def test_a_report_is_there_whole_or_not_at_all(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
@@ -613,7 +487,7 @@ def test_a_report_is_there_whole_or_not_at_all(pair: tuple[ModelServer, ModelSer
     assert write_bench(found, target) == PAGES == sorted(path.name for path in target.iterdir())
     assert json.loads((target / "bench.json").read_text()) == checked(found)
     shown = Page((target / "bench.html").read_text())
-    for table in tables(checked(found)):
+    for table in tables(found):
         assert table.title in shown.within("h2")
         assert all(len(row) == len(table.columns) for row in table.rows)
     with pytest.raises(OutputError, match="exists"):
@@ -657,14 +531,8 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_p
     )
     for file in (tmp_path / "out").iterdir():
         assert KEY.encode() not in file.read_bytes()
-    saved = tmp_path / "saved.json"
-    more = ["--json", "--no-chat-template", "--concurrency", "3", "--goodput", "ttft:9e", "--save", str(saved)]
-    refused = run(server.url, *common, *key, *more, THE_KEY=KEY)
-    assert (refused.returncode, "expected limits such as ttft:200,tpot:30" in refused.stderr) == (2, True)
-    more[5] = "ttft:90000"
-    printed = run(server.url, *common, *key, *more, THE_KEY=KEY)
+    printed = run(server.url, *common, *key, "--json", "--no-chat-template", "--concurrency", "3", THE_KEY=KEY)
     assert printed.returncode == 0, printed.stderr
-    assert json.loads(saved.read_text()) == as_vllm(json.loads(printed.stdout))
     validator("bench")(json.loads(printed.stdout))
     assert server.asked[-1][0] == "/v1/completions"
     again = run(server.url, *common, *key, "--report", str(tmp_path / "out"), THE_KEY=KEY)
@@ -719,7 +587,7 @@ def test_an_error_in_the_middle_leaves_nothing(
 def test_help_and_server_load_nothing_heavy() -> None:
     code = (
         "import sys; import mtp_extract.cli.bench; print({'numpy', 'huggingface_hub', 'torch'} & set(sys.modules)); "
-        "import mtp_extract.bench.report; print({'torch', 'matplotlib'} & set(sys.modules))"
+        "import mtp_extract.serving.page; print({'torch', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["set()", "set()"]
@@ -729,9 +597,6 @@ def test_help_and_server_load_nothing_heavy() -> None:
         "--prompts",
         "--api-key-env",
         "--concurrency",
-        "--rate",
-        "--until",
-        "--goodput",
         "--timeout",
         "--report",
         "--json",

@@ -1,0 +1,106 @@
+"""What a benchmark found: the record that ``bench.json`` holds, and that the page and the terminal read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from mtp_extract.io.typed import Count, Figure, NotNegative, Positive, Record, Share, Tool
+from mtp_extract.serving.counters import Counters
+
+
+class Asked(Record):
+    """A server that was asked."""
+
+    url: Annotated[str, Meta(pattern="^https?://[^@?#]*$")]  #: without login and query
+    kind: str  #: what it was recognised as: vLLM, SGLang, llama-server, mlx-vlm or unknown
+    version: str | None  #: as it says
+    model: str  #: as it calls it
+
+
+class Latency(Record):
+    """Milliseconds, over answers."""
+
+    mean: NotNegative  #: their mean
+    p99: NotNegative  #: 99 % are not above
+
+
+class Side(Record):
+    """What one server did."""
+
+    requests: Count  #: answered
+    tokens: Count | None  #: of all answers, as the server counts
+    tokens_per_s: Figure  #: of one answer: tokens after those of its first text, over the time from there to its end
+    output_throughput: NotNegative | None  #: tokens of all over the time; null of a workload asked among others
+    ttft_ms: Latency | None  #: time to first token: from request to first text
+    tpot_ms: Latency | None  #: time per output token after the first text
+    counted: Count  #: answers whose drafts were counted; what follows is of these
+    drafted: Count | None  #: drafts judged
+    accepted: Count | None  #: of these
+    rounds: Count | None  #: of drafting and judging
+    acceptance: Figure  #: accepted / drafted; its interval is over windows where these alone are told apart
+    tokens_per_round: Figure  #: 1 + accepted / rounds; its interval as above
+    acceptance_by_position: list[Share] | None  #: by position in a round: share of rounds that accept the draft there
+
+
+class Figures(Record):
+    """Figures of some texts."""
+
+    texts: Positive  #: prompts
+    sides: dict[str, Side]  #: by side: `server`, and `baseline` where there is one
+    speedup: Figure  #: time the baseline takes for the server's tokens, text by text, over the server's time
+    identical: Count | None  #: answers that are the baseline's, character for character; null if not compared
+    compared: Count  #: of so many: greedy answers beside a baseline's
+
+
+class Parted(Record):
+    """An answer that is not the baseline's."""
+
+    workload: str  #: of the prompt
+    prompt: Count  #: its number, from 0
+    character: Count  #: the first that differs, from 0
+
+
+class Request(Record):
+    """One request and its answer."""
+
+    workload: str  #: of the prompt
+    prompt: Count  #: its number, from 0
+    turn: Count  #: 0 is the first time it was asked
+    tokens: Count | None  #: of the answer; null where the server does not tell, or tells what cannot be
+    first_tokens: Positive  #: of these, those of the first text
+    first_s: NotNegative | None  #: seconds from request to first text; null without text
+    seconds: NotNegative  #: from first text to last event; 0 where all came at once
+    whole_s: NotNegative  #: from request to the end
+    finish_reason: str | None  #: as the server says
+    told: Counters | None  #: the server's counters of this answer; null where it has none, or where they cannot be
+
+
+class Window(Record):
+    """Requests that were sent in one go, the next whenever one had ended."""
+
+    requests: Annotated[list[Request], Meta(min_length=1)]  #: in the order of asking
+    wall_s: NotNegative  #: seconds in which any was under way
+    client_busy: NotNegative  #: share of this time in which the client computed
+    page: Counters | None  #: by how much the counters of `/metrics` moved; null for none, and where others moved them
+    disturbed: bool  #: whether others did
+    impossible: list[str]  #: what was told and cannot be of what was asked, in words; no figure has it
+
+
+class Benchmark(Record, kw_only=True):
+    """A whole benchmark."""
+
+    version: Literal[3] = 3  #: version of this file
+    tool: Tool  #: what wrote it
+    verdict: str = ""  #: the result in one sentence
+    findings: list[str] = field(default_factory=list)  #: what a reader should not miss
+    notes: list[str] = field(default_factory=list)  #: what was not told, and what disturbed the measurement
+    servers: dict[str, Asked]  #: by side: `server`, and `baseline` where there is one
+    settings: dict[str, Any]  #: what a second run needs
+    prompts: dict[str, Positive]  #: by workload: how many
+    repeated: Count  #: prompts that repeat one before them, and were not asked
+    total: Figures  #: over all prompts
+    workloads: dict[str, Figures]  #: the same by workload
+    parted: list[Parted]  #: where texts leave the baseline's
+    windows: dict[str, list[Window]]  #: by side: every request
