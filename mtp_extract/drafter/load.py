@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
@@ -16,7 +14,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import MtpDrafter, with_weights
 from mtp_extract.errors import DrafterError
-from mtp_extract.formats import read_checkpoint, reading
+from mtp_extract.formats import read_checkpoint
 
 Network = MtpDrafter | Eagle3Drafter
 """A drafter of either architecture."""
@@ -50,29 +48,20 @@ def load_any(directory: Path | str, *, dtype: torch.dtype | None = None, device:
     return network_of(read_checkpoint(directory), dtype=dtype, device=device)
 
 
-def network_of(
-    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> Network:
-    """The drafter that ``checkpoint`` holds, of whichever architecture, in evaluation mode.
-
-    Raises:
-        DrafterError: FP16 was asked for.
-    """
-    if isinstance(checkpoint.config, Eagle3Config):
-        return with_weights(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
-    return drafter_of(checkpoint, dtype=dtype, device=device)
-
-
 def drafter_of(
     checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MtpDrafter:
-    """The MTP drafter that ``checkpoint`` holds, in evaluation mode; as :func:`load_drafter`.
-
-    Raises:
-        DrafterError: FP16 was asked for.
-        UnsupportedError: it is an EAGLE-3 head.
-    """
+    """The MTP drafter that ``checkpoint`` holds; errors as of :func:`load_drafter`."""
     return with_weights(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
+
+
+def network_of(
+    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Network:
+    """The drafter that ``checkpoint`` holds, of whichever architecture; errors as of :func:`load_any`."""
+    if isinstance(checkpoint.config, Eagle3Config):
+        return with_weights(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
+    return drafter_of(checkpoint, dtype=dtype, device=device)
 
 
 def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
@@ -95,38 +84,6 @@ def _tensor(checkpoint: Checkpoint, role: Role, dtype: torch.dtype, device: torc
     if role.kind == INDEX:
         return torch.from_numpy(tensor.indices()).to(device)
     return torch.from_numpy(tensor.array()).to(device, dtype)
-
-
-def build_drafter(
-    config: DrafterConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> MtpDrafter:
-    """A drafter from tensors in memory, under the names of the transformers format.
-
-    Raises:
-        CheckpointError, DrafterError: as :func:`load_drafter`.
-    """
-    shapes = shapes_of(config)
-    reading.check_tensors(
-        {role.names["transformers"]: reading.Expected(role.path, shape) for role, shape in shapes.items()},
-        tensors,
-        more=("lm_head.weight",),
-    )
-    tied, embedding = tensors.get("lm_head.weight"), tensors["model.embed_tokens.weight"]
-    if tied is not None and not torch.equal(tied, embedding):
-        raise reading.mismatch(["lm_head.weight: expected the same values as model.embed_tokens.weight, found others"])
-    dtype = _computed_in(dtype, tensors["pre_projection.weight"].dtype)
-    return with_weights(
-        MtpDrafter,
-        config,
-        {
-            role.path: tensors[role.names["transformers"]].to(device, torch.long if role.kind == INDEX else dtype)
-            for role in shapes
-        },
-    )
 
 
 def _computed_in(asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:

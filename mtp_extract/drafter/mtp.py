@@ -149,17 +149,13 @@ class MtpState:
     """Where a round stands. Position, K, V and what of them is visible are the same in every step of it."""
 
     embed: Callable[[Tensor], Tensor]  # tokens → the base's scaled embedding
-    hidden: Tensor  # these four as in DraftArguments
+    # these four as in DraftArguments
+    hidden: Tensor
     shared_kv: Mapping[str, KV]
     position_ids: Tensor
     masks: Mapping[str, Tensor]
     views: tuple[View, ...]  # the last three, as the layers use them
     step: int = 0  # steps done
-
-    def arguments(self, token: Tensor) -> DraftArguments:
-        """What the network reads when ``token`` [batch, queries] was chosen last."""
-        embedding = self.embed(token).to(self.hidden)
-        return DraftArguments(embedding, self.hidden, self.shared_kv, self.position_ids, self.masks)
 
 
 class MtpDrafter(nn.Module):
@@ -185,50 +181,14 @@ class MtpDrafter(nn.Module):
         position_ids: Tensor,
         masks: Mapping[str, Tensor] | None = None,
     ) -> DrafterOutput:
-        """One draft step for every query; ``inputs`` is [batch, queries, 2 · base width], scaled embedding, then hidden
-        state, the others are as in :class:`~mtp_extract.drafter.arguments.DraftArguments`.
+        """One draft step for every query; ``drafter(*arguments)`` of a :class:`DraftArguments`.
+
+        Args:
+            inputs: [batch, queries, 2 · base width], the scaled embedding, then the hidden state.
+            shared_kv, position_ids, masks: as of :class:`DraftArguments`.
         """
-        h, projected = self.body(inputs, shared_kv, position_ids, masks)
+        h, projected = self._network(inputs, self._views(shared_kv, position_ids, masks))
         return DrafterOutput(self.logits(h), projected)
-
-    def body(
-        self,
-        inputs: Tensor,
-        shared_kv: Mapping[str, KV],
-        position_ids: Tensor,
-        masks: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward`, without the head.
-
-        Returns:
-            The state after the final norm, which the head reads, [batch, queries, width], and ``projected``.
-        """
-        return self.network(inputs, self.views(shared_kv, position_ids, masks))
-
-    def views(
-        self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None
-    ) -> tuple[View, ...]:
-        """What each layer looks at, one for all that are alike; arguments as of :meth:`forward`."""
-        found = {}
-        for layer in dict.fromkeys(self.config.layers):
-            keys, values = (part.float().contiguous() for part in shared_kv[layer.layer_type])
-            bias = None
-            if masks is not None:
-                hidden = ~masks[layer.layer_type][:, None]  # [B, 1, L or 1, S]
-                bias = torch.zeros(hidden.shape, device=hidden.device)
-                bias = bias.masked_fill(hidden, torch.finfo(torch.float32).min)
-                if hidden.shape[2] > 1:
-                    bias = bias.repeat(1, 1, self.config.num_heads // layer.num_kv_heads, 1)
-            found[layer] = View(keys, values, bias, angles(position_ids, layer.head_dim, layer.rope))
-        return tuple(found[layer] for layer in self.config.layers)
-
-    def network(self, inputs: Tensor, views: tuple[View, ...]) -> tuple[Tensor, Tensor]:
-        """As :meth:`body`. Fixed shapes, and nothing in it depends on a value: it can be compiled or captured."""
-        h = self.pre_projection(inputs)
-        for layer, view in zip(self.layers, views, strict=True):
-            h = layer(h, view)
-        h = self.final_norm(h)
-        return h, self.post_projection(h)
 
     def logits(self, h: Tensor) -> Tensor:
         """[…, vocabulary], soft-capped, of ``h`` […, width] after the final norm."""
@@ -250,43 +210,44 @@ class MtpDrafter(nn.Module):
     def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
         """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype."""
         weight = self.pre_projection.weight
-        newest = base.positions - 1
-        masks = position_masks(self.config, base.slot_positions, newest, window_extra=convention.window_extra)
-        masks = {kind: mask.to(weight.device) for kind, mask in masks.items()}
-        shared_kv = {
-            kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.shared_kv.items() if kind in masks
-        }
-        position_ids = (base.positions + convention.position_offset).to(weight.device)
-        return MtpState(
-            embed=base.embed,
-            hidden=base.hidden.to(weight),
-            shared_kv=shared_kv,
-            position_ids=position_ids,
-            masks=masks,
-            views=self.views(shared_kv, position_ids, masks),
+        masks = position_masks(
+            self.config, base.slot_positions, base.positions - 1, window_extra=convention.window_extra
         )
+        masks = {kind: mask.to(weight.device) for kind, mask in masks.items()}
+        kv = {kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.shared_kv.items()}
+        position_ids = (base.positions + convention.position_offset).to(weight.device)
+        views = self._views(kv, position_ids, masks)
+        return MtpState(base.embed, base.hidden.to(weight), kv, position_ids, masks, views)
+
+    def advance(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
+        """One draft step without the head.
+
+        Args:
+            state: from :meth:`start`, or from the step before.
+            token: int64 [batch, queries], the pending token, then one that was drafted last.
+            transform: changes what the network reads in this step, and nothing of the next.
+
+        Returns:
+            The state after the final norm, [batch, queries, width], and the state of the next step, in which the
+            drafter's own projection takes the place of the base's hidden state.
+        """
+        embedding, views = state.embed(token).to(state.hidden), state.views
+        read = DraftArguments(embedding, state.hidden, state.shared_kv, state.position_ids, state.masks)
+        if transform is not None:
+            read = transform(read, state.step)
+            views = self._views(read.shared_kv, read.position_ids, read.masks)
+        h, projected = self._network(read.embedding_and_hidden, views)
+        return h, dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
     def step(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
-        """As :meth:`Drafter.step`: only the hidden state changes, to the drafter's own projection.
-
-        ``transform`` changes what the network reads in this step, and nothing of the next.
-        """
-        arguments = state.arguments(token)
-        if transform is None:
-            h, projected = self.network(arguments.embedding_and_hidden, state.views)
-        else:
-            h, projected = self.body(*transform(arguments, state.step))
-        return self.logits(h), dataclasses.replace(state, hidden=projected, step=state.step + 1)
+        """One draft step: as of :meth:`advance`, with logits [batch, queries, vocabulary] in the place of the state."""
+        h, following = self.advance(state, token, transform)
+        return self.logits(h), following
 
     def fork(self, state: MtpState, parents: Tensor) -> MtpState:
-        """As :meth:`Drafter.fork`: each branch has a projected state of its own."""
+        """Go on from the queries ``parents``, int64 [batch, branches]: each branch has a projected state of its own."""
         index = parents.to(state.hidden.device)[..., None].expand(-1, -1, state.hidden.shape[-1])
         return dataclasses.replace(state, hidden=state.hidden.gather(1, index))
-
-    def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
-        h, projected = self.network(state.arguments(token).embedding_and_hidden, state.views)
-        return h, dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
     def with_config(self, config: DrafterConfig) -> MtpDrafter:
         """A drafter of another config with these very weights: for controls, such as another scale."""
@@ -295,6 +256,34 @@ class MtpDrafter(nn.Module):
     def with_tensors(self, changes: Mapping[str, Tensor]) -> MtpDrafter:
         """A drafter with some tensors replaced, by the name of their module, and the others shared."""
         return with_weights(MtpDrafter, self.config, {**self.state_dict(), **changes})
+
+    def _network(self, inputs: Tensor, views: tuple[View, ...]) -> tuple[Tensor, Tensor]:
+        """The state after the final norm, [batch, queries, width], and the projected one, [batch, queries, base width].
+
+        Fixed shapes, and nothing in it depends on a value: it can be compiled or captured.
+        """
+        h = self.pre_projection(inputs)
+        for layer, view in zip(self.layers, views, strict=True):
+            h = layer(h, view)
+        h = self.final_norm(h)
+        return h, self.post_projection(h)
+
+    def _views(
+        self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None
+    ) -> tuple[View, ...]:
+        """What each layer looks at, one for all that are alike; arguments as of :meth:`forward`."""
+        found = {}
+        for layer in dict.fromkeys(self.config.layers):
+            keys, values = (part.float().contiguous() for part in shared_kv[layer.layer_type])
+            bias = None
+            if masks is not None:
+                hidden = ~masks[layer.layer_type][:, None]  # [B, 1, L or 1, S]
+                bias = torch.zeros(hidden.shape, device=hidden.device)
+                bias = bias.masked_fill(hidden, torch.finfo(torch.float32).min)
+                if hidden.shape[2] > 1:
+                    bias = bias.repeat(1, 1, self.config.num_heads // layer.num_kv_heads, 1)
+            found[layer] = View(keys, values, bias, angles(position_ids, layer.head_dim, layer.rope))
+        return tuple(found[layer] for layer in self.config.layers)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
+from helpers.random_pairs import drafter_from
 from helpers.trailing_masks import trailing_masks
 from transformers import AutoConfig
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.drafter.load import build_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.formats.transformers import parse_config
 
@@ -23,7 +23,7 @@ WINDOW_EDGE = (1, 5, 6, 7, 40)
 def both(geometry: Geometry) -> tuple[Any, MtpDrafter]:
     theirs = random_assistant(geometry)
     config = parse_config(geometry.config())
-    return theirs, build_drafter(config, theirs.state_dict())
+    return theirs, drafter_from(config, theirs.state_dict(), torch.float32)
 
 
 def random_inputs(config: DrafterConfig, slots: int, queries: int = 1, batch: int = 2, seed: int = 1) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_bfloat16_accumulates_in_float32() -> None:
     """With BF16 weights and activations the result stays near the F32 one over the same weights."""
     model = random_assistant(GEOMETRIES["wide-window"]).bfloat16()
     config = parse_config(GEOMETRIES["wide-window"].config())
-    half, full = (build_drafter(config, model.state_dict(), dtype=d) for d in (torch.bfloat16, torch.float32))
+    half, full = (drafter_from(config, model.state_dict(), d) for d in (torch.bfloat16, torch.float32))
     x = random_inputs(config, 40)
     narrow = x | {
         "inputs_embeds": x["inputs_embeds"].bfloat16(),
@@ -131,7 +131,7 @@ def test_norms_and_attention_are_float32_inside() -> None:
     """In BF16, 256 + 1 is 256: a sum of squares or of probabilities kept in BF16 would stop growing."""
     geometry = dataclasses.replace(GEOMETRIES["dense"], layers=("full_attention",))
     _, drafter = both(geometry)
-    drafter = build_drafter(drafter.config, random_assistant(geometry).state_dict(), dtype=torch.bfloat16)
+    drafter = drafter_from(drafter.config, random_assistant(geometry).state_dict(), torch.bfloat16)
     norm = drafter.final_norm
     assert norm(torch.full((1, 16), 300.0, dtype=torch.bfloat16)).float().sub(norm.weight.float()).abs().max() < 1e-2
     slots = 4081  # In BF16 1/4081 is 1/4096, and 4081 of those round to 0.996.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 import transformers
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.drafter.mtp import MtpDrafter, with_weights
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 PROMPTS = (
@@ -100,6 +102,15 @@ def random_base(seed: int = 0, *, attention: str = "sdpa", **changes: Any) -> An
             if parameter.ndim == 2:
                 parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[1] ** -0.5)
     return model
+
+
+def drafter_from(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> MtpDrafter:
+    """Of an assistant's tensors, under the names that transformers gives them."""
+    roles = shapes_of(config)
+    state = {role.path: tensors[role.names["transformers"]] for role in roles}
+    return with_weights(
+        MtpDrafter, config, {path: t.to(dtype) if t.is_floating_point() else t.long() for path, t in state.items()}
+    )
 
 
 def random_drafter(base: Any, seed: int = 1, **changes: Any) -> MtpDrafter:

@@ -15,8 +15,6 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import mtp_extract
 from mtp_extract.architecture.config import OrderedHeadConfig
-from mtp_extract.architecture.roles import roles_of
-from mtp_extract.drafter.load import build_drafter
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.errors import MtpExtractError
@@ -292,11 +290,8 @@ def test_a_control_lowers_acceptance_and_not_the_text(pair: Pair) -> None:
 
 
 def test_a_bfloat16_drafter_serves_a_float32_base(pair: Pair) -> None:
-    config = pair.drafter.config
-    names = {f"{role.name}.weight": role.names["transformers"] for role in roles_of(len(config.layers))}
-    names |= {f"layers.{i}.layer_scalar": f"model.layers.{i}.layer_scalar" for i in range(len(config.layers))}
-    tensors = {names[path]: tensor for path, tensor in pair.drafter.state_dict().items()}
-    half = build_drafter(config, tensors, dtype=torch.bfloat16)
+    state = {name: tensor.bfloat16() for name, tensor in pair.drafter.state_dict().items()}
+    half = pair.drafter.with_tensors(state)
     prompt = pair.prompts()[0]
     result = SpeculativeGenerator(pair.base, half, pair.tokenizer).generate(prompt, max_new_tokens=TOKENS)
     assert result.tokens == pair.alone(prompt, TOKENS)
