@@ -92,7 +92,7 @@ def patterns(
                 text, stands = agreement.text, (agreement.drafts == agreement.targets).double()
             else:
                 chances = chances_of_text(base, drafter, chosen, steps, temperature=temperature, full=full)
-                text, stands = chances.text, chances.stands
+                text, stands = chances.text, chances.values
             for place, row in enumerate(rows):
                 stopped = chosen[place].tokens[-1] in stops
                 rounds, by_step = _walk(stands[text == place].cumprod(dim=1).numpy(), stopped=stopped)

@@ -29,12 +29,12 @@ from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Along, Text, ranks_of_text, read_texts, teacher_forced
 from mtp_extract.speculate.texts import repeats
 
 _RUN = 8
 
-Found = TypeVar("Found", Agreement, Ranks)
+Found = TypeVar("Found", Agreement, Along)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def measure_agreement(
     return measure_agreements(base, [Asked(drafter)], continuations, steps, batch=batch)[0]
 
 
-def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Ranks:
+def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Along:
     """How likely the drafter thinks the base's own tokens, after every token of its text; as above.
 
 

@@ -29,7 +29,6 @@ from mtp_extract.speculate.teacher import Agreement, OfTexts
 class Measured(OfTexts):
     """Over anchors that have all K targets. N anchors."""
 
-    anchor: Tensor  # int64 [N], position of the pending token
     stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
     begins: Tensor  # F64 [N], the probability that a round of the loop begins there; 0 or 1 in greedy serving
     advance: Tensor  # F64 [N], tokens of a round there, 1 to K + 1; of sampled serving the mean, given the text

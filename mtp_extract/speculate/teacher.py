@@ -15,7 +15,7 @@ also those whose draft had left the text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,6 +66,7 @@ class OfTexts:
     """What was found at anchors of several texts, a row each in every field."""
 
     text: Tensor  # int64 [N], index of the text
+    anchor: Tensor  # int64 [N], position of the pending token
 
     def of(self: _Part, texts: Sequence[int]) -> _Part:
         """The part that belongs to these texts."""
@@ -80,7 +81,6 @@ class OfTexts:
 class Agreement(OfTexts):
     """What was drafted and what the text says, for every anchor. N anchors, K steps."""
 
-    anchor: Tensor  # int64 [N], position of the pending token
     drafts: Tensor  # int64 [N, K]
     targets: Tensor  # int64 [N, K], the text's tokens at anchor + 1 …; -1 past its end
     top5: Tensor  # bool [N, K], the target is among the five most likely
@@ -113,22 +113,10 @@ class Agreement(OfTexts):
 
 
 @dataclass(frozen=True)
-class Ranks(OfTexts):
-    """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps."""
+class Along(OfTexts):
+    """Something of the text's own tokens, each drafted after those before it, for every anchor. N anchors, K steps."""
 
-    anchor: Tensor  # int64 [N], position of the pending token
-    # int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1 past the
-    # text's end, and more than any tree holds where it cannot draft them at all.
-    ranks: Tensor
-
-
-@dataclass(frozen=True)
-class Chances(OfTexts):
-    """How likely a draft that is drawn stands, given that the text goes on as it does. N anchors, K steps."""
-
-    anchor: Tensor  # int64 [N], position of the pending token
-    # F64 [N, K], min(1, q / p) of the text's token, p the base's probability and q the drafter's; 0 past the text's end
-    stands: Tensor
+    values: Tensor  # [N, K]
 
 
 @torch.inference_mode()
@@ -170,9 +158,8 @@ def teacher_forced(
         PairError: no text has an anchor.
         MtpExtractError: ``steps`` or ``logits_at_once`` is no number of at least 1.
     """
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, every, full)
-    found = [draft(drafter, state, token, aims, steps) for state, token, aims in rounds]
-    drafts, top5 = (rounds.gathered(parts) for parts in zip(*found, strict=True))
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, full, every)
+    drafts, top5 = rounds.over(lambda state, token, aims: draft(drafter, state, token, aims, steps))
     return Agreement(rounds.text, rounds.anchor, drafts, rounds.aims, top5)
 
 
@@ -184,27 +171,25 @@ def ranks_of_text(
     steps: int,
     *,
     logits_at_once: int = _LOGITS_AT_ONCE,
-) -> Ranks:
-    """Where the text's tokens stand among the drafts, step by step, after every anchor of every text.
+) -> Along:
+    """How many tokens the drafter would draft before the text's own, after every anchor of every text.
 
     Every step reads the text's own token, as a tree's branch does that goes where the text goes. Arguments and errors
     are those of :func:`teacher_forced`.
+
+    Returns:
+        int64 values; of tokens that tie the first comes first. -1 past the text's end, and more than any tree holds for
+        a token that the drafter cannot draft.
     """
+
+    def rank(logits: Tensor, token: Tensor) -> Tensor:
+        own, before = logits.gather(-1, token[..., None]), torch.arange(logits.shape[-1], device=logits.device)
+        better = ((logits > own) | ((logits == own) & (before < token[..., None]))).sum(-1)
+        return torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better)
+
     rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
-    parts = []
-    for start, pending, aims in rounds:
-        state, token = start, pending
-        ranks = []
-        for step in range(steps):
-            logits, state = drafter.step(state, token)
-            aim = aims[..., step].to(logits.device)
-            token = aim.clamp(min=0)
-            own, before = logits.gather(-1, token[..., None]), torch.arange(logits.shape[-1], device=logits.device)
-            better = ((logits > own) | ((logits == own) & (before < token[..., None]))).sum(-1)
-            better = torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better)
-            ranks.append(torch.where(aim == _NO_TARGET, _NO_TARGET, better).cpu())
-        parts.append(torch.stack(ranks, dim=-1))
-    return Ranks(rounds.text, rounds.anchor, rounds.gathered(parts))
+    ranks = torch.where(rounds.aims == _NO_TARGET, _NO_TARGET, rounds.along(rank))
+    return Along(rounds.text, rounds.anchor, ranks)
 
 
 @torch.inference_mode()
@@ -217,28 +202,26 @@ def chances_of_text(
     temperature: float,
     logits_at_once: int = _LOGITS_AT_ONCE,
     full: Fed | None = None,
-) -> Chances:
+) -> Along:
     """How likely drafts that are drawn at ``temperature`` stand, where the base drew the text at it, too.
 
     Every step reads the text's own token, as where all drafts before it stand. Other arguments and errors are those of
     :func:`teacher_forced`; ``temperature`` is above 0.
+
+    Returns:
+        F64 values: min(1, q / p) of the text's token, p the base's probability and q the drafter's; 0 past its end.
     """
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, full=full)
-    parts = []
-    for start, pending, aims in rounds:
-        state, token, chances = start, pending, []
-        for step in range(steps):
-            logits, state = drafter.step(state, token)
-            token = aims[..., step].clamp(min=0).to(logits.device)
-            chances.append(torch.softmax(logits.float() / temperature, dim=-1).gather(-1, token[..., None])[..., 0])
-        parts.append(torch.stack(chances, dim=-1).double().cpu())
-    q, own = rounds.gathered(parts), chances_of_base(base, texts, temperature, full=full)
+
+    def chance(logits: Tensor, token: Tensor) -> Tensor:
+        return torch.softmax(logits.float() / temperature, dim=-1).gather(-1, token[..., None])[..., 0].double()
+
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, full)
+    q, own = rounds.along(chance), chances_of_base(base, texts, temperature, full=full)
     # The token at position n + 1 + i is the one that the base gives at n + i.
-    length = own.chance.shape[1] - 1
-    at = (rounds.anchor[:, None] + torch.arange(steps)).clamp(max=length)
+    at = (rounds.anchor[:, None] + torch.arange(steps)).clamp(max=own.chance.shape[1] - 1)
     p = own.chance[rounds.text[:, None], at]
     stands = torch.where(rounds.aims == _NO_TARGET, 0.0, (q / p).clamp(max=1))
-    return Chances(rounds.text, rounds.anchor, torch.nan_to_num(stands))
+    return Along(rounds.text, rounds.anchor, torch.nan_to_num(stands))
 
 
 @dataclass(frozen=True)
@@ -268,7 +251,7 @@ def chances_of_base(base: Base, texts: Sequence[Text], temperature: float, *, fu
 
 
 class _Rounds:
-    """The beginning of a round at every anchor of some texts, as many anchors at a time as their logits allow.
+    """The beginning of a round at every anchor of some texts; arguments as of :func:`teacher_forced`.
 
     Attributes:
         text: int64 [N], index of the text; in order of text, then position.
@@ -283,38 +266,52 @@ class _Rounds:
         texts: Sequence[Text],
         steps: int,
         logits_at_once: int,
-        every: int = 1,
         full: Fed | None = None,
+        every: int = 1,
     ) -> None:
         count("steps", steps, least=1)
-        count("logits_at_once", logits_at_once, least=1)
         taken = [text.anchors[::every] for text in texts]
-        lengths = list(map(len, taken))
-        if not any(lengths):
+        lengths = torch.tensor(list(map(len, taken)))
+        if not lengths.any():
             raise PairError(
                 "expected a text with at least two generated tokens, found none; generate longer continuations"
             )
-        self._base, self._drafter = base, drafter
+        self._drafter, self._embed = drafter, base.embed
         self._full = full or read_texts(base, texts, [drafter.needs])
-        self._width = max(1, logits_at_once // (len(texts) * base.vocab_size))
-        self._tokens = _padded([text.tokens for text in texts], 0)
-        self._anchors = anchors = _padded(taken, 1)
-        self._aims = targets(texts, anchors, steps)
-        self._real = torch.arange(anchors.shape[1])[None] < torch.tensor(lengths)[:, None]
+        self._width = max(1, count("logits_at_once", logits_at_once, least=1) // (len(texts) * base.vocab_size))
+        self._places = _padded(taken, 1)
+        self._aims = targets(texts, self._places, steps)
+        self._real = torch.arange(self._places.shape[1])[None] < lengths[:, None]
         self.text = torch.arange(len(texts))[:, None].expand_as(self._real)[self._real]
-        self.anchor, self.aims = anchors[self._real], self._aims[self._real]
+        self.anchor, self.aims = self._places[self._real], self._aims[self._real]
 
-    def __iter__(self) -> Iterator[tuple[DraftState, Tensor, Tensor]]:
-        """The drafter's state, pending tokens int64 [B, L] and their targets int64 [B, L, K], part by part."""
-        base, full = self._base, self._full
-        tokens, anchors = self._tokens.to(base.device), self._anchors.to(base.device)
-        parts = (torch.split(whole, self._width, dim=1) for whole in (anchors, self._aims))
-        for part, aims in zip(*parts, strict=True):
-            yield self._drafter.start(BaseState.after(full, part, base.embed)), tokens.gather(1, part), aims
+    def over(self, found: Callable[[DraftState, Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """What is ``found`` from the drafter's state, the pending tokens int64 [B, L] and their targets [B, L, K], as
+        many anchors at a time as their logits allow: of each column [B, L, K] the real ones, [N, K].
+        """
+        tokens, parts = self._full.tokens, []
+        for places, aims in zip(
+            *(torch.split(part, self._width, 1) for part in (self._places, self._aims)), strict=True
+        ):
+            there = places.to(tokens.device)
+            state = self._drafter.start(BaseState.after(self._full, there, self._embed))
+            parts.append(found(state, tokens.gather(1, there), aims))
+        return [torch.cat(column, dim=1)[self._real] for column in zip(*parts, strict=True)]
 
-    def gathered(self, parts: Sequence[Tensor]) -> Tensor:
-        """[N, …] of the parts [B, L, …], in order."""
-        return torch.cat(list(parts), dim=1)[self._real]
+    def along(self, value: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """[N, K], a ``value`` of each step's logits [B, L, vocabulary] and the text's own token [B, L], which the next
+        step reads; past the end of a text it is any.
+        """
+
+        def found(state: DraftState, token: Tensor, aims: Tensor) -> Sequence[Tensor]:
+            values = []
+            for aim in aims.clamp(min=0).unbind(-1):
+                logits, state = self._drafter.step(state, token)
+                token = aim.to(logits.device)
+                values.append(value(logits, token).cpu())
+            return [torch.stack(values, dim=-1)]
+
+        return self.over(found)[0]
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:

@@ -93,5 +93,5 @@ def test_chances_are_ratios_of_the_two_distributions(
     assert own.chance[0, anchor] == pytest.approx(float(p), rel=1e-5)
     assert bool(own.likeliest[0, anchor])
     at = found.anchor.tolist().index(anchor)
-    assert 0 < float(found.stands[at, 0]) <= 1
-    assert found.stands.shape == (len(text.anchors), 1)
+    assert 0 < float(found.values[at, 0]) <= 1
+    assert found.values.shape == (len(text.anchors), 1)

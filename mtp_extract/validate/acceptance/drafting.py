@@ -16,7 +16,7 @@ from mtp_extract.speculate.trees import Tree
 if TYPE_CHECKING:
     from mtp_extract.evaluate.agreement import Continuations
     from mtp_extract.speculate.loop import SpeculativeGenerator
-    from mtp_extract.speculate.teacher import Agreement, Ranks
+    from mtp_extract.speculate.teacher import Agreement, Along
 
 MOST_STEPS = 64
 """Of the drafter, in a round."""
@@ -93,12 +93,12 @@ def draftings(
     return found
 
 
-def _drafting_of(name: str, tree: Tree, ranks: Ranks) -> Drafting:
-    rows = ranks.ranks[:, : tree.depth].tolist()
+def _drafting_of(name: str, tree: Tree, ranks: Along) -> Drafting:
+    rows = ranks.values[:, : tree.depth].tolist()
     held = [tree.stands(row) for row in rows]
     whole = [count for count, row in zip(held, rows, strict=True) if row[-1] >= 0]
     return Drafting(name, tree, 1 + sum(whole) / len(whole) if whole else float("nan"), _stands(ranks, held))
 
 
-def _stands(found: Agreement | Ranks, held: Sequence[int]) -> Stands:
+def _stands(found: Agreement | Along, held: Sequence[int]) -> Stands:
     return dict(zip(zip(found.text.tolist(), found.anchor.tolist(), strict=True), held, strict=True))
