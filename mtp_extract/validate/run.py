@@ -20,7 +20,7 @@ from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.typed import Tool
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.validate.acceptance.drafting import MOST_STEPS, parse_wanted
+from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
 
 if TYPE_CHECKING:
     from mtp_extract.bundle import Shard
@@ -61,7 +61,8 @@ class ValidationPlan:
     trees: Annotated[
         Sequence[str],
         About(
-            "Drafts that branch, too: 4x2x1 is four drafts, two after each, one after each of those; may be repeated.",
+            "Drafts that branch, too: 4x2x1 is four drafts, two after each, one after each of those; or adaptive, a "
+            "chain whose length follows acceptance. May be repeated.",
             names=("--tree",),
             metavar="TREE",
         ),
@@ -89,7 +90,7 @@ class ValidationPlan:
         return self.directory, *self.beside, self.source, self.prompts, *files_of(self.base)
 
     @property
-    def wanted(self) -> Mapping[str, Tree]:
+    def wanted(self) -> Mapping[str, Wanted]:
         """The trees by name.
 
         Raises:
@@ -370,14 +371,14 @@ def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]]
         )
 
 
-def _check_widths(trees: Mapping[str, Tree], vocab_size: int) -> None:
+def _check_widths(trees: Mapping[str, Wanted], vocab_size: int) -> None:
     """Refuse a tree of more drafts for one place than there are tokens.
 
     Raises:
         PairError: there is one.
     """
     for name, tree in trees.items():
-        if tree.width > vocab_size:
+        if isinstance(tree, Tree) and tree.width > vocab_size:
             raise PairError(
                 f"expected at most {vocab_size} drafts for one place, as many as the base has tokens, found "
                 f"{tree.width} in {escape(name)}; make the tree narrower",

@@ -101,8 +101,10 @@ def _drafted(found: Validation) -> list[tuple[str, Worth]]:
 
 
 def drafts_of(name: str, worth: Worth) -> str:
-    """What was drafted: ``chain of 3``, ``tree 4x2x1``."""
-    return f"tree {name}" if worth.tree else f"chain of {name}"
+    """What was drafted: ``chain of 3``, ``tree 4x2x1``, ``adaptive chain``."""
+    if worth.paths:
+        return f"tree {name}"
+    return f"{name} chain" if worth.tree else f"chain of {name}"
 
 
 def _change(found: Change) -> str:

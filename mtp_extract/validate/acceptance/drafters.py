@@ -17,8 +17,7 @@ from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.speculate.trees import Tree
-from mtp_extract.validate.acceptance.drafting import draftings
+from mtp_extract.validate.acceptance.drafting import Wanted, draftings
 from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation
 
 
@@ -80,7 +79,7 @@ def measure_drafter(
     first: Agreement,
     *,
     chains: Sequence[int],
-    trees: Mapping[str, Tree],
+    trees: Mapping[str, Wanted],
     batch: int,
     new_tokens: int,
     timed: int,

@@ -1,4 +1,4 @@
-"""What is drafted a round: a chain or a tree, and how many of its drafts stand after every token of the texts.
+"""What is drafted a round, and how many of the drafts stand after every token of the texts.
 
 No tensors at import: a command looks at the trees it is asked for before it does anything.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.arithmetic import expected_tokens
 from mtp_extract.speculate.trees import Tree
 
@@ -21,16 +22,24 @@ if TYPE_CHECKING:
 MOST_STEPS = 64
 """Of the drafter, in a round."""
 
+ADAPTIVE = "adaptive"
+"""In the place of a tree: a chain whose K is adapted, up to the largest K that is drafted anyway."""
+
 Stands = Mapping[tuple[int, int], int]
 """(Text, position of its pending token) → drafts that stand, where a round begins there."""
 
 
-def parse_wanted(text: str) -> tuple[str, Tree]:
-    """The tree that ``text`` asks for, and what to call it.
+Wanted = Tree | AdaptiveDrafts
+
+
+def parse_wanted(text: str) -> tuple[str, Wanted]:
+    """The tree that ``text`` asks for, or an adapted chain, and what to call it.
 
     Raises:
         MtpExtractError: another notation, or too large or too deep a tree.
     """
+    if text == ADAPTIVE:
+        return text, AdaptiveDrafts()
     tree = Tree.parse(text)
     if tree.depth > MOST_STEPS:
         raise MtpExtractError(
@@ -42,42 +51,47 @@ def parse_wanted(text: str) -> tuple[str, Tree]:
 
 @dataclass(frozen=True)
 class Drafting:
-    name: str  # "3" for a chain of three; of a tree "4x2x1"
-    what: int | Tree  # a chain's number of drafts, or a tree
-    expected: float  # mean tokens of a round by teacher forcing, from every position of the same texts
+    name: str  # "3" for a chain of three; of a tree "4x2x1"; "adaptive"
+    what: int | Wanted  # a chain's number of drafts, or how it is adapted, or a tree
+    expected: float  # mean tokens of a round by teacher forcing, from every position of the same texts; NaN for none
     stands: Stands
 
     @property
     def drafts(self) -> int:
-        """Drafts that the base verifies a round."""
-        return self.what if isinstance(self.what, int) else self.what.drafts
+        """Most drafts that the base verifies a round."""
+        return self.what.drafts if isinstance(self.what, Tree) else self.depth
 
     @property
     def depth(self) -> int:
-        """Steps of the drafter a round; of a chain, as many as drafts."""
-        return self.what if isinstance(self.what, int) else self.what.depth
+        """Most steps of the drafter a round; of a chain, as many as drafts."""
+        if isinstance(self.what, AdaptiveDrafts):
+            return self.what.most
+        return self.what.depth if isinstance(self.what, Tree) else self.what
 
     @property
     def tree(self) -> str | None:
-        """The tree, as it can be asked for; None of a chain."""
+        """The tree, or "adaptive", as it can be asked for; None of a chain of one length."""
         return None if isinstance(self.what, int) else self.name
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...] | None:
         """Of a tree, the ranks on the way to each draft; None of a chain."""
-        return None if isinstance(self.what, int) else self.what.paths
+        return self.what.paths if isinstance(self.what, Tree) else None
 
 
 def draftings(
     generator: SpeculativeGenerator,
     chains: Sequence[int],
-    trees: Mapping[str, Tree],
+    trees: Mapping[str, Wanted],
     continuations: Continuations,
     agreement: Agreement,
     *,
     batch: int,
 ) -> list[Drafting]:
-    """Chains and trees, with what ``agreement``, over these texts, says of them. Ranks are measured for trees."""
+    """Chains, then trees and what is adapted, with what ``agreement``, over these texts, says of them.
+
+    Ranks are measured for trees.
+    """
     from mtp_extract.evaluate.agreement import measure_ranks
 
     conditional = [agreement.rate("conditional", step).value for step in range(agreement.steps)]
@@ -86,10 +100,15 @@ def draftings(
         Drafting(str(k), k, expected_tokens(conditional[:k]), _stands(agreement, held[:, :k].sum(1).tolist()))
         for k in chains
     ]
-    if trees:
-        depth = max(tree.depth for tree in trees.values())
+    fixed = {name: tree for name, tree in trees.items() if isinstance(tree, Tree)}
+    if fixed:
+        depth = max(tree.depth for tree in fixed.values())
         ranks = measure_ranks(generator.base, generator.drafter, continuations, depth, batch=batch)
-        found += [_drafting_of(name, tree, ranks) for name, tree in trees.items()]
+        found += [_drafting_of(name, tree, ranks) for name, tree in fixed.items()]
+    if ADAPTIVE in trees:
+        most = max(chains)
+        adapted = AdaptiveDrafts(most)
+        found.append(Drafting(ADAPTIVE, adapted, float("nan"), _stands(agreement, held[:, :most].sum(1).tolist())))
     return found
 
 

@@ -7,7 +7,8 @@ the rounds of any chain or tree are read off one pass; their times, and that the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mtp_extract.evaluate.agreement import Continuations, figure
 from mtp_extract.io.typed import Count, Figure, Positive, Record
+from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.intervals import share_interval
 from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
@@ -102,10 +104,15 @@ def walked(drafting: Drafting, written: Continuations, new_tokens: int) -> list[
     for index in written.usable:
         text, walk = written.texts[index], list[Walked]()
         at, last = text.prompt_length, len(text.tokens) - 1
+        adaptive = RunningLength(drafting.what) if isinstance(drafting.what, AdaptiveDrafts) else None
+        depth = adaptive.value if adaptive else drafting.depth
         # Of the tokens that are left one is the base's own, so fewer are drafted near the end.
-        while at < last and (drafted := min(drafting.depth, text.prompt_length + new_tokens - at - 2)) > 0:
+        while at < last and (drafted := min(depth, text.prompt_length + new_tokens - at - 2)) > 0:
             walk.append(Walked(drafted, min(drafting.stands[index, at], drafted)))
             at += walk[-1].accepted + 1
+            if adaptive:
+                adaptive.observe(*walk[-1], draft_ms=0.0, verify_ms=0.0)
+                depth = adaptive.value
         walks.append(walk)
     return walks
 
@@ -137,7 +144,8 @@ def measure_generation(
     generated(max(draftings, key=lambda drafting: drafting.drafts).what)
     plain, worth = generated(0), dict[str, Worth]()
     base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
-    for drafting in draftings:
+    for asked in draftings:
+        drafting = _costing(asked, worth)
         made = generated(drafting.what)
         # One text at a time is compared with one at a time: the sums may be ordered otherwise than in a batch.
         own = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in plain]
@@ -153,6 +161,15 @@ def measure_generation(
     best = max(chains, key=lambda name: (chains[name][0], -chains[name][1]))
     break_even = max((drafts for gain, drafts in chains.values() if gain > 1), default=0)
     return GenerationResult(worth, best, break_even, len(chosen), _known(base_ms))
+
+
+def _costing(drafting: Drafting, known: Mapping[str, Worth]) -> Drafting:
+    """``drafting``; an adapted chain with the costs of the longest one, that its rounds may not depend on the clock."""
+    if not isinstance(drafting.what, AdaptiveDrafts):
+        return drafting
+    longest = max((found for found in known.values() if not found.tree), key=lambda found: found.drafts)
+    ratio = (longest.draft_ms or 0.0) / longest.depth / longest.verify_ms if longest.verify_ms else 0.0
+    return replace(drafting, what=replace(drafting.what, cost_ratio=ratio))
 
 
 def _worth(

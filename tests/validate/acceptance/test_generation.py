@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from mtp_extract.evaluate.agreement import Continuations, figures, measure_agreement
+from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.arithmetic import expected_tokens
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance import generation
 from mtp_extract.validate.acceptance.drafting import Drafting, draftings, parse_wanted
 from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation, walked
+from mtp_extract.validate.verdict import drafts_of
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
 
 NEW_TOKENS = 24  # As the continuations were made.
-NAMES = ("1", "4", "1x1x1x1", "3x2x1")
+NAMES = ("1", "4", "1x1x1x1", "3x2x1", "adaptive")
 TREES = dict(map(parse_wanted, NAMES[2:]))
 
 
@@ -43,7 +45,9 @@ def test_rounds_are_those_of_the_loop(
     generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]
 ) -> None:
     """Of every text, chain and tree: what generating it drafts and accepts, round by round."""
-    for drafting in planned:
+    *others, adaptive = planned
+    adaptive = dataclasses.replace(adaptive, what=AdaptiveDrafts(4, cost_ratio=0.2))
+    for drafting in (*others, adaptive):
         for index, walk in zip(continuations.usable, walked(drafting, continuations, NEW_TOKENS), strict=True):
             prompt = continuations.texts[index].prompt
             made = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=drafting.what)
@@ -69,8 +73,9 @@ def test_counts(result: GenerationResult, continuations: Continuations) -> None:
     assert chains[result.best] == max(chains.values())
     assert result.break_even == max((int(name) for name, gain in chains.items() if gain > 1), default=0)
     assert tuple(result.worth) == NAMES
-    assert [(w.drafts, w.depth) for w in result.worth.values()] == [(1, 1), (4, 4), (4, 4), (15, 3)]
-    assert [w.tree for w in result.worth.values()] == [None, None, "1x1x1x1", "3x2x1"]
+    assert [(w.drafts, w.depth) for w in result.worth.values()] == [(1, 1), (4, 4), (4, 4), (15, 3), (4, 4)]
+    assert [w.tree for w in result.worth.values()] == [None, None, "1x1x1x1", "3x2x1", "adaptive"]
+    assert [drafts_of(*item) for item in result.worth.items()][-2:] == ["tree 3x2x1", "adaptive chain"]
 
 
 def test_a_tree_that_is_a_chain_does_what_the_chain_does(result: GenerationResult) -> None:
