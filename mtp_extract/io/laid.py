@@ -1,17 +1,15 @@
 """Writing a large file: what is copied, what is put over it, and what is made.
 
 A file is planned as :class:`Piece` s. What is copied, given bytes and zeros are written in order, later ones over
-earlier ones, some at a time, so that memory does not depend on how large it is. Then all cores make the rest, each
-piece in chunks; nothing that is planned later may lie over one of those. At the end the file is opened as any other and
-compared.
+earlier ones, a MiB at a time. Then all cores make the rest, each piece in chunks; where such a piece lies, nothing that
+is planned later may lie. At the end the file is opened as any other and compared.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 from xxhash import xxh3_128
@@ -103,7 +101,7 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> Non
     """
     own = [piece for piece in laid.pieces if piece.produce is not None]
     given = Laid(laid.size, tuple(piece for piece in laid.pieces if piece.produce is None))
-    spans = _made_spans(laid.pieces)
+    spans = sorted((piece.at, piece.end) for piece in own)
     with new_file(path, laid.size) as fd:
         for piece in given.pieces:
             _copy(fd, piece, advance)
@@ -113,19 +111,6 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> Non
         same = all(on_all_cores(Job(check) for check in (_is_as_given(back, given, spans), *made_parts)))
     if not same:
         raise read_back_error(path)
-
-
-def _made_spans(pieces: Sequence[Piece]) -> list[Span]:
-    """Where pieces are made, in order of place.
-
-    Raises:
-        ValueError: another one lies over one of them: threads would decide which stays.
-    """
-    first = next((index for index, piece in enumerate(pieces) if piece.produce is not None), len(pieces))
-    later = sorted((piece.at, piece.end) for piece in pieces[first:] if piece.length)
-    if any(before[1] > after[0] for before, after in pairwise(later)):
-        raise ValueError("two pieces are for one place, of which one is made")
-    return sorted((piece.at, piece.end) for piece in pieces if piece.produce is not None)
 
 
 def _copy(fd: int, piece: Piece, advance: Advance) -> None:

@@ -15,7 +15,6 @@ T = TypeVar("T", bound=Struct)
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Bounds = Annotated[list[float], Meta(min_length=2, max_length=2)]
 # A number may be NaN until it is written, as null: these bounds are the schema's alone.

@@ -191,20 +191,6 @@ def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeyp
             write_laid(tmp_path / "out", Laid(50, pieces))
 
 
-@pytest.mark.parametrize(
-    "other", [made(9, b"ab"), made(12, b""), made(12, b"a"), Piece(0, 11, produce=lambda: iter([bytes(11)]))]
-)
-def test_nothing_else_lies_where_something_is_made(other: Piece, tmp_path: Path) -> None:
-    """Which of the two would stay is decided by threads."""
-    own = Piece(10, 10, produce=lambda: iter([bytes(10)]))
-    if not other.length:
-        write_laid(tmp_path / "out", Laid(20, (own, other)))
-        return
-    with pytest.raises(ValueError, match="made"):
-        write_laid(tmp_path / "out", Laid(20, (own, other)))
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_header_without_room() -> None:
     read = read_bundle(Memory(bundle([Part(1, b"x")])))
     many = [Added(1, {"key": "v" * 300}, section(b"y")) for _ in range(60)]
