@@ -278,7 +278,7 @@ def _bytes(tensor: Mapping[str, Any]) -> str:
     data = tensor["data"]
     if not data:
         return ""
-    return "unreadable" if "problem" in data else f"{data['length']} {data['place']}"
+    return "unreadable" if "problem" in data else str(data["length"])
 
 
 def _scales(tensor: Mapping[str, Any]) -> str:
