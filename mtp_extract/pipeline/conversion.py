@@ -20,14 +20,13 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import holds_tensors, sha256_of_file
 from mtp_extract.checkpoint.record import activations_of
-from mtp_extract.checkpoint.weight import Weight
+from mtp_extract.checkpoint.weight import Weight, same_weight
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, files_of, staged
 from mtp_extract.io.source import Progress
-from mtp_extract.pipeline.chains import how_derived
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.pipeline.plan import WritingPlan
@@ -94,8 +93,17 @@ def convert(
         with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
             files, back = write_and_read(made, stage, progress)
             made.require_same(back)
-            proof = read.inherited_proof() if opened is None else read.new_proof(stage, opened)
+            proof = read.old_proof() if opened is None else _new_proof(stage, opened, read)
             return finish(made, stage, read.record(made, files, proof), target, read.notes())
+
+
+def _new_proof(stage: Path, source: Opened, read: ReadDirectory) -> dict[str, Any]:
+    """Derive what was written into ``stage`` from the bundle again, and prove that it computes the same."""
+    source.prefetch()
+    found = check_identity(stage, drafter_for(source, read.checkpoint.mtp))
+    found.require(read.directory, source.source.name)
+    assert found.proof is not None
+    return {**found.proof.as_json(), "inherited": False}
 
 
 @dataclass(frozen=True)
@@ -205,23 +213,10 @@ class ReadDirectory:
         told = [key for key in ("tuning", *(["ordered_head"] if ordered else [])) if key in old]
         return {**record_of(made, files, self.origin, proof, steps), **{key: old[key] for key in told}}
 
-    def inherited_proof(self) -> dict[str, Any] | None:
+    def old_proof(self) -> dict[str, Any] | None:
         """The proof that its record has, marked as inherited."""
         proof = self.old["proof"] if self.old is not None else None
         return {**proof, "inherited": True} if proof else None
-
-    def new_proof(self, stage: Path, source: Opened) -> dict[str, Any]:
-        """Derive what was written from the bundle again, and prove that it computes the same.
-
-        Raises:
-            CheckpointError: it is not what ``source`` gives.
-        """
-        source.prefetch()
-        config = self.checkpoint.mtp
-        found = check_identity(stage, drafter_for(source, config))
-        found.require(self.directory, source.source.name)
-        assert found.proof is not None
-        return {**found.proof.as_json(), "inherited": False}
 
 
 def _shared(tensors: Mapping[str, Weight], groups: Iterable[Sequence[str]]) -> Mapping[str, Weight]:
@@ -229,7 +224,7 @@ def _shared(tensors: Mapping[str, Weight], groups: Iterable[Sequence[str]]) -> M
     shared = dict(tensors)
     for first, *others in groups:
         for role in others:
-            if first in tensors and role in tensors and how_derived(tensors[first], tensors[role]) == ():
+            if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
                 shared[role] = tensors[first]
     return MappingProxyType(shared)
 

@@ -65,16 +65,7 @@ def inspect(
         "provenance": dict(sorted(opened.source.provenance.items())),
         "items": dict(bundle.items) if bundle else {},
         "sections": [
-            {
-                "index": s.index,
-                "data_type": s.data_type,
-                "type": s.type_name,
-                "model_type": s.model_type,
-                "begin": s.begin,
-                "end": s.end,
-                "size": s.size,
-                "items": dict(s.items),
-            }
+            {**_fields(s, "index data_type type_name:type model_type begin end size"), "items": dict(s.items)}
             for s in opened.sections
         ],
     }
@@ -115,51 +106,38 @@ def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
         "model": _model(drafter.model, tensors),
     }
     if graph:
-        found["roles"] = [
-            {
-                "role": role.role,
-                "shape": list(role.shape),
-                "subgraph": role.tensor.subgraph if role.tensor else None,
-                "tensor": role.tensor.index if role.tensor else None,
-                "name": role.tensor.name if role.tensor else None,
-                "type": role.tensor.type_name if role.tensor else None,
-                "factor": role.factor,
-                "why": role.why,
-                **_stored(drafter, role),
-                "name_confirms": role.role in confirmed,
-            }
-            for role in drafter.walk.roles
+        found["roles"] = [_role(drafter, role, role.role in confirmed) for role in drafter.walk.roles]
+        found["set_aside"] = [
+            {**_fields(entry.tensor, f"index:tensor subgraph {_NAMED}"), **_fields(entry, "op reason")}
+            for entry in drafter.walk.aside
         ]
-        found["set_aside"] = _set_aside(drafter)
         found["kv_inputs"] = _caches(drafter)
         found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter)).as_json()
     return found
 
 
-def _stored(drafter: Shard, found: FoundRole) -> dict[str, Any]:
-    """Where the constant of a role lies, how it is quantized, and the static quantization around a matrix."""
-    tensor = found.tensor
+_NAMED = "name type_name:dtype shape"
+
+
+def _fields(value: object, names: str) -> dict[str, Any]:
+    """Attributes of ``value`` as JSON has them, by name or, after a colon, by another; None of what is None."""
+    pairs = [name.split(":") for name in names.split()]
+    found = {pair[-1]: None if value is None else getattr(value, pair[0]) for pair in pairs}
+    return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}
+
+
+def _role(drafter: Shard, role: FoundRole, confirmed: bool) -> dict[str, Any]:
+    """A role with its constant, how that is quantized, the static quantization around a matrix, and the evidence."""
+    tensor = role.tensor
     described = _tensor(drafter.model, drafter.model.subgraphs[tensor.subgraph], tensor) if tensor is not None else {}
     return {
+        **_fields(role, "role shape"),
+        **_fields(tensor, "subgraph index:tensor name type_name:type"),
+        **_fields(role, "factor why"),
         **{key: described.get(key) for key in ("quantization", "data")},
-        "activations": {"input": activation_json(found.input), "output": activation_json(found.output)},
+        "activations": {"input": activation_json(role.input), "output": activation_json(role.output)},
+        "name_confirms": confirmed,
     }
-
-
-def _set_aside(drafter: Shard) -> list[dict[str, Any]]:
-    """Every constant of the graph that is not a weight, with its reader and the reason."""
-    return [
-        {
-            "tensor": entry.tensor.index,
-            "subgraph": entry.tensor.subgraph,
-            "name": entry.tensor.name,
-            "dtype": entry.tensor.type_name,
-            "shape": list(entry.tensor.shape),
-            "op": entry.op,
-            "reason": entry.reason,
-        }
-        for entry in drafter.walk.aside
-    ]
 
 
 def _caches(drafter: Shard) -> dict[str, Any]:
@@ -218,12 +196,9 @@ def _interface(model: TfliteModel, subgraph: int, names: Any) -> dict[str, dict[
 
 def _tensor(model: TfliteModel, graph: Subgraph, tensor: Tensor) -> dict[str, Any]:
     quantization = tensor.quantization
-    described: dict[str, Any] = {
+    described = {
         "subgraph": graph.index,
-        "index": tensor.index,
-        "name": tensor.name,
-        "type": tensor.type_name,
-        "shape": list(tensor.shape),
+        **_fields(tensor, "index name type_name:type shape"),
         "quantization": None,
         "data": None,
     }
@@ -277,17 +252,17 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
     if tensors:
         described["tensors"] = [
             {
-                "role": role.name,
-                "name": role.names.get(format_.name, role.name),
-                "type": types[role.name],
-                "shape": list(shape),
-                "block_size": steps.block
-                if (steps := found.tensors[role.name].steps) is not None and steps.block != shape[-1]
-                else None,
+                **{"role": role.name, "name": role.names.get(format_.name, role.name)},
+                **{"type": types[role.name], "shape": list(shape), "block_size": _block(found.tensors[role.name])},
             }
             for role, shape in shapes.items()
         ]
     return described
+
+
+def _block(weight: Weight) -> int | None:
+    """Neighbouring elements of a row that share a scale; None where a row has one, or none."""
+    return weight.steps.block if weight.steps is not None and weight.steps.block != weight.shape[-1] else None
 
 
 def _stored_type(tensor: Weight) -> str:
