@@ -33,7 +33,7 @@ from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
-from mtp_extract.validate.run import Validating, run_validation
+from mtp_extract.validate.plan import Validating
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -188,7 +188,7 @@ def validate(asked: Validating) -> Validation:
         overwrite: replace an older report.
         say, show: told what is begun, and how far it is.
 
-    The others are explained in :class:`~mtp_extract.validate.run.ValidationPlan`.
+    The others are explained in :class:`~mtp_extract.validate.plan.ValidationPlan`.
 
     Raises:
         MtpExtractError: a part is missing, or does not fit.
@@ -197,6 +197,9 @@ def validate(asked: Validating) -> Validation:
     if asked.report is not None:
         check_place(asked.report, **to, listed=REPORT_LISTED)
     plan = asked if asked.directory is None else replace(asked, directory=Path(asked.directory))
+    plan.check()
+    from mtp_extract.validate.run import run_validation
+
     found = run_validation(plan, asked.say, asked.show)
     if asked.report is not None:
         from mtp_extract.validate.page import write_validation

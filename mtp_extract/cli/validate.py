@@ -21,8 +21,9 @@ from mtp_extract.cli.terminal import (
     write_json,
 )
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.evaluate.extras import require
 from mtp_extract.options import About
-from mtp_extract.validate.run import Validating, run_validation, sample_plan
+from mtp_extract.validate.plan import Validating, sample_plan
 
 if TYPE_CHECKING:
     from mtp_extract.validate.result import Validation
@@ -54,9 +55,8 @@ def command(
     if not sample and plan.base is None and plan.source is None:
         raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
 
-    from mtp_extract.evaluate.extras import require
-
-    require("torch")
+    asked = sample_plan(plan) if sample else plan
+    asked.check()
     out = plan.report
     to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
     if out is not None:
@@ -66,11 +66,12 @@ def command(
     from mtp_extract.report.files import REPORT_LISTED
     from mtp_extract.report.page import as_json
     from mtp_extract.validate.page import write_validation
+    from mtp_extract.validate.run import run_validation
 
     if out is not None:
         check_place(out, **to, listed=REPORT_LISTED)
     with progress_of("batch", print_json) as show:
-        found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json), show)
+        found = run_validation(asked, doing_unless(print_json), show)
     # Before it is written: what took hours is then seen where a disk is full.
     if print_json:
         write_json(json.loads(as_json(found)))

@@ -3,7 +3,8 @@
 ::
 
     from mtp_extract.validate.page import write_validation
-    from mtp_extract.validate.run import ValidationPlan, run_validation
+    from mtp_extract.validate.plan import ValidationPlan
+    from mtp_extract.validate.run import run_validation
 
     found = run_validation(ValidationPlan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
     write_validation(found, Path("report"))

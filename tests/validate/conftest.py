@@ -18,8 +18,9 @@ from mtp_extract.evaluate.agreement import Continuations, continue_greedily
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import run_validation
 
 FEW = {
     "code": ["class Foo(object):", "def read(path):\n", "import os\n", "for line in lines:\n    if not line:\n"],

@@ -27,8 +27,9 @@ from mtp_extract.formats import format_of
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.drafters import facts_of
 from mtp_extract.validate.page import tables, write_validation
+from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")

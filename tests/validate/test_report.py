@@ -19,8 +19,9 @@ from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.report.page import as_html, as_json, plain_json
 from mtp_extract.validate.acceptance.generation import Divergence, Worth
 from mtp_extract.validate.page import page_of, tables, write_validation
+from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import run_validation
 from mtp_extract.validate.verdict import concluded
 
 # They share the pair, and a whole validation of it.

@@ -17,8 +17,9 @@ from mtp_extract.evaluate.reads import Reads, reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.speculate.target import Base
 from mtp_extract.validate.page import write_validation
+from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")

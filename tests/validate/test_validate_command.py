@@ -18,8 +18,9 @@ from mtp_extract.cli import validate
 from mtp_extract.data import sample_prompts
 from mtp_extract.errors import MtpExtractError, OutputError
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS
+from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -31,7 +32,7 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
     def full(*arguments: object, **options: object) -> list[str]:
         raise OutputError("report: cannot be written: no space left.")
 
-    monkeypatch.setattr("mtp_extract.cli.validate.run_validation", lambda *arguments: validation)
+    monkeypatch.setattr("mtp_extract.validate.run.run_validation", lambda *arguments: validation)
     monkeypatch.setattr("mtp_extract.validate.page.write_validation", full)
     result = RUNNER.invoke(validate.app, ["--sample", "--report", "report"])
     assert isinstance(result.exception, OutputError)
@@ -78,7 +79,7 @@ def test_sample(tmp_path: Path) -> None:
 
 
 def test_controls_are_shown_where_they_are_asked_for(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_extract.cli.validate.run_validation", lambda *arguments: validation)
+    monkeypatch.setattr("mtp_extract.validate.run.run_validation", lambda *arguments: validation)
     shown = [RUNNER.invoke(validate.app, ["--sample", *more]).stdout for more in ((), ("--controls",))]
     assert ["zero_hidden" in text for text in shown] == [False, True]
     assert all("What drafting is worth" in text and "Acceptance by" not in text for text in shown)

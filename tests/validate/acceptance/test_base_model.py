@@ -19,7 +19,8 @@ import mtp_extract
 from mtp_extract.errors import HubError, MtpExtractError, PairError
 from mtp_extract.evaluate import base_model
 from mtp_extract.evaluate.base_model import free_memory, load_base, memory_guard
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.plan import ValidationPlan
+from mtp_extract.validate.run import run_validation
 
 
 @pytest.fixture

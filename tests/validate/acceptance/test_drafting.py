@@ -9,7 +9,8 @@ import pytest
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import parse_wanted
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.plan import ValidationPlan
+from mtp_extract.validate.run import run_validation
 
 
 def test_names() -> None:

@@ -33,7 +33,8 @@ from mtp_extract.validate.parity.interpreter import (
     measure_parity,
     reference_outputs,
 )
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.plan import ValidationPlan
+from mtp_extract.validate.run import run_validation
 
 SLIDING_WINDOW = 16
 

@@ -23,8 +23,9 @@ from mtp_extract.validate.page import checks
 from mtp_extract.validate.parity import interpreter
 from mtp_extract.validate.parity.interpreter import check_interpreter
 from mtp_extract.validate.parity.transformers import check_transformers
+from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import run_validation
 
 # As transformers 5.23.0 raises it.
 PRODUCING = "The set of layer types producing a cache is different from the set of layer types that read one"
