@@ -9,15 +9,15 @@ from __future__ import annotations
 import inspect as python
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from mtp_extract.base.comparison import BaseComparison, compare_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.evaluate.progress import silent
+from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.io.opening import checkpoint_here
@@ -30,17 +30,13 @@ from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.tune.head import HeadPlan, run_ordered_head
-from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
-from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.plan import TuningPlan, default_directory
+from mtp_extract.tune.run import run_tuning
 from mtp_extract.validate.plan import Validating
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from mtp_extract.serving.result import Benchmark
-    from mtp_extract.tune.outcome import Outcome
-    from mtp_extract.tune.status import Status
+    from mtp_extract.tune.run import Outcome
     from mtp_extract.validate.result import Validation
 
 Say = Callable[[str], None]
@@ -208,78 +204,37 @@ def validate(asked: Validating) -> Validation:
     return found
 
 
-class TuneOptions(TypedDict, total=False):
-    """The fields of the plans of a training that have defaults."""
-
-    prompts: Path | None
-    text: Path | None
-    text_from: str | None
-    text_model: str | None
-    text_key: str | None
-    text_concurrency: int
-    text_timeout: float
-    text_unlike: bool
-    new_tokens: int
-    temperature: float
-    chat_template: bool
-    draft_steps: int
-    batch: int
-    states_memory: int
-    states_disk: int
-    other_prompts: int
-    seed: int
-    device: str
-    mode: str
-    objective: str
-    steps: int | None
-    anchors: int
-    learning_rate: float | None
-    draft_vocab: int
-    force: bool
-    overwrite: bool
-    centroids: int | None
-    top_k: int | None
-    states: int | None
-
-
 def tune(
     directory: PathLike | None,
     out: PathLike | None = None,
     *,
     base: str,
     work: PathLike | None = None,
-    head: Literal["ordered"] | None = None,
     say: Say = silent,
-    progress: Callable[[Status], None] = silent,
+    progress: Show = silent,
     stop: Callable[[], bool] = lambda: False,
-    **options: Unpack[TuneOptions],
+    **options: Any,
 ) -> Outcome:
     """Fit a drafter to the base that it is served with; or make an ordered head for it, or a new EAGLE-3 head.
 
     Args:
-        directory: the drafter; None for a new EAGLE-3 head, of which every weight is trained.
-        out: where to write what is better; by default the directory's name and "-tuned", of a new head the base's and
+        directory: the drafter; None for a new EAGLE-3 head (``mode="eagle3"``), of which every weight is trained.
+        out: where to save what is better; by default the directory's name and "-tuned", of a new head the base's and
             "-eagle3".
         base: a directory, or an id of the Hub.
-        work: text, state and log, to go on from; by default the result's name and ".work".
-        head: "ordered" makes a head that looks into the nearest clusters of tokens alone.
+        work: text, state and log, to resume from; by default the result's name and ".work".
+        say: told what is being done.
         progress: called after every batch of text and every step.
         stop: asked after every step; True ends the training there.
-        options: fields of :class:`~mtp_extract.tune.setting.Setting`, and of
-            :class:`~mtp_extract.tune.run.TuningPlan` or, with ``head``, :class:`~mtp_extract.tune.head.HeadPlan`.
+        options: further fields of :class:`~mtp_extract.tune.plan.TuningPlan`.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     drafter = None if directory is None else Path(directory)
-    named = default_directory(drafter) if drafter is not None else Path(f"{Path(base).resolve().name}-eagle3")
-    target = named if out is None else Path(out)
-    place = Path(work) if work is not None else target.with_name(f"{target.name}.work")
-    of_setting, rest = {field.name for field in fields(Setting)}, dict[str, Any](options)
-    setting = Setting(drafter, base, place, **{key: rest.pop(key) for key in of_setting & rest.keys()})
-    if head is not None:
-        return run_ordered_head(HeadPlan(setting, target, **rest), say, progress)
-    return run_tuning(TuningPlan(setting, target, **rest), say, progress, stop)
+    target = default_directory(drafter, base) if out is None else Path(out)
+    place = target.with_name(f"{target.name}.work") if work is None else Path(work)
+    return run_tuning(TuningPlan(drafter, base, target, place, **options), say, progress, stop)
 
 
 @_asking(BenchPlan)

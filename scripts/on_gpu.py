@@ -32,9 +32,8 @@ from _rehearsal.pair import CHAIN, SHORT, Pair, elapsed, synchronize, write_assi
 from _rehearsal.shapes import SHAPES, Shape
 
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.tune.run import TuningPlan, run_tuning
-from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.status import Status
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.run import run_tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAINS = range(9)
@@ -161,16 +160,27 @@ def tuning(page: Page, place: Place, drafter: Path, device: str) -> Iterator[Row
         times: list[float] = []
         gc.collect()
         peak(torch.device(device))
-        setting = Setting(drafter, str(place.base), place.root / "work", place.texts, new_tokens=64, device=device)
-        plan = TuningPlan(setting, place.root / f"tuned-{mode}", mode=mode, steps=_TUNED_STEPS, force=True)
+        out, work = place.root / f"tuned-{mode}", place.root / "work"
+        plan = TuningPlan(
+            drafter,
+            str(place.base),
+            out,
+            work,
+            mode=mode,
+            prompts=place.texts,
+            new_tokens=64,
+            steps=_TUNED_STEPS,
+            device=device,
+            force=True,
+        )
 
-        def tell(status: Status, ends: list[float] = times) -> None:
-            if status.kind == "step":
+        def tell(line: str, done: int, total: int, ends: list[float] = times) -> None:
+            if line.startswith("step"):
                 ends.append(time.monotonic())
 
         run_tuning(plan, tell=tell)
         a_second = (len(times) - 1) / (times[-1] - times[0])
-        yield mode, f"{a_second:.2f}", str(setting.batch), str(setting.draft_steps), peak(torch.device(device))
+        yield mode, f"{a_second:.2f}", str(plan.batch), str(plan.draft_steps), peak(torch.device(device))
 
 
 def marked_tests(page: Page) -> Iterator[Row]:

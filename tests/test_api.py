@@ -8,19 +8,15 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
 import mtp_extract
-from mtp_extract.api import TuneOptions
 from mtp_extract.cli import module_of
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.tune.head import HeadPlan
-from mtp_extract.tune.run import TuningPlan
-from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.plan import TuningPlan
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
@@ -29,7 +25,8 @@ NOT_ARGUMENTS = {
     *("sample", "print_json", "controls", "version", "context"),
     *(field.name for field in fields(mtp_extract.CardWords)),
     # In Python a mapping of types, a directory that is None, and another function.
-    *("each", "base_weights", "new", "kind"),
+    *("each", "base_weights", "kind"),
+    "controls",  # what the terminal shows
 }
 OTHERWISE = {"out": "report"}
 
@@ -44,7 +41,7 @@ def test_a_function_has_the_arguments_of_its_command(name: str) -> None:
     if name == "upload":
         arguments = {"repository" if argument == "repo_id" else argument for argument in arguments}
     if name == "tune":
-        arguments |= set(TuneOptions.__annotations__)
+        arguments |= {field.name for field in fields(TuningPlan)}
     missing = {option for option in options - NOT_ARGUMENTS if not {option, OTHERWISE.get(option)} & arguments}
     assert not missing
 
@@ -64,14 +61,6 @@ def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:
     assert written.path.read_bytes() == sample.read_bytes()
     with pytest.raises(ValueError, match="out: expected a place"):
         mtp_extract.insert(made.directory, sample)
-
-
-def test_options_of_a_training_are_those_of_its_plans() -> None:
-    """By name and type, as type checkers and editors are told."""
-    plans = [get_type_hints(plan) for plan in (HeadPlan, TuningPlan, Setting)]
-    named = {"directory", "base", "work", "setting", "out"}
-    told = {name: kind for plan in plans for name, kind in plan.items() if name not in named}
-    assert get_type_hints(TuneOptions) == told | {"steps": int | None}
 
 
 def test_options_are_those_of_the_plan() -> None:

@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
     """A few of the sample's prompts: as many of every side as a training needs."""
-    from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
+    from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, side_of
 
     left = Counter({TRAINED: 4, WATCHED: 4, HELD_OUT: 5})
     chosen = []

@@ -23,8 +23,8 @@ from mtp_extract.io.place import check_place
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.staging import recorded
-from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.writing import tuned_record, write_made
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.writing import write_made
 
 MINE = {"thesis.tex": "years", "notes/a.txt": "", ".git/HEAD": "ref: refs/heads/main"}
 
@@ -68,10 +68,9 @@ def insert_base(source: Path, bundle: Path, out: Path) -> None:
 
 
 def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
-    Setting(directory, base, work).check_out(out, overwrite=True)
+    TuningPlan(directory, base, out, work, overwrite=True).check()
     origin = ReadDirectory.of(directory)
-    describe = tuned_record(origin, origin.checkpoint, TUNING)
-    write_made(origin, origin.checkpoint, out, describe, overwrite=True, inputs=(directory,))
+    write_made(origin, origin.checkpoint, out, "tuning", TUNING, overwrite=True, inputs=(directory,))
 
 
 def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:

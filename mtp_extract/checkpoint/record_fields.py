@@ -153,8 +153,9 @@ class Excerpt(Record):
 
 
 class Tuning(Excerpt):
-    #: what was trained: `norms` (and layer scalars), `qat` (and codes, on the stored grid), `float` (every weight)
-    mode: Literal["norms", "qat", "float"]
+    #: what was trained: `norms` (and layer scalars), `qat` (and codes, on the stored grid), `float` (every weight),
+    #: `eagle3` (every weight of a new head)
+    mode: Literal["norms", "qat", "float", "eagle3"]
     base: str  #: as it was named; of a directory its name alone
     interrupted: bool  #: whether it was stopped before its end
     refused: list[str]  #: why it was not accepted; then it was written because that was asked for
@@ -167,7 +168,7 @@ class OrderedHead(Excerpt):
     rows_read: Positive  #: rows of the head, centroids among them, that a draft step reads
     rows_dense: Positive  #: what the dense head reads
     base: str  #: as of a tuning
-    kept: KeptShare  #: of the dense head's choices on held-out text
+    kinds: dict[str, KeptShare]  #: by kind of held-out text, of the dense head's choices
     refused: list[str]  #: as of a tuning
     overall: Comparison  #: as of a tuning: the dense head before, the ordered one after
 
@@ -184,7 +185,7 @@ class Comparison(Excerpt):
 
 
 class Length(Excerpt):
-    mean_accepted_length: float  #: teacher-forced tokens per round: 1 + drafts accepted, as if one began everywhere
+    teacher_forced: float  #: tokens per round: 1 + drafts accepted, as if a round began at every position
 
 
 class Saving(Excerpt):

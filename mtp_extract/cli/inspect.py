@@ -198,8 +198,9 @@ def _made(record: Mapping[str, Any]) -> Iterator[str]:
     """What was made of the drafter since it left its bundle."""
     for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
         if made := record.get(key):
-            before, after = (made["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
-            how = made["mode"] if "mode" in made else f"keeps {made['kept']['share']:.2%} of its choices"
+            before, after = (made["overall"][when]["teacher_forced"] for when in ("before", "after"))
+            kept = min((kind["share"] for kind in made.get("kinds", {}).values()), default=0.0)
+            how = made.get("mode", f"keeps {kept:.2%} of its choices or more")
             lengths = f"teacher-forced tokens per round {before:.3f}, then {after:.3f}"
             yield f"{what} ({escape(how)}) beside {escape(made['base'])}: {lengths}"
 

@@ -1,25 +1,33 @@
-"""Clusters of exactly equal size: a tree of cuts, then rounds in which vectors move to nearer means with room.
+"""Clusters of tokens of equal size, and the centroids that tell in which cluster to look.
 
-An ordered head holds its clusters as one list of tokens, cut into equal parts. Both steps give equal parts by
-construction, whatever the vectors are, and are deterministic.
+Clusters are leaves of a tree of cuts, equal by construction and deterministic. A centroid begins at its cluster's mean
+and is learned as a classifier of states; what counts is that the right cluster is among those looked into, so it is
+trained against those beyond the best few alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.tune.train import cosine
 
 _AXIS_FROM = 1 << 14  # vectors that the axis of a cut is found from
 _AXIS_STEPS = 12
-_ROUNDS = 4
-_CANDIDATES = 16
-_LEAST_GAIN = 0.999  # a round that leaves more than this share of the error is the last
-_DISTANCES_AT_ONCE = 1 << 23
 _MOST_NAMED = 6
+_BATCH = 2048
+_EVALUATIONS = 10
+_PATIENCE = 3  # evaluations without a better one after which it ends
+_RATE = 1.0  # learning rate times width, for states of a root mean square of 1
+_SCALES = tuple(2.0**power for power in range(-10, 3))
+_SCALED_ON = 4096
+_SCORES_AT_ONCE = 1 << 23
 
 
 def divisors(vocabulary: int) -> list[int]:
@@ -44,30 +52,11 @@ def check_count(vocabulary: int, count: int) -> None:
     )
 
 
-def cluster_of(ordering: Tensor, count: int) -> Tensor:
-    """int64 [V], the cluster of every vector, of an ``ordering`` [V] that lists ``count`` clusters one by one."""
-    found = torch.empty_like(ordering)
-    found[ordering] = torch.arange(count).repeat_interleave(len(ordering) // count)
-    return found
-
-
-def means_of(vectors: Tensor, ordering: Tensor, count: int) -> Tensor:
-    """[count, width], the mean of each cluster."""
-    size = len(ordering) // count
-    means = vectors.new_empty(count, vectors.shape[1])
-    step = max(1, _DISTANCES_AT_ONCE // (size * vectors.shape[1]))
-    for first in range(0, count, step):
-        part = ordering[first * size : (first + step) * size]
-        means[first : first + step] = vectors[part].view(-1, size, vectors.shape[1]).mean(dim=1)
-    return means
-
-
-def balanced_clusters(vectors: Tensor, count: int, rounds: int = _ROUNDS) -> Tensor:
-    """``count`` clusters of neighbours, all of one size.
+def balanced_clusters(vectors: Tensor, count: int) -> Tensor:
+    """``count`` clusters of neighbours, all of one size: cut in two along the axis of greatest spread, and again.
 
     Args:
         vectors: F32 [V, width]; ``count`` divides V.
-        rounds: at most, in which vectors move.
 
     Returns:
         int64 [V], a permutation: the members of the first cluster in order, then those of the second, …
@@ -78,27 +67,10 @@ def balanced_clusters(vectors: Tensor, count: int, rounds: int = _ROUNDS) -> Ten
     check_count(len(vectors), count)
     if not bool(torch.isfinite(vectors.sum(dim=1)).all()):
         raise MtpExtractError("expected finite weights and states to make clusters of, found others; check the drafter")
-    ordering = _tree(vectors, count)
-    means = means_of(vectors, ordering, count)
-    error = _error(vectors, means, ordering)
-    for _ in range(rounds):
-        moved = torch.argsort(_nearest_with_room(vectors, means), stable=True)
-        means = means_of(vectors, moved, count)
-        before, now = error, _error(vectors, means, moved)
-        if now >= before:
-            break
-        ordering, error = moved, now
-        if now > _LEAST_GAIN * before:
-            break
-    return ordering
-
-
-def _tree(vectors: Tensor, count: int) -> Tensor:
-    """Cut in two along the axis of greatest spread, and again, in the ratio of the clusters on each side."""
     ordering, size = torch.arange(len(vectors)), len(vectors) // count
-    open_ = [(0, count)]
-    while open_:
-        first, clusters = open_.pop()
+    waiting = [(0, count)]
+    while waiting:
+        first, clusters = waiting.pop()
         part = ordering[first * size : (first + clusters) * size]
         if clusters == 1:
             part.copy_(part.sort().values)
@@ -106,7 +78,7 @@ def _tree(vectors: Tensor, count: int) -> Tensor:
         there = vectors[part]
         part.copy_(part[torch.argsort(there @ _axis(there), stable=True)])
         left = clusters // 2
-        open_ += [(first, left), (first + left, clusters - left)]
+        waiting += [(first, left), (first + left, clusters - left)]
     return ordering
 
 
@@ -122,52 +94,130 @@ def _axis(vectors: Tensor) -> Tensor:
     return found
 
 
-def _error(vectors: Tensor, means: Tensor, ordering: Tensor) -> float:
-    """Σ |vector − mean|², less Σ |vector|², which no clusters change: −size · Σ |mean|²."""
-    return -len(ordering) / len(means) * float(means.double().square().sum())
-
-
-def _nearest_with_room(vectors: Tensor, means: Tensor) -> Tensor:
-    """int64 [V], a cluster for every vector, all of one size: vectors with most to lose by another are placed first."""
-    found = torch.full((len(vectors),), -1)
-    room = torch.full((len(means),), len(vectors) // len(means))
-    waiting = torch.arange(len(vectors))
-    while len(waiting):
-        open_ = room.nonzero().squeeze(1)
-        costs, candidates = _candidates(vectors, waiting, means[open_])
-        _place(found, room, waiting, costs, open_[candidates])
-        waiting = waiting[found[waiting] < 0]
+def cluster_of(ordering: Tensor, count: int) -> Tensor:
+    """int64 [V], the cluster of every vector, of an ``ordering`` [V] that lists ``count`` clusters one by one."""
+    found = torch.empty_like(ordering)
+    found[ordering] = torch.arange(count).repeat_interleave(len(ordering) // count)
     return found
 
 
-def _candidates(vectors: Tensor, rows: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest ``means`` of ``rows``: half the squared distance but for the vector's own, and which; nearest
-    first."""
-    half = means.square().sum(dim=1) / 2
-    most = min(_CANDIDATES, len(means))
-    found = [
-        torch.topk(half - vectors[part] @ means.T, most, dim=1, largest=False)
-        for part in torch.split(rows, max(1, _DISTANCES_AT_ONCE // len(means)))
-    ]
-    return torch.cat([part.values for part in found]), torch.cat([part.indices for part in found])
+def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
+    """int64 [N]: how many clusters score higher on a state than the one it is to be found in.
+
+    Args:
+        states: [N, width].
+        centroids: [C, width].
+        cluster: int64 [N].
+    """
+    found = []
+    rows = max(1, _SCORES_AT_ONCE // len(centroids))
+    for part, wanted in zip(torch.split(states, rows), torch.split(cluster, rows), strict=True):
+        scores = part.to(centroids) @ centroids.T
+        found.append((scores > scores.gather(1, wanted[:, None])).sum(dim=1))
+    return torch.cat(found) if found else cluster.new_empty(0)
 
 
-def _place(found: Tensor, room: Tensor, rows: Tensor, costs: Tensor, candidates: Tensor) -> None:
-    """Give ``rows`` their best candidate that has room, choice after choice."""
-    last = torch.full_like(costs[:, :1], torch.inf)
-    losses = torch.cat((costs[:, 1:], last), dim=1) - costs
-    waiting = torch.arange(len(rows))
-    for choice in range(costs.shape[1]):
-        wanted = candidates[waiting, choice]
-        bids = waiting[room[wanted] > 0]
-        if not len(bids):
-            continue
-        # By cluster, and in it by what a refusal costs.
-        bids = bids[torch.argsort(losses[bids, choice], descending=True, stable=True)]
-        bids = bids[torch.argsort(candidates[bids, choice], stable=True)]
-        wanted, counts = torch.unique_consecutive(candidates[bids, choice], return_counts=True)
-        place = torch.arange(len(bids)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        taken = bids[place < room[wanted].repeat_interleave(counts)]
-        found[rows[taken]] = candidates[taken, choice]
-        room[wanted] -= torch.minimum(counts, room[wanted])
-        waiting = waiting[found[rows[waiting]] < 0]
+@dataclass(frozen=True)
+class Taught:
+    """States that are learned from, or watched. N states."""
+
+    states: Tensor  # [N, width]
+    cluster: Tensor  # int64 [N], where the best token of each lies
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What was learned in ``done`` steps."""
+
+    centroids: Tensor  # F32 [C, width]
+    step: int  # after which they were the best; 0 for the means themselves
+    done: int
+
+
+def learn_centroids(
+    taught: Sequence[Taught],
+    means: Tensor,
+    watched: Sequence[Taught],
+    *,
+    top_k: int | None,
+    share: float,
+    steps: int,
+    seed: int,
+) -> Learned:
+    """Minimize cross-entropy over clusters; what is best where ``watched`` are at their worst is returned.
+
+    The means are among what is compared. In every batch, clusters of few states count more than their number: by its
+    square root.
+
+    Args:
+        taught: what is learned from, equal parts of every batch.
+        means: F32 [C, width], what it starts from.
+        watched: kinds of states that nothing is learned from, none of them empty.
+        top_k: the number of clusters that will be looked into; None to make that number small.
+        share: of states of each kind whose cluster is then to be looked into.
+        seed: of the choice of states.
+    """
+    random = torch.Generator().manual_seed(seed)
+    some, wanted = next(_batches(taught, len(means), 1, _SCALED_ON, random))
+    size = float(some.square().mean().sqrt()) or 1.0
+    start = means / size * _scale(some / size, wanted, means / size)
+    beyond = top_k or 1 << int(math.log2(len(means)) / 2)
+    rows, highest = start.clone().requires_grad_(), _RATE / means.shape[1]
+    optimizer = torch.optim.Adam([rows], lr=highest, betas=(0.9, 0.99))
+
+    def score() -> tuple[float, float]:
+        found = [_score(ranks(kind.states / size, rows.detach(), kind.cluster), top_k, share) for kind in watched]
+        return max(first for first, _ in found), sum(second for _, second in found)
+
+    best, best_score, best_step, stale, done = start, score(), 0, 0, 0
+    every = max(1, steps // _EVALUATIONS)
+    for done, (states, cluster) in enumerate(_batches(taught, len(means), steps, _BATCH, random), 1):
+        optimizer.param_groups[0]["lr"] = highest * cosine((done - 1) / steps)
+        loss = functional.cross_entropy(_without_best((states / size) @ rows.T, cluster, beyond), cluster)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        optimizer.step()
+        if done % every == 0 or done == steps:
+            now, stale = score(), stale + 1
+            if now < best_score:
+                best, best_score, best_step, stale = rows.detach().clone(), now, done, 0
+            if stale >= _PATIENCE:
+                break
+    return Learned(best / size, best_step, done)
+
+
+def _without_best(scores: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """``scores`` [N, C] without the ``count`` highest of each row, but with the ``wanted`` one."""
+    own = wanted[:, None]
+    highest = scores.detach().topk(count, dim=1).indices
+    return scores.scatter(1, highest, -torch.inf).scatter(1, own, scores.gather(1, own))
+
+
+def _score(rank: Tensor, top_k: int | None, share: float) -> tuple[float, float]:
+    """Lower is better: the share that is lost, or how many clusters lose little enough; then the mean log2 of ranks."""
+    least = int(rank.sort().values[math.ceil(share * len(rank)) - 1]) + 1
+    first = float(least) if top_k is None else float((rank >= top_k).double().mean())
+    return first, float((rank + 1).double().log2().mean())
+
+
+def _scale(states: Tensor, wanted: Tensor, means: Tensor) -> float:
+    """The factor with which the means' scores are the best distribution over clusters."""
+    scores = states @ means.T
+    losses = [float(functional.cross_entropy(scores * factor, wanted)) for factor in _SCALES]
+    return _SCALES[losses.index(min(losses))]
+
+
+def _batches(
+    taught: Sequence[Taught], clusters: int, count: int, size: int, random: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """``count`` batches of states F32 [about ``size``, width] and their clusters, drawn alike from each part."""
+    drawn, rows = [], max(1, round(size / len(taught)))
+    for part in taught:
+        weights = torch.bincount(part.cluster, minlength=clusters).double().rsqrt()[part.cluster]
+        drawn.append(torch.multinomial(weights, count * rows, replacement=True, generator=random).view(count, rows))
+    for chosen in zip(*drawn, strict=True):
+        pairs = list(zip(taught, chosen, strict=True))
+        yield (
+            torch.cat([part.states[rows].float() for part, rows in pairs]),
+            torch.cat([part.cluster[rows] for part, rows in pairs]),
+        )

@@ -21,8 +21,7 @@ from mtp_extract.evaluate.measured import Measured, of_agreement
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
-from mtp_extract.tune.rounds import Rounds, aims, collate, counting, random_anchors
-from mtp_extract.tune.states import states_of
+from mtp_extract.tune.train import Rounds, aims, collate, counting, random_anchors, states_of
 
 
 def measure(
@@ -60,7 +59,7 @@ def joined(parts: Sequence[Measured]) -> Measured:
 
 @torch.no_grad()
 def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
-    items = states_of(base, drafter.needs, texts, LOGITS_AT_ONCE)
+    items = states_of(base, drafter.needs, texts)
     # As many as the text with the most has: all of them, in order.
     anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
     device = drafter.lm_head.weight.device

@@ -16,25 +16,34 @@ from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.drafter.load import Network, network_of
+from mtp_extract.drafter.protocol import Needs
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.address import public_name
-from mtp_extract.options import Bytes
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
-from mtp_extract.tune.new_head import NoDrafter
-from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.states import Room, States
+from mtp_extract.tune.plan import TuningPlan
 from mtp_extract.tune.work import locked
 from mtp_extract.tune.writing import as_written
 
 _READ = 1 << 24
-_STATES = "states"  # the folder of the base's states, in that of the work
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter:
+    """In the place of a drafter where the base writes alone."""
+
+    needs: Needs  # vocabulary and width of the base
+
+    def start(self, *arguments: Any) -> Any:
+        """Never called: no draft is asked for."""
+        raise AssertionError("a draft was asked for, and there is no drafter")
+
+    step = fork = start
 
 
 class Pair:
@@ -47,33 +56,34 @@ class Pair:
         accelerator: accelerate's; it says which process this is.
         origin: the drafter's directory, with its checkpoint.
         loaded: the base as transformers has it.
-        drafter: in the type it computes in beside the base. Where the setting names no drafter, this and ``origin``
-            are there from :meth:`take` on.
+        drafter: in the type it computes in beside the base. Where the plan names no drafter, this and ``origin`` are
+            there from :meth:`take` on.
         generator: both in the loop of generation.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
 
-    def __init__(self, setting: Setting, say: Callable[[str], None] = lambda line: None) -> None:
-        self.setting = setting
-        self.accelerator = Accelerator(cpu=setting.device == "cpu")
+    def __init__(self, plan: TuningPlan, say: Callable[[str], None] = lambda line: None) -> None:
+        self.plan = plan
+        self.accelerator = Accelerator(cpu=plan.device == "cpu")
         self.say = say if self.accelerator.is_main_process else lambda line: None
         _, processes = self.share
-        if setting.batch < processes:
+        if plan.batch < processes:
             raise MtpExtractError(
-                f"expected a batch of at least {processes}, one text a process, found {setting.batch}; raise it",
+                f"expected a batch of at least {processes}, one text a process, found {plan.batch}; raise it",
                 remedies=("batch",),
             )
-        if setting.directory is not None:
-            self.origin = ReadDirectory.of(setting.directory)
-        self.say(f"loading the base {setting.base}")
+        if plan.directory is not None:
+            self.origin = ReadDirectory.of(plan.directory)
+        self.say(f"loading the base {plan.base}")
         several = processes > 1 and self.accelerator.device.type != "cpu"
-        self.loaded: LoadedBase = load_base(setting.base, str(self.accelerator.device) if several else setting.device)
+        self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
         with memory_guard("loading the drafter"):
-            if setting.directory is None:
+            if plan.directory is None:
                 base = Base(self.loaded.model)
-                self.generator = SpeculativeGenerator(base, NoDrafter.beside(base), self.loaded.tokenizer)
+                none = NoDrafter(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
+                self.generator = SpeculativeGenerator(base, none, self.loaded.tokenizer)
             else:
                 self._join()
 
@@ -96,12 +106,12 @@ class Pair:
         Raises:
             OutputError: another run is at work there, or it cannot be written.
         """
-        return locked(self.setting.work) if self.accelerator.is_main_process else nullcontext()
+        return locked(self.plan.work) if self.accelerator.is_main_process else nullcontext()
 
     @property
     def as_json(self) -> Mapping[str, str]:
         """The base, for the record."""
-        return {"base": public_name(self.setting.base), "base_xxh3": self.base_fingerprint}
+        return {"base": public_name(self.plan.base), "base_xxh3": self.base_fingerprint}
 
     @property
     def base(self) -> Base:
@@ -128,33 +138,16 @@ class Pair:
         written = as_written(self.origin, checkpoint)
         return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
-    def states(self, texts: Sequence[Text], logits_at_once: int = LOGITS_AT_ONCE) -> States:
-        """What the base computes over ``texts``, as far as this drafter reads it; says what there is no room for."""
-        setting = self.setting
-        room = Room(setting.states_memory, setting.states_disk, setting.work / _STATES, self.base_fingerprint)
-        states = States(self.base, self.drafter.needs, texts, setting.batch, room, logits_at_once)
-        if states.share < 1:
-            kept = " and ".join(f"{Bytes(found)} {place}" for place, found in states.sizes.items())
-            self.say(
-                f"keeping the base's states over {states.share:.0%} of the texts, {kept}; the others are computed in "
-                "every step that reads them"
-            )
-        return states
-
-    def measured(self, drafter: Network, texts: Sequence[Text], temperature: float | None = None) -> Measured:
-        """``drafter`` on ``texts``, divided among the processes, and then joined in each of them.
-
-        Args:
-            temperature: at which the base wrote ``texts``; None for the setting's.
-        """
+    def measured(self, drafter: Network, texts: Sequence[Text]) -> Measured:
+        """``drafter`` on ``texts``, divided among the processes, and then joined in each of them."""
         number, processes = self.share
         part = measure(
             self.base,
             drafter,
             [texts[index] for index in range(number, len(texts), processes)],
-            self.setting.draft_steps,
-            temperature=self.setting.temperature if temperature is None else temperature,
-            batch=self.setting.batch,
+            self.plan.draft_steps,
+            temperature=self.plan.temperature,
+            batch=self.plan.batch,
         )
         part = dataclasses.replace(part, text=part.text * processes + number)
         if processes == 1:

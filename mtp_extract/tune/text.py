@@ -1,6 +1,6 @@
-"""The text a drafter is tuned on: what the base itself writes after the user's prompts.
+"""The text a drafter is tuned on: what the base itself writes after prompts, or text by people.
 
-Text is written once and kept in files of lines, one a continuation, a batch at a time. A run that was interrupted
+What the base writes is kept in files of lines, one a continuation, a batch at a time. A run that was interrupted
 resumes with the same text, since batches and their random numbers depend on the prompts and the seed alone.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,22 +19,27 @@ import torch
 
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.evaluate.batches import base_texts, groups
+from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.files import open_regular
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import writing_to
+
+BRANCHES = 3
+"""Positions of a text from which the base continues once more."""
 
 Tokens = tuple[int, ...]
 """A prompt as the base is fed it."""
 
-BRANCHES = 3
-"""Of a text, places from which the base goes on."""
+Item = Prompt | Tokens
+"""What is continued: a prompt, or tokens."""
 
 
 @dataclass(frozen=True)
-class Writing:
+class Writer:
+    """The base, writing."""
+
     generator: SpeculativeGenerator  # the base, with its tokenizer
     folder: Path  # where text is kept
     fingerprint: str  # of the base: text of another one is never taken for its own
@@ -44,13 +49,9 @@ class Writing:
     batch: int  # prompts at a time
     chat_template: bool  # take text as what a user says in a chat, where the base has a chat format
     share: tuple[int, int] = (0, 1)  # (index of this process, number of processes)
+    by: str = "the base"
 
-    @property
-    def author(self) -> str:
-        """Who writes, for whoever waits."""
-        return "the base"
-
-    def prepare(self, items: Sequence[Prompt | Tokens], tell: Callable[[Status], None] = lambda status: None) -> None:
+    def prepare(self, items: Sequence[Item], tell: Show = silent) -> None:
         """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.
 
         Raises:
@@ -60,24 +61,22 @@ class Writing:
         """
         number, processes = self.share
         batches, stored = self._batches(items)[number::processes], self._stored()
-        missing = [
-            (seed, prompts) for seed, prompts in batches if any(self._name(prompt) not in stored for prompt in prompts)
-        ]
-        total, left = (sum(len(prompts) for _, prompts in some) for some in (batches, missing))
-        written = 0
-        for seed, prompts in missing:
-            self._write(seed, prompts)
-            written += len(prompts)
-            tell(Status("text", total - left + written, total))
+        done, total = 0, sum(len(batch) for _, batch in batches)
+        for seed, batch in batches:
+            if any(self._name(prompt) not in stored for _, prompt in batch):
+                self._keep(self._continued(seed, batch))
+            done += len(batch)
+            tell(f"text {done} of {total}", done, total)
 
-    def texts(self, items: Sequence[Prompt | Tokens]) -> list[Text]:
+    def texts(self, items: Sequence[Item]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         stored = self._stored()
         return [stored[self._name(prompt)] for prompt in self._encoded(items)]
 
-    def checked(self, items: Sequence[Prompt | Tokens]) -> Mapping[str, Any] | None:
-        """Who wrote the texts, for the record; None for the base at hand."""
-        return None
+    def rows(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """What is stored of each, once every process has prepared its share."""
+        stored = {row["name"]: row for path in self._paths() for row in _rows(path)}
+        return [stored[name] for name in dict.fromkeys(self._name(prompt) for prompt in self._encoded(items))]
 
     def fitting(self, items: Sequence[Prompt]) -> list[Prompt]:
         """Those after which all new tokens fit the base's context."""
@@ -85,8 +84,8 @@ class Writing:
         encoded = self._encoded(items)
         return [item for item, prompt in zip(items, encoded, strict=True) if len(prompt) <= room]
 
-    def branches(self, texts: Sequence[Text]) -> tuple[Writing, list[Tokens]]:
-        """What writes half as many tokens after random places of ``texts``, and what it is to continue there.
+    def branches(self, texts: Sequence[Text]) -> tuple[Writer, list[Tokens]]:
+        """What writes half as many tokens after random positions of ``texts``, and what it is to continue there.
 
         Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from
         within text that was drawn it has more.
@@ -101,22 +100,8 @@ class Writing:
             found += [text.tokens[: places[index]] for index in chosen]
         return short, found
 
-    def _encoded(self, items: Sequence[Prompt | Tokens]) -> list[Tokens]:
-        prompts = [item for item in items if isinstance(item, Prompt)]
-        encoded = iter(encode_prompts(prompts, self.generator.codec, chat_template=self.chat_template))
-        return [next(encoded) if isinstance(item, Prompt) else item for item in items]
-
-    def _batches(self, items: Sequence[Prompt | Tokens]) -> list[tuple[int, list[Tokens]]]:
-        """Different prompts in batches, each with the seed of its random numbers."""
-        prompts = list(dict.fromkeys(self._encoded(items)))
-        self.check_length(max(map(len, prompts)), self.new_tokens, ("prompts", "new_tokens"))
-        parts = groups(list(map(len, prompts)), self.batch)
-        # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
-        batches = [[prompts[index] for index in group] for group in parts]
-        return [(_number([self._seed, *batch]), batch) for batch in batches]
-
     def check_length(self, given: int, new: int, remedies: tuple[str, ...]) -> None:
-        """Whether a prompt of ``given`` tokens and ``new`` ones after it fit the base's context.
+        """Check that a prompt of ``given`` tokens and ``new`` ones after it fit the base's context.
 
         Raises:
             PairError: they do not.
@@ -127,6 +112,39 @@ class Writing:
                 "ones; give shorter prompts",
                 remedies=remedies,
             )
+
+    def _continued(self, seed: int, batch: Sequence[tuple[Item, Tokens]]) -> list[Mapping[str, Any]]:
+        """What is to be kept of each of ``batch``."""
+        prompts, base, codec = [prompt for _, prompt in batch], self.generator.base, self.generator.codec
+        written = base_texts(
+            base, prompts, new_tokens=self.new_tokens, batch=len(prompts), temperature=self.temperature, seed=seed
+        )
+        return [
+            self._line(prompt, tokens, codec.decode(tokens)) for prompt, tokens in zip(prompts, written, strict=True)
+        ]
+
+    def _line(self, prompt: Tokens, tokens: Sequence[int], text: str | None) -> dict[str, Any]:
+        return {
+            "name": self._name(prompt),
+            "prompt_length": len(prompt),
+            "tokens": [*prompt, *tokens],
+            "text": text,
+        }
+
+    def _encoded(self, items: Sequence[Item]) -> list[Tokens]:
+        prompts = [item for item in items if isinstance(item, Prompt)]
+        encoded = iter(encode_prompts(prompts, self.generator.codec, chat_template=self.chat_template))
+        return [next(encoded) if isinstance(item, Prompt) else item for item in items]
+
+    def _batches(self, items: Sequence[Item]) -> list[tuple[int, list[tuple[Item, Tokens]]]]:
+        """Different prompts in batches, each with the seed of its random numbers."""
+        encoded = zip(items, self._encoded(items), strict=True)
+        pairs = list({prompt: (item, prompt) for item, prompt in encoded}.values())
+        lengths = [len(prompt) for _, prompt in pairs]
+        self.check_length(max(lengths), self.new_tokens, ("prompts", "new_tokens"))
+        # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
+        batches = [[pairs[index] for index in group] for group in groups(lengths, self.batch)]
+        return [(_number([self._seed, *(prompt for _, prompt in batch)]), batch) for batch in batches]
 
     @property
     def _context(self) -> int | None:
@@ -143,40 +161,21 @@ class Writing:
         return sha256(json.dumps([self._seed, *prompt]).encode()).hexdigest()[:32]
 
     @property
-    def _key(self) -> str:
+    def _made_with(self) -> list[Any]:
+        """What the text depends on."""
         stop = getattr(getattr(self.generator.base.model, "generation_config", None), "eos_token_id", None)
-        made_with = [self.fingerprint, self.new_tokens, self.temperature, stop]
-        return sha256(json.dumps(made_with).encode()).hexdigest()[:16]
+        return [self.fingerprint, self.new_tokens, self.temperature, stop]
 
-    def _stored(self) -> dict[str, Text]:
-        found = {}
-        for path in self._paths():
-            found.update(_read(path))
-        return found
+    @property
+    def _key(self) -> str:
+        return sha256(json.dumps(self._made_with).encode()).hexdigest()[:16]
 
     def _paths(self) -> list[Path]:
         """Files of text, of every process."""
         return sorted(self.folder.glob(f"texts-{self._key}-*.jsonl"))
 
-    def _write(self, seed: int, prompts: Sequence[Tokens]) -> None:
-        written = base_texts(
-            self.generator.base,
-            prompts,
-            new_tokens=self.new_tokens,
-            batch=len(prompts),
-            temperature=self.temperature,
-            seed=seed,
-        )
-        lines = [
-            {
-                "name": self._name(prompt),
-                "prompt_length": len(prompt),
-                "tokens": [*prompt, *tokens],
-                "text": self.generator.codec.decode(tokens),
-            }
-            for prompt, tokens in zip(prompts, written, strict=True)
-        ]
-        self._keep(lines)
+    def _stored(self) -> dict[str, Text]:
+        return {row["name"]: row["text"] for path in self._paths() for row in map(_text_row, _rows(path))}
 
     def _keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add texts to those that are stored."""
@@ -190,20 +189,26 @@ class Writing:
             os.fsync(file.fileno())
 
 
-def _read(path: Path) -> dict[str, Text]:
+def _text_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": row["name"], "text": Text(tuple(row["tokens"]), row["prompt_length"])}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """What the whole lines of a file of texts hold.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     try:
-        rows = stored_rows(path)
-        return {row["name"]: Text(tuple(map(int, row["tokens"])), int(row["prompt_length"])) for row in rows}
+        rows = [json.loads(line) for line in _whole_lines(path)]
+        return [
+            {**row, "tokens": [*map(int, row["tokens"])], "prompt_length": int(row["prompt_length"])} for row in rows
+        ]
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to have "
             "it written again."
         ) from error
-
-
-def stored_rows(path: Path) -> list[Any]:
-    """What the whole lines of a file of texts hold."""
-    return [json.loads(line) for line in _whole_lines(path)]
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -216,18 +221,18 @@ def _number(parts: Sequence[Any]) -> int:
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
-def people_texts(items: Sequence[Prompt], writing: Writing) -> list[tuple[Prompt, Text]]:
-    """Each item, a text by people or a prompt with their answer, in windows of ``writing.new_tokens``.
+def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, Text]]:
+    """Each item, a text by people or a prompt with their answer, in windows of ``writer.new_tokens``.
 
     Drafts aim at every token of a text but BOS, each window standing alone. With a prompt they aim at the answer's
-    tokens, and each window has before it all that was there: the prompt as ``writing`` would encode it, and the answer
+    tokens, and each window has before it all that was there: the prompt as ``writer`` would encode it, and the answer
     so far. What a chat template puts after an answer is no part of it.
 
     Raises:
         PairError: a text cannot be encoded, messages have no answer, or an answer does not fit the base's context.
         MtpExtractError: messages where no chat template is applied.
     """
-    codec, length = writing.generator.codec, writing.new_tokens
+    codec, length = writer.generator.codec, writer.new_tokens
     answered = [item for item in items if item.completion is not None]
     alone = [item for item in items if item.completion is None]
     if chats := [item for item in alone if not isinstance(item.content, str)]:
@@ -236,7 +241,7 @@ def people_texts(items: Sequence[Prompt], writing: Writing) -> list[tuple[Prompt
             f"{escape(chats[0].key)}; give those as prompts",
             remedies=("prompts",),
         )
-    prompts = iter(encode_prompts(answered, codec, chat_template=writing.chat_template))
+    prompts = iter(encode_prompts(answered, codec, chat_template=writer.chat_template))
     texts = iter(encode_prompts(alone, codec, chat_template=False))
     found = []
     for item in items:
@@ -246,7 +251,7 @@ def people_texts(items: Sequence[Prompt], writing: Writing) -> list[tuple[Prompt
             given, tokens = encoded[:opened], encoded[opened:]
         else:
             given, tokens = next(prompts), codec.continued(item.completion)
-            writing.check_length(len(given), len(tokens), ("text",))
+            writer.check_length(len(given), len(tokens), ("text",))
         found += [(item, text) for text in _windows(given, tokens, length, alone=item.completion is None)]
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -75,34 +75,12 @@ def _arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
     return prepare(checkpoint, origin.layout, WritingPlan(dtype=_dtype(origin), codes=bool(origin.extra_codes)))
 
 
-Describe = Callable[[dict[str, Any], OutputFile], dict[str, Any]]
-"""The record of a directory, and its file of weights as planned → the record with what was made here."""
-
-
-def tuned_record(origin: ReadDirectory, tuned: Checkpoint, tuning: Mapping[str, Any]) -> Describe:
-    """With ``tuning``, and how many numbers of ``tuned`` are others than those of ``origin``."""
-
-    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
-        changed = _changed(origin.checkpoint, tuned, weights)
-        return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
-
-    return describe
-
-
-def ordered_record(origin: ReadDirectory, head: Mapping[str, Any]) -> Describe:
-    """With ``head``, and what it was made for."""
-
-    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
-        return {**record, "ordered_head": {**head, "made_from": origin.sums}}
-
-    return describe
-
-
 def write_made(
     origin: ReadDirectory,
     made: Checkpoint,
     target: Path,
-    describe: Describe,
+    key: str,
+    about: Mapping[str, Any],
     *,
     overwrite: bool,
     inputs: Inputs,
@@ -111,6 +89,7 @@ def write_made(
 
     Args:
         made: ``origin`` with other weights or another head.
+        key: of the record, under which ``about`` stands: "tuning", or "ordered_head".
         inputs: what is read, and so is not replaced.
 
     Raises:
@@ -123,7 +102,12 @@ def write_made(
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(stage, back)
         # What was proven was proven of other weights, or another head.
-        record = describe(origin.record(arranged, files, proof=None), arranged.files[0])
+        record = origin.record(arranged, files, proof=None)
+        if key == "tuning":
+            own = {"tuned_from": origin.sums, "changed": _changed(origin.checkpoint, made, arranged.files[0])}
+        else:
+            own = {"made_from": origin.sums}
+        record[key] = {**about, **own}
         return finish(arranged, stage, record, target)
 
 

@@ -71,7 +71,7 @@ class Command:
 
 def write_prompts(place: Place) -> None:
     """The prompts of validations, and those of tunings: as few as these take."""
-    from mtp_extract.tune.prompts import side_of
+    from mtp_extract.tune.corpus import side_of
 
     topics = {"chat": ("Name three rivers.", "Why is it dark at night?"), "code": ("def main():", "for line in lines:")}
     place.prompts.write_text(json.dumps(topics))
@@ -119,16 +119,16 @@ def _beside_the_base(place: Place, shape: Shape, device: str) -> Iterator[Comman
     said = "not decided|Refuted"
     yield Command("validate", "validate", (drafter, *beside, *length, *asked), said, (0, 1))
     # What the base writes is kept in one folder, so that it writes once; of other workloads no more than shows a loss.
-    texts = ("--prompts", place.texts, "--other-prompts", "5", "--work", place.out("tune.work"))
+    texts = ("--prompts", place.texts, "--work", place.out("tune.work"))
     few = (*texts, "--batch", "16", "--steps", "2", "--force")
     for mode in MODES:
         out = place.out(f"tune-{mode}")
         arguments = (drafter, *beside, *length, *few, "--anchors", "2", "--mode", mode, "-o", out)
         yield Command(f"tune {mode}", "tune", arguments, "Wrote")
     out, clusters = place.out("tune-ordered"), str(shape.vocab // 128)
-    arguments = (drafter, *beside, *length, *few, "--head", "ordered", "--centroids", clusters, "-o", out)
-    yield Command("tune-ordered", "tune", (*arguments, "--states", "64"), "Wrote")
-    fresh = ("--new", "eagle3", *beside, *length, *few, "--anchors", "2", "--draft-vocab", str(shape.vocab // 8))
+    arguments = (drafter, *beside, *length, *few, "--mode", "ordered", "--centroids", clusters, "-o", out)
+    yield Command("tune-ordered", "tune", arguments, "Wrote")
+    fresh = ("--mode", "eagle3", *beside, *length, *few, "--anchors", "2", "--draft-vocab", str(shape.vocab // 8))
     yield Command("tune-eagle3", "tune", (*fresh, "-o", place.out("tune-eagle3")), "Wrote")
     asking = ("--prompts", place.prompts, "--max-tokens", str(_NEW_TOKENS), "--warm-up", "0")
     yield Command("bench", "bench", asking, "not told", served=True)

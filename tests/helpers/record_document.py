@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["RECORD", "TUNING", "ordered_head", "tuning"]
 
 
-_LENGTH = {"mean_accepted_length": 1.5, "interval": [1.4, 1.6], "tokens_a_round": 1.4}
+_LENGTH = {"teacher_forced": 1.5, "interval": [1.4, 1.6], "tokens_per_round": 1.4}
 _CHANGED = {"mean": 0.1, "interval": None}
 _CHANGE = {
     **{"texts": 7, "before": _LENGTH, "after": _LENGTH, "change": _CHANGED},
@@ -25,14 +25,11 @@ def tuning(name: str) -> dict[str, Any]:
         "recipe": {"draft_steps": 3},
         "workloads": {name: _CHANGE},
         "overall": _CHANGE,
-        "other_serving": {"temperature": 0.7, "comparison": _CHANGE},
         "sequences": {
             "seen": {"texts": 7, "anchors": 90, "change": _CHANGED},
             "unseen": {"texts": 0, "anchors": 0, "change": None},
         },
-        "worst": [{"workload": name, "name": name, "before": _LENGTH, "after": _LENGTH}],
-        "ruined": 0,
-        "too_short": 3,
+        "worst": [{"workload": name, "name": name, "before": 1.5, "after": 1.4}],
         "texts": {"held_out": 10},
     }
 
@@ -41,8 +38,7 @@ def ordered_head(name: str) -> dict[str, Any]:
     """What a card reads of an ordered head that was made; every text in it is ``name``."""
     counts = ("states", "top_k", "centroids", "rows_read", "rows_dense", "draft_steps", "tokens_used", "tokens_seen")
     kept = {"share": 0.99, "interval": [0.98, 1.0]}
-    reached = {"tokens": 1000, "share": 0.98, "kept": 0.95}
-    return {**tuning(name), **dict.fromkeys(counts, 1000), "kept": kept, "kinds": {name: kept}, "reached": reached}
+    return {**tuning(name), **dict.fromkeys(counts, 1000), "kinds": {name: kept}}
 
 
 RECORD: dict[str, Any] = {
@@ -108,8 +104,8 @@ RECORD: dict[str, Any] = {
 
 
 _LENGTHS = {
-    **{"mean_accepted_length": 3.0, "interval": None, "conditional": [0.9, 0.8]},
-    **{"rounds": 1.0, "tokens_a_round": 3.0, "tokens_a_round_interval": None},
+    **{"teacher_forced": 3.0, "interval": None, "conditional": [0.9, 0.8]},
+    **{"rounds": 1.0, "tokens_per_round": 3.0, "tokens_per_round_interval": None},
 }
 _NOWHERE = {"texts": 0, "anchors": 0, "change": None}
 TUNING: dict[str, Any] = {
@@ -117,8 +113,8 @@ TUNING: dict[str, Any] = {
     "base": "a base",
     "base_xxh3": "0" * 32,
     "recipe": {
-        **dict.fromkeys(("steps", "draft_steps", "batch", "anchors", "evaluations", "patience", "logits_at_once"), 1),
-        **{"objective": "ce", "temperature": 0.0, "learning_rate": None, "warm_up": 0.1, "seed": 0},
+        **dict.fromkeys(("steps", "draft_steps", "batch", "anchors"), 1),
+        **{"objective": "ce", "temperature": 0.0, "learning_rate": None, "seed": 0},
     },
     "numbers": 1,
     "texts": {"trained": 1},
@@ -129,21 +125,18 @@ TUNING: dict[str, Any] = {
     "interrupted": False,
     "accepted": True,
     "refused": [],
-    "other_serving": None,
     "overall": {
         "texts": 1,
         "anchors": 1,
         "trained_on_its_kind": True,
         "before": _LENGTHS,
         "after": _LENGTHS,
-        "change": {"mean": 0.0, "interval": None, "shows": None},
+        "change": {"mean": 0.0, "interval": None},
         "rounds": {"ratio": 1.0, "interval": None},
     },
     "workloads": {},
     "sequences": {"seen": _NOWHERE, "unseen": _NOWHERE},
     "worst": [],
-    "ruined": 0,
-    "too_short": 0,
     "tuned_from": {},
     "changed": {},
 }

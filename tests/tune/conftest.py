@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,15 +25,13 @@ from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune import corpus, kinds, pair
-from mtp_extract.tune.loop import Trained, train
+from mtp_extract.tune import corpus, ordered, pair
+from mtp_extract.tune import train as train_module
+from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tune.latents import MODES, Latents
 from mtp_extract.tune.measure import measure
-from mtp_extract.tune.modes import MODES, Latents
-from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
-from mtp_extract.tune.recipe import Recipe
-from mtp_extract.tune.run import TuningPlan
-from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.states import Room, States
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.train import States, Trained, train
 
 
 def coded(weight: np.ndarray, bits: int = 4) -> Weight:
@@ -72,37 +69,40 @@ class Tiny:
         mode: str = "qat",
         stop: Callable[[], bool] = lambda: False,
         dtype: torch.dtype = torch.float32,
-        room: Room = Room(memory=1 << 20),  # noqa: B008 - frozen
+        memory: int = 1 << 20,
+        evaluations: int = 4,
         **changes: Any,
     ) -> tuple[Latents, Trained]:
         """Train into ``folder``, or go on there."""
-        from accelerate import Accelerator
-
         folder.mkdir(exist_ok=True)
-        recipe = Recipe(**({"steps": 12, "batch": 3, "anchors": 4, "evaluations": 4} | changes))
-        idle = ("post_projection",) if recipe.draft_steps == 1 else ()
+        asked: dict[str, Any] = {"steps": 12, "batch": 3, "anchors": 4} | changes
+        plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **asked)
+        idle = ("post_projection",) if plan.draft_steps == 1 else ()
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
 
         def watch(drafter: Network) -> tuple[Measured, float]:
-            found = measure(
-                self.base, drafter, self.texts[5:], recipe.draft_steps, temperature=recipe.temperature, batch=4
-            )
+            found = measure(self.base, drafter, self.texts[5:], plan.draft_steps, temperature=plan.temperature, batch=4)
             return found, found.mean_accepted_length
 
-        trained = train(
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_module, "EVALUATIONS", evaluations)
+            return latents, self._trained(plan, latents, dtype, memory, watch, stop)
+
+    def _trained(self, plan: TuningPlan, latents: Latents, dtype: Any, memory: int, watch: Any, stop: Any) -> Trained:
+        from accelerate import Accelerator
+
+        return train(
+            plan,
             latents,
             drafter_of(self.checkpoint, dtype=dtype),
             self.base,
-            States(self.base, self.drafter.needs, self.texts[:5], recipe.batch, room, 1 << 20),
+            States(self.base, self.drafter.needs, self.texts[:5], plan.batch, memory),
             (self.texts[:3], self.texts[3:5]),
-            recipe,
             Accelerator(cpu=True),
             watch,
-            folder,
-            f"{mode} {recipe}",
+            f"{plan.mode} {plan.recipe}",
             stop=stop,
         )
-        return latents, trained
 
 
 @pytest.fixture(scope="session")
@@ -129,18 +129,14 @@ HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise 
 TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
 
 
-OF_SETTING = frozenset(field.name for field in dataclasses.fields(Setting))
-
-
 @pytest.fixture(scope="package", autouse=True)
 def _small() -> Iterator[None]:
-    """One thread, a base that is loaded once, no figures, and few shipped prompts: each is a text the base writes."""
+    """One thread, a base that is loaded once, and few shipped prompts: each is a text the base writes."""
     threads, few = torch.get_num_threads(), shipped_prompts(1)
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
-        patch.setattr(kinds, "_PROMPTS", 64)
-        patch.setattr(kinds, "_MOST_MADE", 2)
+        patch.setattr(ordered, "_RANDOM_PROMPTS", 64)
         patch.setattr(pair, "load_base", cache(pair.load_base))
         yield
     torch.set_num_threads(threads)
@@ -166,10 +162,9 @@ def plan(
     work = tmp_path_factory.mktemp("work")
 
     def make(out: Path, **changes: Any) -> TuningPlan:
-        setting: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
-        setting |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
-        setting |= {name: changes.pop(name) for name in list(changes) if name in OF_SETTING}
-        settings: dict[str, Any] = {"mode": "norms", "steps": 4, "anchors": 6, "force": True}
-        return TuningPlan(Setting(**setting), out, **(settings | changes))
+        asked: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
+        asked |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
+        asked |= {"steps": 4, "anchors": 6, "force": True}
+        return TuningPlan(out=out, **(asked | changes))
 
     return make

@@ -18,7 +18,8 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
-from mtp_extract.tune.run import TuningPlan, run_tuning
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.run import run_tuning
 
 INTEGERS = ("gguf", "mlx", "compressed-tensors", "gemma")
 
@@ -55,7 +56,7 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert "match extraction.json" in ran.output
     tuning = verify(tuned).record["tuning"]
-    before, after = (tuning["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
+    before, after = (tuning["overall"][when]["teacher_forced"] for when in ("before", "after"))
     said = f"tuned (qat) beside {tuning['base']}: teacher-forced tokens per round {before:.3f}, then {after:.3f}"
     assert said in " ".join(ran.output.split())
 

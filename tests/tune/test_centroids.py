@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_extract.tune.centroids import Learned, Taught, _batches, _without_best, learn_centroids, ranks
+from mtp_extract.tune.clusters import Learned, Taught, _batches, _without_best, learn_centroids, ranks
 
 CLUSTERS, WIDTH = 12, 16
 
@@ -98,10 +98,10 @@ def test_only_clusters_beyond_the_best_are_rivals() -> None:
     ]
 
 
-def test_batches_take_shares_of_parts_and_lift_what_is_rare() -> None:
+def test_batches_take_as_much_of_each_part_and_lift_what_is_rare() -> None:
     cluster = torch.tensor([0] * 900 + [1] * 100)
-    parts = [Taught(torch.zeros(1000, 1), cluster), Taught(torch.ones(5, 1), torch.full((5,), 2), 0.25)]
+    parts = [Taught(torch.zeros(1000, 1), cluster), Taught(torch.ones(5, 1), torch.full((5,), 2))]
     ((states, found),) = _batches(parts, 3, 1, 10_000, torch.Generator().manual_seed(0))
-    assert int((found == 2).sum()) == int(states.sum()) == 2000
+    assert int((found == 2).sum()) == int(states.sum()) == 5000
     # 100 of 1000 by their number, sqrt(100) : sqrt(900) as drawn.
-    assert int((found == 1).sum()) == pytest.approx(2000, rel=0.1)
+    assert int((found == 1).sum()) == pytest.approx(1250, rel=0.1)

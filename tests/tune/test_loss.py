@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_extract.tune.loss import OBJECTIVES, Losses, Teacher, chunked_loss, objective_for
+from mtp_extract.tune.loss import OBJECTIVES, Rows, chunked_loss, objective_for
 
 ROWS, POSITIONS, WIDTH, VOCABULARY = 37, 11, 8, 50
 
@@ -44,7 +44,9 @@ def plain(name: str, given: dict[str, Any], cap: float | None, temperature: floa
     return (each * given["weights"]).sum()
 
 
-def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int) -> Losses:
+def chunked(
+    name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int
+) -> tuple[Tensor, Tensor]:
     asked: list[Tensor] = []
 
     def logits(positions: Tensor) -> Tensor:
@@ -54,16 +56,13 @@ def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: fl
     found = chunked_loss(
         given["states"],
         given["head"],
-        Teacher(given["base"].argmax(-1), logits),
-        given["where"],
-        given["weights"],
+        Rows(given["where"], given["base"].argmax(-1), logits, given["weights"], given["choosing"]),
         OBJECTIVES[name],
-        choosing=given["choosing"],
         cap=cap,
         temperature=temperature,
         logits_at_once=at_once,
     )
-    if OBJECTIVES[name].over_distributions:
+    if name != "ce":
         positions = torch.cat(asked)
         assert positions.tolist() == given["where"].unique().tolist(), "the base's logits, once for every position"
     return found
@@ -80,9 +79,9 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
         values["head"].requires_grad_()
     expected = plain(name, exact, cap, temperature)
     expected.backward()
-    found = chunked(name, given, cap, temperature, at_once)
-    (3 * found.total).backward()
-    assert found.total.item() == pytest.approx(expected.item(), rel=1e-5)
+    found, _ = chunked(name, given, cap, temperature, at_once)
+    (3 * found).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     for key in ("states", "head"):
         largest = exact[key].grad.abs().max()
         assert (given[key].grad / 3 - exact[key].grad).abs().max() < 1e-5 * largest, key
@@ -91,8 +90,7 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
 def test_mixed_leans_towards_the_way_of_serving() -> None:
     greedy, sampled = (objective_for("mixed", temperature) for temperature in (0.0, 0.8))
     for found, choice, spread in ((greedy, 0.6, 0.4), (sampled, 0.3, 0.7)):
-        shares = {term.over_distributions: share for share, term in found.terms}
-        assert shares == {False: choice, True: spread}
+        assert found == {"ce": choice, "tv": spread}
     assert objective_for("ce", 0.8) is OBJECTIVES["ce"]
 
 
@@ -101,19 +99,19 @@ def test_agreement() -> None:
     logits = given["states"] @ given["head"].T
     choices = given["base"].argmax(-1)[given["where"]]
     for name in ("ce", "mixed"):
-        hits = chunked(name, given, None, 1.0, 200).agreement
+        _, hits = chunked(name, given, None, 1.0, 200)
         assert torch.equal(hits.bool(), logits.argmax(-1) == choices)
         assert 0 < hits.mean() < 1
     p, q = given["base"].softmax(-1)[given["where"]], logits.softmax(-1)
     for name in ("kl", "tv"):
-        overlap = chunked(name, given, None, 1.0, 200).agreement
+        _, overlap = chunked(name, given, None, 1.0, 200)
         torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1))
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
     given = made()
     given["states"].requires_grad_()
-    chunked("ce", given, 5.0, 1.0, 200).total.backward()
+    chunked("ce", given, 5.0, 1.0, 200)[0].backward()
     assert given["states"].grad is not None
     assert given["head"].grad is None
 
@@ -122,7 +120,7 @@ def test_a_loss_that_is_kept_holds_no_gradient() -> None:
     """A training has its last loss at hand while it makes the next one: of the head, each would be as large as that."""
     given = made()
     given["head"].requires_grad_()
-    total = chunked("ce", given, None, 1.0, 200).total
+    total, _ = chunked("ce", given, None, 1.0, 200)
     total.backward()
     held = [part for value in vars(total.grad_fn).values() for part in (value if isinstance(value, tuple) else [value])]
     assert not [part for part in held if isinstance(part, Tensor)]
@@ -147,12 +145,14 @@ def test_nothing_of_the_rows_size_exists() -> None:
     states = torch.randn(rows, WIDTH, requires_grad=True)
     head = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
     base = torch.randn(1, VOCABULARY)
-    teacher = Teacher(torch.zeros(rows, dtype=torch.long), lambda positions: base.expand(len(positions), -1))
+    aimed = Rows(
+        torch.arange(rows),
+        torch.zeros(rows, dtype=torch.long),
+        lambda positions: base.expand(len(positions), -1),
+        torch.ones(rows),
+        torch.ones(rows, dtype=torch.bool),
+    )
     with Watching():
         for objective in OBJECTIVES.values():
-            where, weights = torch.arange(rows), torch.ones(rows)
-            some = 20 * VOCABULARY
-            chunked_loss(
-                states, head, teacher, where, weights, objective, cap=30.0, logits_at_once=some
-            ).total.backward()
+            chunked_loss(states, head, aimed, objective, cap=30.0, logits_at_once=20 * VOCABULARY)[0].backward()
     assert 20 * VOCABULARY <= largest <= rows * WIDTH

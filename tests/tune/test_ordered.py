@@ -24,19 +24,25 @@ from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.evaluate.measured import Change
+from mtp_extract.evaluate.progress import silent
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.intervals import Interval
-from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.clusters import cluster_of
-from mtp_extract.tune.head import HeadPlan, _chosen, _refused, run_ordered_head
-from mtp_extract.tune.kinds import held_out_kinds, random_texts
-from mtp_extract.tune.made import made_states
-from mtp_extract.tune.ordered import Kept, Reached, Used, build_head, dense, vectors_of
-from mtp_extract.tune.outcome import Outcome
+from mtp_extract.tune.ordered import (
+    Kept,
+    Used,
+    _chosen,
+    _refused,
+    build_head,
+    clusters_of,
+    dense,
+    random_texts,
+    vectors_of,
+)
 from mtp_extract.tune.pair import Pair
-from mtp_extract.tune.run import TuningPlan
-from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.run import Outcome, run_tuning
 from mtp_extract.validate.parity.transformers import check_transformers
 
 CENTROIDS = "masked_embedding.centroids.weight"
@@ -46,9 +52,9 @@ ORDERING = "masked_embedding.token_ordering"
 @pytest.fixture(scope="module")
 def make(plan: Callable[..., TuningPlan]) -> Callable[..., Outcome]:
     def made(out: Path, directory: Path | None = None, **changes: Any) -> Outcome:
-        setting = plan(out, **({} if directory is None else {"directory": directory})).setting
-        settings: dict[str, Any] = {"centroids": 32, "steps": 30, "force": True}
-        return run_ordered_head(HeadPlan(setting, out, **(settings | changes)))
+        asked: dict[str, Any] = {"mode": "ordered", "centroids": 32, "steps": 30, "force": True}
+        asked |= {} if directory is None else {"directory": directory}
+        return run_tuning(plan(out, **(asked | changes)))
 
     return made
 
@@ -81,18 +87,16 @@ def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None
     card = (headed.directory / "README.md").read_text(encoding="utf-8")
     assert "looks into 4 of 32 clusters" in card
     head = record["ordered_head"]
-    assert set(head["kinds"]) == {"as trained on", "shipped prompts", "temperature 1", "random tokens"}
-    assert head["kinds"]["as trained on"] == head["kept"]
+    assert set(head["kinds"]) == {"as trained on", "shipped prompts", "random tokens"}
     assert head["tokens_used"] < head["tokens_seen"] <= vocabulary
-    assert all(f"{name} {found['share']:.2%}" in card for name, found in head["kinds"].items())
     assert "--against" not in card
     assert "The LM head is dense" not in card
 
 
 def test_what_follows_random_tokens_is_judged_by_new_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """The base soon writes loops after them: texts that end alike are one, on whichever side they are."""
-    pair = Pair(plan(tmp_path / "head", new_tokens=60).setting)
-    texts = [text for found in random_texts(pair).values() for text in found]
+    pair = Pair(plan(tmp_path / "head", new_tokens=60))
+    texts = [text for found in random_texts(pair, silent).values() for text in found]
     assert len({text.tokens[-48:] for text in texts}) == len(texts)
 
 
@@ -117,7 +121,7 @@ def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome
     assert headed.directory is not None
     found = make(tmp_path / "other", headed.directory, centroids=16, top_k=16)
     assert found.directory is not None
-    assert found.record["kept"]["share"] == 1
+    assert found.record["kinds"]["as trained on"]["share"] == 1
     assert found.comparisons.overall.change.mean == 0
     assert found.refused == ()
     assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(16, 16)
@@ -134,11 +138,10 @@ def test_where_the_format_leaves_the_head_out_so_does_the_record(headed: Outcome
 
 
 def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
-    found = make(tmp_path / "out", top_k=1, steps=1, force=False, states=900)
+    found = make(tmp_path / "out", top_k=1, steps=1, force=False)
     assert found.directory is None
     assert "of the dense head's choices on held-out text" in found.refused[0]
     assert any("(random tokens)" in reason for reason in found.refused)
-    assert any("a centroid; more prompts" in note for note in found.notes)
     assert not (tmp_path / "out").exists()
 
 
@@ -157,20 +160,20 @@ def test_numbers_that_cannot_be_are_refused(make: Callable[..., Outcome], tmp_pa
         ({"centroids": 33}, "vocabulary of 512, found 33; use"),
         ({"top_k": 33}, "at most all 32 clusters"),
         ({"top_k": 0}, "top_k of at least 1"),
-        ({"states": 0}, "states of at least 1"),
+        ({"steps": 0}, "steps of at least 1"),
     ]:
         with pytest.raises(MtpExtractError, match=message):
             make(tmp_path / "out", **changes)
-    setting = Setting(tmp_path, "base", tmp_path)
-    assert HeadPlan(setting, tmp_path).count(262144) == 2048
-    assert HeadPlan(setting, tmp_path).count(512) == 32
-    assert 262145 % HeadPlan(setting, tmp_path).count(262145) == 0
+    plan = TuningPlan(tmp_path, "base", tmp_path / "out", tmp_path, mode="ordered")
+    assert clusters_of(plan, 262144) == 2048
+    assert clusters_of(plan, 512) == 32
+    assert 262145 % clusters_of(plan, 262145) == 0
 
 
-def test_options_of_one_thing_beside_the_other(tmp_path: Path) -> None:
+def test_options_of_one_mode_beside_another(tmp_path: Path) -> None:
     for options, message in [
-        (["--head", "ordered", "--mode", "qat"], "--mode trains no head"),
-        (["--top-k", "4"], "--top-k is of an ordered head"),
+        (["--mode", "ordered", "--anchors", "4"], "--mode ordered has no use for --anchors"),
+        (["--top-k", "4"], "--mode norms has no use for --top-k"),
     ]:
         found = CliRunner().invoke(app, [str(tmp_path), "--base", str(tmp_path), *options])
         assert found.exit_code == 2
@@ -191,112 +194,51 @@ def test_vectors_are_mean_states_that_lean_on_rows() -> None:
     torch.testing.assert_close(found[2], torch.tensor([1.5, 0.0]))
 
 
-def test_heads_with_equal_rows_rows_of_nothing_or_no_numbers() -> None:
+def test_heads_with_equal_rows_rows_of_nothing_or_no_numbers(tmp_path: Path) -> None:
+    plan = TuningPlan(tmp_path, "base", tmp_path / "out", tmp_path, mode="ordered", steps=4)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(64, 6, generator=generator)
     some = used(states, torch.randint(24, (64,), generator=generator).tolist())
     for head in (torch.zeros(24, 6), torch.ones(24, 6)):
-        built = build_head(head, [some], some, [some], 6, None, 4, 0)
-        assert torch.equal(built.ordering.sort().values, torch.arange(24))
-        assert torch.equal(torch.bincount(cluster_of(built.ordering, 6)), torch.full((6,), 4))
-        assert bool(torch.isfinite(built.learned.centroids).all())
+        ordering, learned = build_head(head, [some], [some], 6, plan)
+        assert torch.equal(ordering.sort().values, torch.arange(24))
+        assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
+        assert bool(torch.isfinite(learned.centroids).all())
     with pytest.raises(MtpExtractError, match="finite"):
-        build_head(torch.full((24, 6), torch.nan), [some], some, [some], 6, None, 4, 0)
+        build_head(torch.full((24, 6), torch.nan), [some], [some], 6, plan)
 
 
 def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
     text = torch.arange(50).repeat_interleave(40)
     watched = Used(torch.zeros(2000, 1), torch.zeros(2000, dtype=torch.long), text)
-    made = Used(torch.zeros(20, 1), torch.arange(20), torch.arange(20))
-    rank, other, reached = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000, 20))
-
-    def chosen() -> int:
-        return _chosen([(watched, rank), (watched, other)], (made, reached), 1024, 64)
-
+    rank, other = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
     rank[::250] = 3
     # 99.6 % lie in the first two: enough here, and hardly elsewhere.
     assert Kept.of(watched, rank, 2).share == 0.996
-    assert chosen() == 4
+    assert _chosen([rank, other], 1024, 64) == 4
     other[:] = 5
-    assert chosen() == 6
-    reached[:2] = 10
-    assert chosen() == 12
+    assert _chosen([rank, other], 1024, 64) == 6
     # No more than half of the rows, centroids among them.
     rank[:] = 40
-    assert chosen() == 28
-
-
-def test_a_token_is_reached_by_one_of_its_states() -> None:
-    made = Used(torch.zeros(5, 1), torch.tensor([3, 3, 7, 7, 9]), torch.arange(5))
-    found = Reached.of(made, torch.tensor([0, 9, 9, 9, 1]), 2)
-    assert (found.tokens, found.share, found.kept) == (3, 2 / 3, 2 / 5)
-
-
-def test_made_states_choose_their_token_and_are_near_text() -> None:
-    """Also tokens that no state of text chooses; more than one in two, of twice as many as there are dimensions."""
-    generator = torch.Generator().manual_seed(0)
-    head = torch.randn(48, 24, generator=generator)
-    states = torch.randn(400, 24, generator=generator) * torch.linspace(0.2, 3, 24)
-    choices = (states @ head.T).argmax(1)
-    there = choices < 24
-    text = Used(states[there], choices[there], torch.zeros(int(there.sum()), dtype=torch.long))
-    found = made_states(head, text, 4, 1, sure=False)
-    assert torch.equal((found.states @ head.T).argmax(1), found.choices)
-    assert len(found.choices[found.choices >= 24].unique()) > 12
-    # Moved where states vary, and no farther from their mean than states are.
-    spread = text.states.std(dim=0)
-    far, near = ((part / spread).norm(dim=1).mean() for part in (found.states, text.states))
-    assert far < 1.5 * near
-    again = made_states(head, text, 4, 1, sure=False)
-    assert torch.equal(found.states, again.states)
-
-
-def test_where_looking_takes_too_long_some_are_made_surely_and_all_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    head, states = torch.randn(48, 24, generator=generator), torch.randn(400, 24, generator=generator)
-    text = Used(states, (states @ head.T).argmax(1), torch.zeros(400, dtype=torch.long))
-    monkeypatch.setattr("mtp_extract.tune.made._PRODUCTS", 4 * 48 * 24 * 12)
-    rough, sure = (made_states(head, text, 1, 1, sure=sure) for sure in (False, True))
-    assert torch.equal(rough.choices, torch.arange(48))
-    assert torch.equal((sure.states @ head.T).argmax(1), sure.choices)
-    assert 0 < len(sure) <= 12
-    logits = rough.states @ head.T
-    assert float((logits.argmax(1) == rough.choices).float().mean()) > 5 / 48
-
-
-def test_kinds_are_what_nothing_was_learned_from() -> None:
-    """Those of other workloads, of other serving, and after random tokens, where there are any."""
-    texts = [Text((2, number), 1) for number in range(6)]
-    corpus = cast("Any", SimpleNamespace(held_out=texts[:3], own=2, otherwise=texts[3:4], other_temperature=1.0))
-    assert held_out_kinds(corpus, texts[4:]) == {
-        "as trained on": texts[:2],
-        "shipped prompts": texts[2:3],
-        "temperature 1": texts[3:4],
-        "random tokens": texts[4:],
-    }
-    corpus.own, corpus.otherwise = 3, []
-    assert list(held_out_kinds(corpus, texts[4:])) == ["as trained on", "random tokens"]
+    assert _chosen([rank, other], 1024, 64) == 28
 
 
 @pytest.mark.parametrize(
-    ("share", "reached", "change", "loses", "expected"),
+    ("share", "change", "loses", "expected"),
     [
-        (0.999, 0.95, Change(-0.01, Interval(-0.019, -0.001), 50), True, []),
-        (0.994, 0.94, Change(0.0, Interval(0.0, 0.0), 50), True, ["99.40% .*noise", "reaches 94.0%"]),
-        (0.999, 1.0, Change(-0.01, Interval(-0.021, 0.0), 50), True, ["may lose more than 0.02"]),
-        (
-            *(0.999, 1.0, Change(-0.1, Interval(-0.2, -0.05), 50), True),
-            ["may lose more than 0.02", "more than 0.02 on code"],
-        ),
+        (0.999, Change(-0.01, Interval(-0.019, -0.001), 50), True, []),
+        (0.994, Change(0.0, Interval(0.0, 0.0), 50), True, ["99.40% .*noise"]),
+        (0.999, Change(-0.01, Interval(-0.021, 0.0), 50), True, ["may lose more than 0.02"]),
+        (0.999, Change(-0.1, Interval(-0.2, -0.05), 50), True, ["may lose more than 0.02", "more than 0.02 on code"]),
         # No draft of fifty texts is lost, and none of four.
-        (1.0, 1.0, Change(0.0, Interval(-0.3, 0.3), 50), False, []),
-        (1.0, 1.0, Change(0.0, None, 4), False, ["not decided: 4 texts, at least 5 are needed"]),
+        (1.0, Change(0.0, Interval(-0.3, 0.3), 50), False, []),
+        (1.0, Change(0.0, None, 4), False, ["not decided: 4 texts, at least 5 are needed"]),
     ],
 )
-def test_the_rule(share: float, reached: float, change: Change, loses: bool, expected: list[str]) -> None:
+def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]) -> None:
     one = SimpleNamespace(change=change, loses=loses)
     comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
     kept = {"as trained on": Kept(1.0, None), "noise": Kept(share, None)}
-    found = _refused(kept, Reached(100, reached, reached), comparisons)
+    found = list(_refused(kept, comparisons))
     assert len(found) == len(expected)
     assert all(re.search(part, reason) for part, reason in zip(expected, found, strict=True))

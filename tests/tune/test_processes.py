@@ -16,7 +16,8 @@ from torch.distributed import TCPStore
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tune import corpus
-from mtp_extract.tune.run import TuningPlan, run_tuning
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.run import run_tuning
 
 FEW = 4
 
@@ -27,7 +28,7 @@ import accelerate, matplotlib.pyplot, transformers
 from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.gemma4 import modeling_gemma4
 from mtp_extract.cli.tune import main
-from mtp_extract.tune import corpus, head, loop, new_head, outcome
+from mtp_extract.tune import corpus, eagle3, ordered, train
 few = corpus.shipped_prompts(int(sys.argv[1]))
 corpus.shipped_prompts = lambda each=None: few
 children = []
@@ -63,7 +64,11 @@ def lines(folder: Path) -> list[str]:
 CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
     # With one draft a round a projection is idle.
     "drafter": ({"mode": "qat"}, ["--mode", "qat"], 1),
-    "head": ({"directory": None, "draft_vocab": 128}, ["--new", "eagle3", "--draft-vocab", "128"], 3),
+    "head": (
+        {"directory": None, "mode": "eagle3", "draft_vocab": 128},
+        ["--mode", "eagle3", "--draft-vocab", "128"],
+        3,
+    ),
 }
 
 
@@ -84,7 +89,7 @@ def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeyp
             **changes,
         )
         run_tuning(alone)
-        setting, out = alone.setting, tmp_path / f"two {name}"
+        setting, out = alone, tmp_path / f"two {name}"
         drafter = [] if setting.directory is None else [setting.directory]
         arguments = [*drafter, "--base", setting.base, "--prompts", setting.prompts, "--draft-steps", drafts, *options]
         arguments += ["--new-tokens", 9, "--batch", 3, "--steps", 3, "--anchors", 6, "--no-chat-template"]

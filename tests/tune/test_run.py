@@ -21,19 +21,17 @@ from safetensors.numpy import load_file
 from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
+from mtp_extract.evaluate.progress import Show
 from mtp_extract.pipeline.check import verify
-from mtp_extract.tune import prompts as texts
+from mtp_extract.tune import corpus as texts
 from mtp_extract.tune.corpus import Corpus
-from mtp_extract.tune.outcome import Outcome
 from mtp_extract.tune.pair import Pair
-from mtp_extract.tune.run import TuningPlan, run_tuning
-from mtp_extract.tune.status import Status
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.run import Outcome, run_tuning
 from mtp_extract.tune.work import locked
 
 
-def test_norms(
-    plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
     made = plan(tmp_path / "tuned", learning_rate=0.05)
     found = run_tuning(made)
@@ -57,9 +55,8 @@ def test_norms(
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
     assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
-    assert (made.setting.work / "log.jsonl").is_file()
-    (made.setting.work / "state.pt").unlink()
-    monkeypatch.undo()
+    assert (made.work / "log.jsonl").is_file()
+    (made.work / "state.pt").unlink()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
@@ -120,19 +117,16 @@ def test_what_training_took_is_given_back(plan: Callable[..., TuningPlan], tmp_p
         if line.startswith("measuring the tuned drafter"):
             counted.append(optimizers())
 
-    made = plan(tmp_path / "tuned", steps=1, seed=7, states_memory=0, states_disk=10**9)
-    (made.setting.work / "states").mkdir(exist_ok=True)
-    run_tuning(made, say)
+    run_tuning(plan(tmp_path / "tuned", steps=1, seed=7), say)
     assert counted == [there]
-    assert not (made.setting.work / "states").exists()
 
 
 def test_a_second_stop_leaves_nothing(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     class Stopped(BaseException):
         pass
 
-    def tell(status: Status) -> None:
-        if (status.kind, status.done) == ("step", 2):
+    def tell(line: str, done: int, total: int) -> None:
+        if line.startswith("step 2 "):
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -170,20 +164,20 @@ def test_progress_beside_json(terminal: bool, tmp_path: Path, monkeypatch: pytes
     """Whoever sits at a terminal sees how far it is, on stderr; a pipe gets the JSON and nothing else."""
     told = list[Any]()
 
-    def tuned(plan: TuningPlan, say: Callable[[str], None], tell: Callable[[Status], None], stop: object) -> Outcome:
-        told.append(plan.setting.states_memory)
+    def tuned(plan: TuningPlan, say: Callable[[str], None], tell: Show, stop: object) -> Outcome:
+        told.append(plan.anchors)
         say("loading the base")
-        tell(Status("step", 1, 2))
+        tell("step 1 of 2", 1, 2)
         return Outcome(tmp_path, (), Mock(), Mock(), {"mode": "qat"}, ())
 
     monkeypatch.setattr("mtp_extract.cli.tune.run_tuning", tuned)
     monkeypatch.setattr("sys.stdout", io.StringIO())
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    arguments = [str(tmp_path), "--base", "b", "-o", str(tmp_path / "o"), "--states-memory", "1.5GB", "--json"]
+    arguments = [str(tmp_path), "--base", "b", "-o", str(tmp_path / "o"), "--anchors", "7", "--json"]
     with pytest.raises(SystemExit) as ended:
         app(arguments)
-    assert (ended.value.code, told) == (0, [1_500_000_000])
+    assert (ended.value.code, told) == (0, [7])
     assert json.loads(sys.stdout.getvalue())["tuning"] == {"mode": "qat"}  # type: ignore[attr-defined]
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert ("loading the base" in shown and "step 1 of 2" in shown) if terminal else not shown
@@ -220,55 +214,35 @@ def test_too_few_prompts(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
 
 
 def test_how_far_the_text_is(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    """While the base writes, and not a second time for what is there."""
+    """While the base writes; what is there already is counted as done."""
     for first in (True, False):
-        told: list[Status] = []
+        shown: list[tuple[str, int, int]] = []
         work = tmp_path / "work"
-        run_tuning(plan(tmp_path / "tuned", work=work, steps=1, overwrite=True), tell=told.append)
-        # The second goes on after the last step.
-        assert [status.kind for status in told].count("step") == first
-        written = [status for status in told if status.kind == "text"]
-        assert bool(written) == first
-        assert all(0 < status.done <= status.total for status in written)
-
-
-def test_progress_tells_the_mean_accepted_length(
-    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the watched texts, and not the number by which the best is chosen."""
-    monkeypatch.setattr(Corpus, "balanced", lambda self, watched: 0.5)
-    told: list[Status] = []
-    run_tuning(plan(tmp_path / "tuned", steps=1, learning_rate=0.0123), tell=told.append)
-    assert told[-1].watched is not None and told[-1].watched >= 1
+        made = plan(tmp_path / "tuned", work=work, steps=1, overwrite=True)
+        run_tuning(made, tell=lambda *given: shown.append(given))  # noqa: B023 - it is called at once
+        # The second resumes after the last step.
+        assert [line.partition(" ")[0] for line, _, _ in shown].count("step") == first
+        written = [(done, total) for line, done, total in shown if line.startswith("text")]
+        assert written
+        assert all(0 < done <= total for done, total in written)
 
 
 def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
+    """Tuned for the probability that a draft stands."""
     # Text is written in several batches, which differ in length, and asked for side by side.
     found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned").record
     validator("extraction")(record)
     assert record["tuning"]["recipe"]["objective"] == "mixed"
-    assert record["tuning"]["other_serving"]["temperature"] == 0
-    other = found.comparisons.otherwise
-    assert other is not None
     # A greedy draft stands or falls; one that is drawn stands with a probability.
-    assert set(other.before.stands.flatten().tolist()) <= {0.0, 1.0}
     assert len(set(found.comparisons.overall.before.stands.flatten().tolist())) > 20
-    card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
-    assert "the same prompts, served greedily" in card
     files = [path.read_text(encoding="utf-8") for path in (tmp_path / "work/text").iterdir()]
     drawn = [json.loads(line) for file in files for line in file.splitlines()]
     assert len({row["text"] for row in drawn}) > len(drawn) * 0.9
-    # The greedy figure is that of a greedy run.
-    greedy = run_tuning(plan(tmp_path / "greedy", work=tmp_path / "work", steps=1))
-    assert greedy.comparisons.overall.before.mean_accepted_length == other.before.mean_accepted_length
-    assert greedy.comparisons.other_temperature == 1
-    assert "the same prompts, served at temperature 1" in (tmp_path / "greedy/README.md").read_text(encoding="utf-8")
 
 
 def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work").setting)
+    pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
     written = Corpus.of(pair)
     path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()
@@ -317,7 +291,7 @@ def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: P
     again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
     path = tmp_path / "twice.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]), encoding="utf-8")
-    once = Corpus.of(Pair(plan(tmp_path / "tuned").setting))
+    once = Corpus.of(Pair(plan(tmp_path / "tuned")))
     assert once.repeats == 0
     twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
     assert twice.corpus.repeats == len(held) == twice.record["texts"]["repeats"]
@@ -339,7 +313,6 @@ def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None
     assert windows > 5
     assert found.comparisons.overall.before.texts == 5
     assert len(set(found.corpus.units[:windows])) == 5
-    assert found.comparisons.otherwise is None
     validator("extraction")(verify(tmp_path / "tuned").record)
     for own, workload in zip(found.corpus.units[windows:], found.corpus.workloads[windows:], strict=True):
         assert workload.endswith("(shipped)")

@@ -36,14 +36,12 @@ def compared(
     before: Measured,
     after: Measured,
     trained: Sequence[Text] = (),
-    other: tuple[Measured, Measured] | None = None,
 ) -> Comparisons:
     count = len(workloads)
     held_out = tuple(text(number) for number in range(count))
     names = tuple(f"text {number}" for number in range(count))
     corpus = Corpus((tuple(trained),), (), held_out, tuple(workloads), own, tuple(range(count)), names)
-    old, new = other or (None, None)
-    return Comparisons.of(corpus, (before, old), (after, new))
+    return Comparisons.of(corpus, before, after)
 
 
 @pytest.mark.parametrize(("texts", "kept"), [(4, False), (20, True)])
@@ -53,9 +51,9 @@ def test_few_texts_show_no_gain(texts: int, kept: bool) -> None:
     if not kept:
         (reason,) = found.refused()
         assert reason.startswith("it is not shown to take fewer rounds on held-out text (")
-        assert reason.endswith("teacher-forced tokens per round +1.000, not decided: 4 texts, at least 5 are needed)")
+        assert reason.endswith("teacher-forced +1.000, not decided: 4 texts, at least 5 are needed)")
         overall = found.as_json()["overall"]
-        assert overall["change"] == {"mean": 1.0, "interval": None, "shows": None}
+        assert overall["change"] == {"mean": 1.0, "interval": None}
         assert overall["rounds"]["interval"] is None
 
 
@@ -64,26 +62,14 @@ def test_harm_that_could_not_be_seen_is_said() -> None:
     workloads = (*["code"] * 30, "prose", *["chat (shipped)"] * 6)
     found = compared(workloads, 30, measured(37, 0.3), measured(37, 0.8))
     assert found.refused() == ()
-    few, short = found.notes()
-    assert "not decided for those of fewer than 5 held-out texts: prose (1)." in few
-    assert "not decided for 37 of 37, of fewer than 33 places" in short
-    assert found.as_json()["too_short"] == 37
-    none = compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8))
-    assert none.notes() == (short,)
+    (few,) = found.notes()
+    assert "Not decided for workloads of fewer than 5 held-out texts: prose (1)." in few
+    assert not list(compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8)).notes())
 
 
 def test_what_few_texts_cannot_show_is_said() -> None:
-    """With its power: half the width of the interval."""
     found = compared(("code",) * 12, 12, measured(12, 0.3), measured(12, 0.8))
-    interval = found.overall.change.interval
-    assert interval is not None
-    half = (interval.high - interval.low) / 2
-    assert found.overall.as_json()["change"]["shows"] == pytest.approx(half, abs=1e-4)
-    assert found.notes()[0].startswith(
-        f"12 held-out texts of what was trained on: a change of teacher-forced tokens per round below {half:.2f} would "
-    )
-    one = compared(("code",), 1, measured(1, 0.3), measured(1, 0.8))
-    assert one.notes()[0].startswith("1 held-out text of what was trained on: whether it drafts better cannot be known")
+    assert next(found.notes()).startswith("Only 12 held-out texts of what was trained on")
 
 
 def test_harm_on_a_workload_refuses() -> None:
@@ -121,7 +107,7 @@ def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
     assert (found.seen.change.better, found.unseen.change.worse) == (True, True)
     (reason,) = found.refused()
     assert reason.startswith(
-        "it may lose more than 0.05 of teacher-forced tokens per round where drafts continue what no training"
+        "it may lose more than 0.05 teacher-forced tokens per round where drafts continue what no training"
     )
     assert compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).refused() == ()
     sequences = found.as_json()["sequences"]
@@ -132,21 +118,13 @@ def test_no_place_that_training_has_not_seen_is_said() -> None:
     found = compared(("code",) * 40, 40, measured(40, 0.3), measured(40, 0.8), [text(number) for number in range(40)])
     assert found.refused() == ()
     assert found.as_json()["sequences"]["unseen"] == {"texts": 0, "anchors": 0, "change": None}
-    assert "is not known: not decided: 0 texts, at least 5 are needed" in found.notes()[0]
-
-
-def test_what_is_lost_served_otherwise_refuses() -> None:
-    """If it is certain to be more than a little."""
-    before, after = measured(40, 0.3), measured(40, 0.8)
-    (reason,) = compared(("code",) * 40, 40, before, after, (), (after, before)).refused()
-    assert reason.startswith("it loses more than 0.05 served at temperature 1 (-1.000, -")
-    assert compared(("code",) * 40, 40, before, after, (), (after, after)).refused() == ()
+    assert "what no training text has: not decided: 0 texts, at least 5 are needed" in next(found.notes())
 
 
 def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     """Rounds first; within 100 columns, whatever workloads and prompts are called."""
     before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
-    found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after, (), (before, after))
+    found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
     _show_comparisons(found, ("before", "after"))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
@@ -154,5 +132,4 @@ def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 100
     assert len(lines) < 24
     assert " ".join(lines[2].split()) == "rounds, before for one after 20 360 240 x 1.500 (1.500 to 1.500)"
-    assert "served at temperature 1" in shown
     assert shown.count("text 2") == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,6 @@ from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
-from mtp_extract.drafter.protocol import Needs
 from mtp_extract.formats import format_named
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
@@ -27,30 +25,9 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
 _ROPE_THETA = 1e6  # of the base's full layers; the head has one frequency base, and rotates all of it
-
-_LEAST_DEEP = 9
-"""Layers of a base of which engines' default choice, 2, n // 2 and n − 3, is a low, a middle and a high one."""
-
+_LEAST_DEEP = 9  # layers of a base of which engines' default, 2, n // 2 and n − 3, is a low, a middle and a high one
 _TINY = 1e-6
-
 _MEASURED = 32  # texts over which the size of states is measured
-
-
-@dataclass(frozen=True)
-class NoDrafter:
-    """In the place of a drafter where the base writes alone."""
-
-    needs: Needs  # vocabulary and width of the base
-
-    @classmethod
-    def beside(cls, base: Base) -> NoDrafter:
-        return cls(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
-
-    def start(self, *arguments: Any) -> Any:
-        """Never called: no draft is asked for."""
-        raise AssertionError("a draft was asked for, and there is no drafter")
-
-    step = fork = start
 
 
 def base_layers(count: int) -> tuple[int, ...]:
@@ -99,7 +76,7 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
     Args:
         always: tokens that are among them however rare: those that end a text.
     """
-    seen = Counter(token for text in texts for token in text.tokens[text.prompt_length :])
+    seen = Counter(token for text in texts for token in text.continuation)
     ranked = [*always, *(token for token, _ in sorted(seen.items(), key=lambda item: (-item[1], item[0])))]
     return sorted(list(dict.fromkeys([*ranked, *range(vocabulary)]))[:count])
 
@@ -111,8 +88,7 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
     In Gemma 4 it differs 100-fold between layers. The geometric mean over tokens is taken, since a first token's state
     can be a thousand times as large as all others.
     """
-    logarithms = torch.zeros(len(layers), dtype=torch.float64)
-    tokens = 0
+    logarithms, tokens = torch.zeros(len(layers), dtype=torch.float64), 0
     for text in texts[:_MEASURED]:
         states = base.full_pass(torch.tensor([text.tokens], device=base.device), layers).layers
         sizes = torch.stack([states[layer][0].double().square().mean(-1).sqrt().cpu() for layer in layers])

@@ -29,15 +29,13 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tune.loop import train
+from mtp_extract.tune import train as train_module
+from mtp_extract.tune.eagle3 import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
+from mtp_extract.tune.latents import MODES, Latents
 from mtp_extract.tune.measure import measure
-from mtp_extract.tune.modes import NEW_HEAD, Latents
-from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
-from mtp_extract.tune.recipe import Recipe
-from mtp_extract.tune.rounds import Rounds, collate
-from mtp_extract.tune.run import TuningPlan, run_tuning
-from mtp_extract.tune.states import Room, States
-from mtp_extract.tune.status import Status
+from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tune.run import run_tuning
+from mtp_extract.tune.train import Rounds, States, collate, train
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
@@ -90,7 +88,7 @@ def test_states_begin_alike() -> None:
     size = normed.unflatten(-1, (3, -1)).square().mean(-1).sqrt().median(0).values
     assert size.max() < 1.7 * size.min()
     # What it would learn, fc learns.
-    latents = Latents(new_head(base, config, list(range(32)), sizes, "f32", 0), NEW_HEAD, idle=("input_norm",))
+    latents = Latents(new_head(base, config, list(range(32)), sizes, "f32", 0), MODES["eagle3"], idle=("input_norm",))
     assert "input_norm" not in latents.values and "fc" in latents.values
 
 
@@ -113,7 +111,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     results = [loop.generate(one, max_new_tokens=24, drafts=3, stop_token_ids=[]) for one in PROMPTS]
     assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
 
-    states = States(base, head.needs, texts, 8, Room(1 << 20), 1 << 20)
+    states = States(base, head.needs, texts, 8, 1 << 20)
     anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
     batch = collate(states.of(texts), anchors, torch.ones_like(anchors, dtype=torch.bool), torch.device("cpu"))
     with torch.no_grad():
@@ -123,7 +121,9 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     assert first.flatten().tolist() == drafted.drafts[chosen].flatten().tolist()
 
     # Room for more rows of the head's 32 tokens than of the base's: neither has more at a time.
-    recipe = Recipe(steps=16, batch=3, anchors=8, evaluations=2, logits_at_once=12 * base.vocab_size)
+    plan = TuningPlan(None, "base", tmp_path / "out", tmp_path, mode="eagle3", steps=16, batch=3, anchors=8)
+    monkeypatch.setattr(train_module, "LOGITS_AT_ONCE", 12 * base.vocab_size)
+    monkeypatch.setattr(train_module, "EVALUATIONS", 2)
     logits, most = base.logits, 0
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
@@ -134,12 +134,12 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(base, "logits", counted)
     watch = measure(base, head, texts, 3, temperature=0, batch=4)
-    latents = Latents(checkpoint, NEW_HEAD)
+    latents = Latents(checkpoint, MODES["eagle3"])
     trained = train(
-        latents, head, base, states, [texts], recipe, Accelerator(cpu=True),
-        lambda drafter: watched(base, drafter, texts, 0), tmp_path, "",
+        plan, latents, head, base, states, [texts], Accelerator(cpu=True),
+        lambda drafter: watched(base, drafter, texts, 0), "",
     )  # fmt: skip
-    assert 0 < most <= recipe.logits_at_once
+    assert 0 < most <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in trained.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
     after = measure(base, network_of(latents.tuned(trained.results)), texts, 3, temperature=0, batch=4)
@@ -169,14 +169,15 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
     checkpoint = untrained(base, 3, texts)
     head = network_of(checkpoint)
-    states = States(base, head.needs, texts, 8, Room(1 << 20), 1 << 20)
+    states = States(base, head.needs, texts, 8, 1 << 20)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
-        recipe = Recipe(steps=4, batch=3, anchors=8, objective=objective, temperature=temperature)
         work = tmp_path / objective
         work.mkdir()
+        asked = {"mode": "eagle3", "objective": objective, "temperature": temperature}
+        plan = TuningPlan(None, "base", work / "out", work, steps=4, batch=3, anchors=8, **asked)
         trained = train(
-            Latents(checkpoint, NEW_HEAD), head, base, states, [texts], recipe, Accelerator(cpu=True),
-            lambda drafter, t=temperature: watched(base, drafter, texts, t), work, "",
+            plan, Latents(checkpoint, MODES["eagle3"]), head, base, states, [texts], Accelerator(cpu=True),
+            lambda drafter, t=temperature: watched(base, drafter, texts, t), "",
         )  # fmt: skip
         losses = [entry["loss"] for entry in trained.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
@@ -217,7 +218,9 @@ def test_the_shape_is_the_bases_own() -> None:
 @pytest.fixture(scope="module")
 def whole(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> TuningPlan:
     """A small training of a head for the sample's base."""
-    return plan(tmp_path_factory.mktemp("head") / "head", directory=None, steps=20, anchors=4, draft_vocab=128)
+    return plan(
+        tmp_path_factory.mktemp("head") / "head", directory=None, mode="eagle3", steps=20, anchors=4, draft_vocab=128
+    )
 
 
 def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:
@@ -229,9 +232,9 @@ def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:
     assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (1, 3, 5))
     record = verify(tuned.directory).record
     validator("extraction")(record)
-    assert record["tuning"]["mode"] == "float" and record["tuning"]["recipe"]["draft_steps"] == 3
+    assert record["tuning"]["mode"] == "eagle3" and record["tuning"]["recipe"]["draft_steps"] == 3
     card = (tuned.directory / "README.md").read_text()
-    assert "mtp-extract trained every weight" in card and "--spec-type draft-eagle3" in card
+    assert "Trained (eagle3)" in card and "--spec-type draft-eagle3" in card
     # What vLLM and SGLang ask for, in either layout.
     convert(tuned.directory, tmp_path / "speculators", format="speculators")
     for layout, directory in (("eagle3", tuned.directory), ("speculators", tmp_path / "speculators")):
@@ -247,20 +250,20 @@ def test_it_goes_on_where_it_was_cut_off(whole: TuningPlan, tmp_path: Path) -> N
     class CutOff(BaseException):
         pass
 
-    def at_step_7(status: Status) -> None:
-        if (status.kind, status.done) == ("step", 7):
+    def at_step_7(line: str, done: int, total: int) -> None:
+        if line.startswith("step 7 "):
             raise CutOff
 
     expected = whole.out if whole.out.exists() else run_tuning(whole).directory
     assert expected is not None
     work = tmp_path / "work"
-    shutil.copytree(whole.setting.work / "text", work / "text")
-    plan = replace(whole, setting=replace(whole.setting, work=work), out=tmp_path / "head")
+    shutil.copytree(whole.work / "text", work / "text")
+    plan = replace(whole, work=work, out=tmp_path / "head")
     with pytest.raises(CutOff):
         run_tuning(plan, tell=at_step_7)
     assert not plan.out.exists()
-    told: list[int] = []
-    run_tuning(plan, tell=lambda status: told.append(status.done) if status.kind == "step" else None)
-    assert told[0] == 7
+    shown: list[str] = []
+    run_tuning(plan, tell=lambda line, done, total: shown.append(line))
+    assert next(line for line in shown if line.startswith("step")).startswith("step 7 ")
     for name in ("config.json", "model.safetensors"):
         assert (plan.out / name).read_bytes() == (expected / name).read_bytes()

@@ -16,9 +16,9 @@ from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.options import about
+from mtp_extract.tune.latents import MODES, Latents
 from mtp_extract.tune.loss import OBJECTIVES
-from mtp_extract.tune.modes import MODES, Latents
-from mtp_extract.tune.run import TuningPlan
+from mtp_extract.tune.plan import TuningPlan
 
 from .conftest import Tiny, coded
 
@@ -35,17 +35,17 @@ def codes(tensor: object) -> np.ndarray:
     return tensor.codes().reshape(-1)
 
 
-@pytest.mark.parametrize(("field", "known"), [("mode", MODES), ("objective", OBJECTIVES)])
-def test_a_plan_knows_every_name(field: str, known: dict[str, object]) -> None:
+@pytest.mark.parametrize(("field", "known"), [("mode", {*MODES, "ordered"}), ("objective", {*OBJECTIVES})])
+def test_a_plan_knows_every_name(field: str, known: set[str]) -> None:
     told = about(get_type_hints(TuningPlan, include_extras=True)[field])
     assert told is not None
-    assert told.choices and set(told.choices) == set(known)
+    assert told.choices and set(told.choices) == known
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
     latents = Latents(tiny.checkpoint, MODES[mode])
-    tuned = latents.tuned()
+    tuned = latents.tuned(latents.results())
     for role, tensor in tiny.checkpoint.tensors.items():
         assert np.array_equal(tuned.tensors[role].array(), tensor.array()), role
     before = tiny.drafter.state_dict()
@@ -56,7 +56,7 @@ def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
 def test_norms_leave_every_matrix(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["norms"])
     moved(latents)
-    tuned = latents.tuned()
+    tuned = latents.tuned(latents.results())
     for role in shapes_of(tiny.checkpoint.config):
         same = tuned.tensors[role.name] is tiny.checkpoint.tensors[role.name]
         assert same == (role.kind == MATRIX), role.name
@@ -68,7 +68,7 @@ def test_norms_leave_every_matrix(tiny: Tiny) -> None:
 def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
     moved(latents)
-    tuned = latents.tuned()
+    tuned = latents.tuned(latents.results())
     weights, drafter = latents.weights(torch.float32), drafter_of(tuned).state_dict()
     changed = 0
     for role in shapes_of(tiny.checkpoint.config):
@@ -108,13 +108,13 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     tensor = of_codes(shape, Packing(4, signed), lambda first, last: stored[first:last], lambda: steps)
     tensors = {**tiny.checkpoint.tensors, "lm_head": tensor}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
-    assert np.array_equal(codes(latents.tuned().tensors["lm_head"]), stored.reshape(-1))
+    assert np.array_equal(codes(latents.tuned(latents.results()).tensors["lm_head"]), stored.reshape(-1))
     with torch.no_grad():
         latents.values["lm_head"] += 100.0
-    assert set(codes(latents.tuned().tensors["lm_head"])) == {high}
+    assert set(codes(latents.tuned(latents.results()).tensors["lm_head"])) == {high}
     with torch.no_grad():
         latents.values["lm_head"] -= 200.0
-    tuned = latents.tuned().tensors["lm_head"]
+    tuned = latents.tuned(latents.results()).tensors["lm_head"]
     assert set(codes(tuned)) == {low}
     assert np.array_equal(latents.weights(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
 
@@ -132,7 +132,7 @@ def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
     tensors = {**tiny.checkpoint.tensors, "layers.0.gate_proj": shared, "layers.0.up_proj": shared}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
     moved(latents)
-    weights, tuned = latents.weights(torch.float32), latents.tuned().tensors
+    weights, tuned = latents.weights(torch.float32), latents.tuned(latents.results()).tensors
     assert weights["layers.0.gate_proj.weight"] is weights["layers.0.up_proj.weight"]
     assert tuned["layers.0.gate_proj"] is tuned["layers.0.up_proj"]
 

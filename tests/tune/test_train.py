@@ -8,23 +8,22 @@ import json
 import math
 import pickle
 import resource
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from mtp_extract.drafter.protocol import Needs
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune import loop
-from mtp_extract.tune.loop import Trained
-from mtp_extract.tune.modes import Latents
-from mtp_extract.tune.recipe import Recipe
+from mtp_extract.tune import train as module
+from mtp_extract.tune.latents import Latents
+from mtp_extract.tune.train import PATIENCE, States, TextStates, Trained, rate, states_of
 from mtp_extract.tune.work import save_whole
 
-from . import conftest
 from .conftest import Tiny
 
 
@@ -57,53 +56,8 @@ def test_it_goes_on_as_if_nothing_had_happened(
     logged = [(tmp_path / name / "log.jsonl").read_text() for name in ("whole", "part")]
     assert logged[0] == logged[1]
     assert [json.loads(line) for line in logged[0].splitlines()] == list(whole[1].history)
-    # What is finished is not trained again; and all that is kept of it is what came out.
+    # What is finished is not trained again.
     assert_same(whole, (whole[0], tiny.train(tmp_path / "part", mode, **changes)[1]))
-    assert not {"latents", "optimizer"} & torch.load(tmp_path / "part" / "state.pt", weights_only=True).keys()
-
-
-def test_a_run_that_is_cut_off_between_its_best_and_its_state_goes_on(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state that is there goes with the best of its own time, which a later one does not take the place of."""
-    changes = {"learning_rate": 6e-2}
-    first = tiny.drafter.final_norm.weight
-
-    def train(*given: Any, **more: Any) -> Trained:
-        """The further from where it began, the better."""
-        watch = given[7]
-        farther = lambda drafter: (watch(drafter)[0], float((drafter.final_norm.weight - first).abs().sum()))  # noqa: E731
-        return loop.train(*given[:7], farther, *given[8:], **more)
-
-    monkeypatch.setattr(conftest, "train", train)
-    whole = tiny.train(tmp_path / "whole", "norms", **changes)
-    assert whole[1].step > 6
-    saved = 0
-
-    def cut_off(state: Mapping[str, Any], path: Path) -> None:
-        nonlocal saved
-        saved += path.name == "state.pt"
-        if saved == 2:
-            raise KeyboardInterrupt
-        save_whole(state, path)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "save_whole", cut_off)
-        tiny.train(tmp_path / "cut", "norms", **changes)
-    # Stopped before it measures again.
-    _, stopped = tiny.train(tmp_path / "cut", "norms", lambda: True, **changes)
-    assert (stopped.step, stopped.done) == (3, 4)
-    # Of such a name, but nothing of this.
-    (other := tmp_path / "cut" / "best-epoch.pt").write_bytes(b"somebody's")
-    found = tiny.train(tmp_path / "cut", "norms", **changes)
-    assert_same(whole, found)
-    assert other.read_bytes() == b"somebody's"
-    other.unlink()
-    assert len(list((tmp_path / "cut").glob("best-*"))) == 1
-    # Without what was the best there is nothing to go on from.
-    for path in (tmp_path / "cut").glob("best-*"):
-        path.unlink()
-    assert_same(whole, tiny.train(tmp_path / "cut", "norms", **changes))
 
 
 def test_another_seed_gives_others(tiny: Tiny, tmp_path: Path) -> None:
@@ -145,8 +99,8 @@ def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: bytes) -> 
 def test_a_state_of_other_shapes_is_said(tiny: Tiny, tmp_path: Path) -> None:
     tiny.train(tmp_path, steps=2, stop=lambda: True)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    for name in ("latents", "optimizer", "best_step"):
-        torch.save({**state, name: {}} if name != "best_step" else state.keys() - {name}, tmp_path / "state.pt")
+    for name in ("latents", "optimizer", "run"):
+        torch.save({**state, name: {"steps": 1}}, tmp_path / "state.pt")
         with pytest.raises(CheckpointError, match=r"state\.pt: expected the state of a training"):
             tiny.train(tmp_path, steps=2)
 
@@ -183,7 +137,7 @@ def test_one_step_leaves_what_it_does_not_use(tiny: Tiny, tmp_path: Path) -> Non
     latents, found = tiny.train(tmp_path, "qat", draft_steps=1, learning_rate=1e-2, evaluations=1)
     assert not [role for role in latents.weights(torch.float32) if "post_projection" in role]
     assert found.done == 12
-    before, after = tiny.checkpoint.tensors, latents.tuned().tensors
+    before, after = tiny.checkpoint.tensors, latents.tuned(latents.results()).tensors
     assert after["post_projection"] is before["post_projection"]
     assert after["pre_projection"] is not before["pre_projection"]
 
@@ -215,16 +169,15 @@ def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: 
 
 def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
     """By the watched texts; and after some that are no better, it ends."""
-    _, found = tiny.train(tmp_path, steps=40, evaluations=40, patience=3, learning_rate=3.0)
-    watched = {int(e["step"]): float(e["mean_accepted_length"]) for e in found.history if "loss" not in e}
+    _, found = tiny.train(tmp_path, steps=19, evaluations=19, learning_rate=3.0)
+    watched = {int(e["step"]): float(e["teacher_forced"]) for e in found.history if "loss" not in e}
     assert watched[found.step] == max(watched.values())
-    assert found.done < 40
-    assert found.done - found.step == 3
+    assert found.done < 19
+    assert found.done - found.step == PATIENCE
 
 
 def test_the_rate_rises_and_falls() -> None:
-    recipe = Recipe(steps=100)
-    rates = [recipe.rate(step) for step in range(100)]
+    rates = [rate(step, 100) for step in range(100)]
     assert rates.index(max(rates)) in (9, 10)
     assert max(rates) == 1
     assert rates[:10] == sorted(rates[:10])
@@ -260,3 +213,55 @@ def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
     odd = Tiny(tiny.base, tiny.checkpoint, tiny.drafter, (*[Text(tokens, 3)] * 5, *tiny.texts[5:]))
     _, found = odd.train(tmp_path, steps=2, evaluations=1)
     assert all(math.isfinite(entry["agreement"]) for entry in found.history if "loss" in entry)
+
+
+# What the base computes over texts
+
+
+def tensors(item: TextStates) -> list[Tensor]:
+    kv = [part for pair in item.shared_kv.values() for part in pair]
+    return [item.hidden, item.choices, *item.layers.values(), *kv]
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts forwards of the base, of groups of two texts."""
+    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 48)
+    counted = Mock(side_effect=states_of)
+    monkeypatch.setattr(module, "states_of", counted)
+    return counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_the_same_wherever_they_are_kept(tiny: Tiny, forwards: Mock, dtype: torch.dtype) -> None:
+    """In memory, nowhere, or some of them; in whichever order they are asked for."""
+    base = Base(copy.deepcopy(tiny.base.model).to(dtype))
+    needs = Needs(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
+    texts = [*tiny.texts, tiny.texts[0]]
+    expected = States(base, needs, texts, 4, 1 << 20).of(texts)
+    size = sum(item.bytes for item in expected[:-1])
+    assert size == sum(tensor.nbytes for item in expected[:-1] for tensor in tensors(item))
+    groups = forwards.call_count
+    assert groups == 4
+    for memory, again in ((1 << 20, 0), (0, groups), (size // 2, 3)):
+        states = States(base, needs, texts, 4, memory)
+        states.of(texts)
+        forwards.reset_mock()
+        found = states.of(texts[::-1])[::-1]
+        assert 0 < forwards.call_count <= again or forwards.call_count == again
+        for one, other in zip(expected, found, strict=True):
+            assert one.text == other.text
+            assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
+    """So that no other is computed again with it; and never more together than a batch."""
+    lengths = {4: 5, 30: 2, 100: 2}
+    texts = [Text(tuple(range(number, number + length)), 1) for length, n in lengths.items() for number in range(n)]
+    texts = [Text(tuple(token % 40 for token in text.tokens), 1) for text in texts]
+    States(tiny.base, tiny.drafter.needs, texts, 3, 0).of(texts)
+    assert [len(call.args[2]) for call in forwards.call_args_list] == [3, 2, 1, 1, 1, 1]
+
+
+def test_a_training_does_not_depend_on_the_memory(tiny: Tiny, tmp_path: Path) -> None:
+    assert_same(tiny.train(tmp_path / "whole"), tiny.train(tmp_path / "nowhere", memory=0))

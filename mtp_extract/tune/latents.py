@@ -35,12 +35,11 @@ MODES: Mapping[str, Mode] = MappingProxyType(
         "norms": Mode("kept", 0.0, 3e-3),
         "qat": Mode("grid", 1.5e-3, 3e-3),
         "float": Mode("free", 1e-3, 1e-3),
+        # An untrained head has nothing to unlearn, and takes larger steps.
+        "eagle3": Mode("free", 3e-3, 3e-3),
     }
 )
 """By name. Norms and factors are trained in each."""
-
-NEW_HEAD = Mode("free", 3e-3, 3e-3)
-"""An untrained head has nothing to unlearn, and takes larger steps."""
 
 MEASURED_WIDTH = 64
 """Of the drafter for which the learning rates of :data:`MODES` were measured."""
@@ -112,10 +111,14 @@ class Latents(nn.Module):
         """A copy of what was made, by name of latent: codes, int8 or uint8, where it is on a grid, else the latent."""
         return {key: self._weights[key].result(value.detach()) for key, value in self.values.items()}
 
-    def tuned(self, results: Mapping[str, Tensor] | None = None) -> Checkpoint:
-        """The checkpoint with the ``results`` in it; by default with the present ones."""
+    def changed(self) -> Checkpoint:
+        """The checkpoint with another number for each that is trained: whoever can hold it can hold what comes out."""
+        return self.tuned({key: result + 1 for key, result in self.results().items()})
+
+    def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
+        """The checkpoint with the ``results`` in it."""
         tensors: dict[str, Weight] = dict(self.checkpoint.tensors)
-        for key, result in (self.results() if results is None else results).items():
+        for key, result in results.items():
             weight = self._weights[key]
             made = weight.tensor(result, tensors[weight.roles[0].name])
             tensors.update({role.name: made for role in weight.roles})
