@@ -7,34 +7,32 @@ own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from mtp_extract.errors import ServerError, escape
-from mtp_extract.io.typed import Count
+from mtp_extract.io.typed import Count, NotNegative, Positive, Record
 from mtp_extract.serving.counters import Counters, Kind, impossible
 
 _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 22, 1 << 14  # bytes
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answer. None is what the server does not tell."""
+class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
+    """One answer. Null is what the server does not tell."""
 
-    text: str  # all that was written, reasoning included, in order
-    tokens: int | None  # generated, as the server counts
-    first_tokens: int  # of these, those that came with the first text: 1 unless the server tells otherwise
-    first_s: float | None  # seconds from sending the request to the first text; None if there was none
-    seconds: float  # from the first text to the last event of the text; 0 where all of the text came at once
-    whole_s: float  # from sending the request to the end
-    finish_reason: str | None
-    told: Counters | None  # counters of this answer
-    impossible: tuple[str, ...] = ()  # what was told and cannot be of this answer; it stands in none of the above
-    prompt_tokens: int | None = None  # of the prompt, as the server counts
-    token_ids: tuple[int, ...] | None = None  # of the answer, where they were asked for and told
-    reasoning: bool = False  # whether some of the text was told as thoughts, whose marks are not in it
+    text: str  #: all that was written, reasoning included, in order
+    tokens: Count | None  #: generated, as the server counts
+    first_tokens: Positive  #: of these, those that came with the first text: 1 unless the server tells otherwise
+    first_s: NotNegative | None  #: seconds from sending the request to the first text; null without text
+    seconds: NotNegative  #: from the first text to the last event of the text; 0 where all of the text came at once
+    whole_s: NotNegative  #: from sending the request to the end
+    finish_reason: str | None = None  #: as the server says
+    told: Counters | None = None  #: the server's counters of this answer
+    impossible: tuple[str, ...] = ()  #: what was told and cannot be of this answer; it stands in none of the above
+    prompt_tokens: Count | None = None  #: of the prompt, as the server counts
+    token_ids: tuple[Count, ...] | None = None  #: of the answer, where they were asked for and told
+    reasoning: bool = False  #: whether some of the text was told as thoughts, whose marks are not in it
 
 
 class _Delta(msgspec.Struct):

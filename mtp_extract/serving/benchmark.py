@@ -27,7 +27,7 @@ from mtp_extract.options import check_values
 from mtp_extract.serving.answer import Answer
 from mtp_extract.serving.client import Server, load
 from mtp_extract.serving.counters import Counters, impossible
-from mtp_extract.serving.figures import figures
+from mtp_extract.serving.figures import asked_of, figures
 from mtp_extract.serving.page import conclude
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Asked, Benchmark, Parted, Request, Window
@@ -37,8 +37,6 @@ _SETTINGS = ("max_tokens", "temperature", "concurrency", "repeat", "warm_up", "c
 
 Chosen = Sequence[tuple[int, int]]
 """Turn and number of the prompt of each request."""
-Texts = dict[tuple[int, int], str]
-"""By turn and number of the prompt."""
 
 
 def run_benchmark(plan: BenchPlan) -> Benchmark:
@@ -63,9 +61,10 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         for server in servers.values():
             plan.say(f"{server.name}: {server.kind.name}, {plan.warm_up} requests to warm up")
             _ask(server, prompts, [(0, number % len(prompts)) for number in range(plan.warm_up)], plan)
-        windows, texts = _ask_in_turn(servers, prompts, plan)
+        windows = _ask_in_turn(servers, prompts, plan)
         asked = {side: Asked(s.name, s.kind.name, s.version, s.model) for side, s in servers.items()}
-    same = {key: text == texts["baseline"][key] for key, text in texts["server"].items()} if _compared(plan) else {}
+    # What is drawn at random differs by chance.
+    compared = plan.baseline is not None and plan.temperature == 0
     names = list(dict.fromkeys(prompt.workload for prompt in prompts))
     return conclude(
         Benchmark(
@@ -74,35 +73,24 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             settings={name: getattr(plan, name) for name in _SETTINGS},
             prompts=dict(Counter(prompt.workload for prompt in prompts)),
             repeated=len(given) - len(prompts),
-            total=figures(windows, names, same),
-            workloads={name: figures(windows, [name], same) for name in names},
-            parted=_parted(texts, prompts) if same else [],
+            total=figures(windows, names, compared),
+            workloads={name: figures(windows, [name], compared) for name in names},
+            parted=_parted(windows) if compared else [],
             windows=windows,
         )
     )
 
 
-def _compared(plan: BenchPlan) -> bool:
-    """Whether texts are: what is drawn at random differs by chance."""
-    return plan.baseline is not None and plan.temperature == 0
-
-
-def _ask_in_turn(
-    servers: Mapping[str, Server], prompts: Sequence[Prompt], plan: BenchPlan
-) -> tuple[dict[str, list[Window]], dict[str, Texts]]:
-    """Windows and texts, by side."""
+def _ask_in_turn(servers: Mapping[str, Server], prompts: Sequence[Prompt], plan: BenchPlan) -> dict[str, list[Window]]:
     windows: dict[str, list[Window]] = {side: [] for side in servers}
-    texts: dict[str, Texts] = {side: {} for side in servers}
     parts, order = _parts(prompts, plan), list(servers)
     done = counter(plan.show, "asking", len(parts))
     for part in parts:
         for side in order:
-            window, answers = _window(servers[side], prompts, part, plan)
-            windows[side].append(window)
-            texts[side] |= {chosen: answer.text for chosen, answer in zip(part, answers, strict=True)}
+            windows[side].append(_window(servers[side], prompts, part, plan))
         order.reverse()
         done()
-    return windows, texts
+    return windows
 
 
 def _parts(prompts: Sequence[Prompt], plan: BenchPlan) -> list[Chosen]:
@@ -135,7 +123,7 @@ def _ask(server: Server, prompts: Sequence[Prompt], chosen: Chosen, plan: BenchP
     return server.run(ask_all())
 
 
-def _window(server: Server, prompts: Sequence[Prompt], chosen: Chosen, plan: BenchPlan) -> tuple[Window, list[Answer]]:
+def _window(server: Server, prompts: Sequence[Prompt], chosen: Chosen, plan: BenchPlan) -> Window:
     before, begun = server.counters(), time.perf_counter()
     answers, busy = _ask(server, prompts, chosen, plan)
     wall = time.perf_counter() - begun
@@ -143,26 +131,19 @@ def _window(server: Server, prompts: Sequence[Prompt], chosen: Chosen, plan: Ben
     tokens = None if None in listed else sum(count for count in listed if count is not None)
     page = server.moved(before, len(answers), tokens) if before is not None else None
     page = page if page is not None and _agrees(page, answers) else None
-    said = [text for answer in answers for text in answer.impossible]
-    # Answers whose tokens cannot be cannot be told apart from others' either.
-    disturbed = before is not None and page is None and not said
     wrong = impossible(page, plan.max_tokens, len(answers)) if page is not None else ()
-    requests = [
-        Request(
-            workload=prompts[number].workload,
-            prompt=number,
-            turn=turn,
-            tokens=answer.tokens,
-            first_tokens=answer.first_tokens,
-            first_s=answer.first_s,
-            seconds=answer.seconds,
-            whole_s=answer.whole_s,
-            finish_reason=answer.finish_reason,
-            told=answer.told,
-        )
-        for (turn, number), answer in zip(chosen, answers, strict=True)
-    ]
-    return Window(requests, wall, busy, None if wrong else page, disturbed, [*wrong, *said]), answers
+    return Window(
+        requests=[
+            Request(prompts[number].workload, number, turn, answer)
+            for (turn, number), answer in zip(chosen, answers, strict=True)
+        ],
+        wall_s=wall,
+        client_busy=busy,
+        page=None if wrong else page,
+        # Answers whose tokens cannot be cannot be told apart from others' either.
+        disturbed=before is not None and page is None and not any(answer.impossible for answer in answers),
+        impossible=list(wrong),
+    )
 
 
 def _agrees(page: Counters, answers: Sequence[Answer]) -> bool:
@@ -174,12 +155,13 @@ def _agrees(page: Counters, answers: Sequence[Answer]) -> bool:
     return True
 
 
-def _parted(texts: Mapping[str, Texts], prompts: Sequence[Prompt]) -> list[Parted]:
+def _parted(windows: Mapping[str, Sequence[Window]]) -> list[Parted]:
     found: dict[tuple[int, int], Parted] = {}
-    for (turn, number), ours in texts["server"].items():
-        theirs = texts["baseline"][turn, number]
+    baseline = {(one.turn, one.prompt): one.answer.text for one in asked_of(windows["baseline"])}
+    for one in asked_of(windows["server"]):
+        ours, theirs = one.answer.text, baseline[one.turn, one.prompt]
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
             at = next((at for at, (x, y) in pairs if x != y), min(len(ours), len(theirs)))
-            found.setdefault((number, at), Parted(prompts[number].workload, number, at))
+            found.setdefault((one.prompt, at), Parted(one.workload, one.prompt, at))
     return list(found.values())

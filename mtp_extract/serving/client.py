@@ -86,7 +86,7 @@ class Server:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self.run(self._recognise(model))
+            self.run(self._within(self._recognise(model), self._page_timeout))
         except BaseException:
             self._close()
             raise
@@ -120,35 +120,29 @@ class Server:
             raise
 
     async def _recognise(self, model: str | None) -> None:
-        header, page = await self._get("/v1/models")
+        header, page = await self._page("/v1/models")
         listed = at(page, "data")
         entries = [e for e in listed if isinstance(at(e, "id"), str)] if isinstance(listed, list) else []
         if not entries:
             raise ServerError(
-                f"{self.name}: expected an OpenAI-compatible server, found none that lists its models. Check its "
-                "address."
+                "expected an OpenAI-compatible server, found none that lists its models. Check its address"
             )
+        names = [str(entry["id"]) for entry in entries]
+        # Some list what they could load, and say what they have loaded.
+        loaded = [str(entry["id"]) for entry in entries if entry.get("loaded") is True] or names
+        self.model = loaded[0] if model is None else model
+        if self.model not in names or (model is None and len(loaded) > 1):
+            wanted = "one model" if model is None else f"the model {escape(model)}"
+            raise ServerError(f"expected {wanted}, found {few(names)}. Name one", remedies=("model",))
         self.kind = recognise(header, [entry.get("owned_by") for entry in entries])
-        self.model = self._choose(model, entries)
         self.version: str | None = (header.partition("/")[2] or None) if self.kind.header else None
         if self.kind.version:
             place, key = self.kind.version
             try:
-                found = at((await self._get(place))[1], key)
+                found = at((await self._page(place))[1], key)
             except ServerError:
                 found = None  # a proxy may let /v1 alone through
             self.version = found if isinstance(found, str) else None
-
-    def _choose(self, model: str | None, entries: Sequence[Mapping[str, Any]]) -> str:
-        names = [str(entry["id"]) for entry in entries]
-        # Some list what they could load, and say what they have loaded.
-        loaded = [str(entry["id"]) for entry in entries if entry.get("loaded") is True] or names
-        if model is None and len(loaded) == 1:
-            return loaded[0]
-        if model in names:
-            return model
-        wanted = "one model" if model is None else f"the model {escape(model)}"
-        raise ServerError(f"{self.name}: expected {wanted}, found {few(names)}. Name one.", remedies=("model",))
 
     def counters(self) -> Counters | None:
         """What it counted since its start, everybody's requests together; None if it does not tell.
@@ -222,7 +216,7 @@ class Server:
                     remedies=("chat_template", "model"),
                 )
             if response.status_code != 200:
-                raise await self._refused(response)
+                raise self._refused(response.status_code, await _body(response))
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
@@ -238,10 +232,6 @@ class Server:
         """Seconds for a page, which takes no computing."""
         return min(self._timeout, _PAGE_TIMEOUT)
 
-    async def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
-        """The ``Server`` header and the JSON of a page."""
-        return await self._within(self._page(path), self._page_timeout)
-
     async def _page(self, path: str) -> tuple[str, Mapping[str, Any]]:
         async with self._client.stream("GET", path) as response:
             if response.status_code == 404:
@@ -249,15 +239,15 @@ class Server:
                     f"expected an OpenAI-compatible server, found no {path} (404). Give what stands before /v1 in its "
                     "address"
                 )
+            body = await _body(response)
             if response.status_code != 200:
-                raise await self._refused(response)
-            return response.headers.get("server", ""), _json_object(await _body(response))
+                raise self._refused(response.status_code, body)
+            return response.headers.get("server", ""), _json_object(body)
 
-    async def _refused(self, response: Any) -> ServerError:
-        status = response.status_code
+    def _refused(self, status: int, body: bytes) -> ServerError:
         what, remedies = _REFUSED.get(status, ("does not answer as an OpenAI-compatible server does", ()))
         try:
-            said = self._quoted(_json_object(await _body(response)))
+            said = self._quoted(_json_object(body))
         except ServerError:
             said = ""  # a page for people
         return ServerError(f"the server {what} ({status}){said}", remedies=remedies)
@@ -287,7 +277,7 @@ class Server:
         except self._http.HTTPError:
             # What it wrote is never repeated: it may quote the request, and with it a key.
             said, remedies = "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
-        raise ServerError(f"{self.name}: {said.rstrip('.').removeprefix(f'{self.name}: ')}.", remedies=remedies)
+        raise ServerError(f"{self.name}: {said.rstrip('.')}.", remedies=remedies)
 
 
 async def load(ask: Callable[[int], Awaitable[T]], count: int, at_a_time: int) -> list[T]:

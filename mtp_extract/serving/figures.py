@@ -14,14 +14,12 @@ from mtp_extract.serving.result import Figures, Latency, Request, Side, Window
 from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 
 
-def figures(
-    windows: Mapping[str, Sequence[Window]], names: Collection[str], same: Mapping[tuple[int, int], bool]
-) -> Figures:
+def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
     """Of the workloads ``names``.
 
     Args:
         windows: by side, all that was asked.
-        same: by turn and prompt, whether the text is the baseline's.
+        compared: whether texts are those of the baseline.
     """
     speeds = {side: _speeds(asked_of(done, names)) for side, done in windows.items()}
     fast, slow = speeds["server"], speeds.get("baseline", {})
@@ -29,13 +27,14 @@ def figures(
     would_take = [slow[prompt][1] / slow[prompt][0] * fast[prompt][0] for prompt in both]
     takes = [fast[prompt][1] for prompt in both]
     asked = asked_of(windows["server"], names)
-    compared = [same[request.turn, request.prompt] for request in asked] if same else []
+    texts = {(one.turn, one.prompt): one.answer.text for one in asked_of(windows.get("baseline", ()))}
+    same = [one.answer.text == texts[one.turn, one.prompt] for one in asked] if compared else []
     return Figures(
         texts=len({request.prompt for request in asked}),
         sides={side: side_of(done, names) for side, done in windows.items()},
         speedup=_figure(sum(would_take), sum(takes), len(both), ratio_interval(would_take, takes)),
-        identical=sum(compared) if compared else None,
-        compared=len(compared),
+        identical=sum(same) if compared else None,
+        compared=len(same),
     )
 
 
@@ -43,7 +42,7 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     """What one server did for the workloads ``names``."""
     asked = asked_of(windows, names)
     after, seconds = _columns(_speeds(asked))
-    listed = [request.tokens for request in asked]
+    listed = [request.answer.tokens for request in asked]
     tokens = sum(count for count in listed if count is not None) if None not in listed else None
     wall = sum(window.wall_s for window in windows) if len(asked) == len(asked_of(windows)) else None
     counted = [window for window in windows if counts(window, names, "drafted")]
@@ -57,8 +56,8 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
         tokens=tokens,
         tokens_per_s=_figure(sum(after), sum(seconds), sum(after), ratio_interval(after, seconds)),
         output_throughput=tokens / wall if wall and tokens is not None else None,
-        ttft_ms=_latency(request.first_s for request in asked),
-        tpot_ms=_latency(r.seconds / (r.tokens - r.first_tokens) for r in asked if r.tokens and _is_timed(r)),
+        ttft_ms=_latency(request.answer.first_s for request in asked),
+        tpot_ms=_latency(seconds / after for after, seconds in map(_timed, asked) if after),
         counted=sum(len(asked_of([window], names)) for window in counted),
         drafted=drafted if drafts[0] else None,
         accepted=accepted if drafts[0] else None,
@@ -80,7 +79,7 @@ def counts(window: Window, names: Collection[str] | None, *counters: str) -> lis
     A page tells nothing of one workload among several.
     """
     asked = asked_of([window], names)
-    told = [(one.prompt, *(getattr(one.told, name, None) for name in counters)) for one in asked]
+    told = [(one.prompt, *(getattr(one.answer.told, name, None) for name in counters)) for one in asked]
     if all(None not in row for row in told):
         return told
     page = (asked[0].prompt, *(getattr(window.page, name, None) for name in counters))
@@ -91,14 +90,16 @@ def _figure(sums: float, over: float, count: int, interval: Interval | None) -> 
     return Figure(sums / over if over else None, count, list(interval) if interval else None)
 
 
-def _is_timed(request: Request) -> bool:
-    """Whether its tokens after those of its first text took measurable time."""
-    return request.tokens is not None and request.tokens > request.first_tokens and request.seconds > 0
+def _timed(request: Request) -> tuple[int, float]:
+    """Tokens after those of the first text, and seconds; none where they took no measurable time."""
+    answer = request.answer
+    after = (answer.tokens or 0) - answer.first_tokens
+    return (after, answer.seconds) if after > 0 and answer.seconds > 0 else (0, 0.0)
 
 
 def _speeds(asked: Iterable[Request]) -> dict[int, list[Any]]:
     """By prompt: tokens after those of the first text, and seconds."""
-    return _summed((r.prompt, (r.tokens or 0) - r.first_tokens, r.seconds) for r in asked if _is_timed(r))
+    return _summed((request.prompt, *_timed(request)) for request in asked if _timed(request)[0])
 
 
 def _latency(seconds: Iterable[float | None]) -> Latency | None:

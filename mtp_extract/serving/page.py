@@ -80,6 +80,7 @@ def _findings(found: Benchmark) -> Iterator[str]:
         yield f"the baseline drafts too ({baseline.drafted} drafts): it is none"
     for side, asked in found.servers.items():
         said = [text for window in found.windows[side] for text in window.impossible]
+        said += [text for request in asked_of(found.windows[side]) for text in request.answer.impossible]
         if said:
             yield f"{asked.url} tells what cannot be, {len(said)} times, left out of all figures: {said[0]}"
     for name in found.workloads:
@@ -109,7 +110,7 @@ def _notes(found: Benchmark) -> Iterator[str]:
 def _untold(found: Benchmark, side: str) -> Iterator[str]:
     """What a server did not tell, or tells of others too."""
     server, windows = found.servers[side], found.windows[side]
-    asked = asked_of(windows)
+    answers = [request.answer for request in asked_of(windows)]
     others = sum(window.disturbed for window in windows)
     if others:
         yield (
@@ -118,18 +119,18 @@ def _untold(found: Benchmark, side: str) -> Iterator[str]:
         )
     uncounted = sum(len(window.requests) for window in windows if not counts(window, None, "drafted"))
     if uncounted:
-        yield f"{server.url} ({server.kind}): drafts are not told for {uncounted} of {len(asked)} answers."
+        yield f"{server.url} ({server.kind}): drafts are not told for {uncounted} of {len(answers)} answers."
     elif side == "server" and any(of.sides[side].counted == 0 for of in found.workloads.values()):
         yield (
             f"{server.url} ({server.kind}) tells drafts of all requests together: of a workload they are known where "
             "requests are sent one at a time, or where its answers tell them."
         )
-    untold = sum(request.tokens is None for window in windows if not window.impossible for request in window.requests)
+    untold = sum(answer.tokens is None and not answer.impossible for answer in answers)
     if untold:
-        yield f"{server.url}: how many tokens an answer has is not told for {untold} of {len(asked)}."
-    whole = sum(request.first_s is not None and request.seconds == 0 for request in asked)
+        yield f"{server.url}: how many tokens an answer has is not told for {untold} of {len(answers)}."
+    whole = sum(answer.first_s is not None and answer.seconds == 0 for answer in answers)
     if whole:
-        yield f"{server.url}: {whole} of {len(asked)} answers came in one piece, which tells no time of tokens."
+        yield f"{server.url}: {whole} of {len(answers)} answers came in one piece, which tells no time of tokens."
 
 
 def _in_flight(found: Benchmark, side: str) -> Iterator[str]:
@@ -137,7 +138,7 @@ def _in_flight(found: Benchmark, side: str) -> Iterator[str]:
     windows, wanted, url = found.windows[side], found.settings["concurrency"], found.servers[side].url
     most = min(wanted, max(len(window.requests) for window in windows))
     if wanted > 1:
-        flown = sum(request.whole_s for request in asked_of(windows)) / sum(window.wall_s for window in windows)
+        flown = sum(request.answer.whole_s for request in asked_of(windows)) / sum(window.wall_s for window in windows)
         more = f", of {wanted} wanted: give more prompts, or ask them more often" if most < wanted else ""
         yield f"{url}: {flown:.1f} requests were in flight on the mean, {most} at most{more}."
     slow = [window.client_busy for window in windows if window.client_busy >= _BUSIEST]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from mtp_extract.io.typed import Count, Figure, NotNegative, Positive, Record, Share, Tool
+from mtp_extract.serving.answer import Answer
 from mtp_extract.serving.counters import Counters
 
 
@@ -68,13 +69,7 @@ class Request(Record):
     workload: str  #: of the prompt
     prompt: Count  #: its number, from 0
     turn: Count  #: 0 is the first time it was asked
-    tokens: Count | None  #: of the answer; null where the server does not tell, or tells what cannot be
-    first_tokens: Positive  #: of these, those of the first text
-    first_s: NotNegative | None  #: seconds from request to first text; null without text
-    seconds: NotNegative  #: from first text to last event; 0 where all came at once
-    whole_s: NotNegative  #: from request to the end
-    finish_reason: str | None  #: as the server says
-    told: Counters | None  #: the server's counters of this answer; null where it has none, or where they cannot be
+    answer: Answer  #: what came
 
 
 class Window(Record):
@@ -85,7 +80,7 @@ class Window(Record):
     client_busy: NotNegative  #: share of this time in which the client computed
     page: Counters | None  #: by how much the counters of `/metrics` moved; null for none, and where others moved them
     disturbed: bool  #: whether others did
-    impossible: list[str]  #: what was told and cannot be of what was asked, in words; no figure has it
+    impossible: list[str]  #: by how much they moved where that cannot be of what was asked, in words; no figure has it
 
 
 class Benchmark(Record, kw_only=True):

@@ -25,6 +25,7 @@ from mtp_extract.errors import MtpExtractError, OutputError
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.page import plain_json
 from mtp_extract.serving import client as client_module
+from mtp_extract.serving.answer import Answer
 from mtp_extract.serving.benchmark import run_benchmark
 from mtp_extract.serving.counters import Counters
 from mtp_extract.serving.figures import figures, side_of
@@ -363,7 +364,8 @@ def test_a_baseline_that_is_none(prompts: Path) -> None:
 
 
 def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, told: Counters | None = None) -> Request:
-    return Request("code", 0, 0, tokens, 1, first_s, seconds, (first_s or 0) + seconds, "length", told)
+    came = Answer("text", tokens, 1, first_s, seconds, (first_s or 0) + seconds, "length", told)
+    return Request("code", 0, 0, came)
 
 
 def window(*asked: Request, wall: float = 4.0, page: Counters | None = None) -> Window:
@@ -381,7 +383,7 @@ def side(*done: Window) -> Side:
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     fast = windows(answer(11, 1.0), answer(21, 1.0, first_s=0.1)) + windows(answer(11, 3.0), turn=1)
     slow = windows(answer(11, 4.0), answer(41, 6.0)) + windows(answer(6, 2.0), turn=1)
-    found = figures({"server": fast, "baseline": slow}, {"code"}, {})
+    found = figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
     server, baseline = found.sides["server"], found.sides["baseline"]
     assert server.tokens_per_s.value == pytest.approx((10 + 20 + 10) / 5)
     assert server.output_throughput == pytest.approx(43 / 12)
@@ -392,7 +394,7 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     assert found.speedup.value == pytest.approx((8 + 3) / (4 + 1))
     assert (found.speedup.n, found.speedup.ci95) == (2, None), "two texts"
     more = [windows(*(answer(11, seconds * time) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
-    faster = figures({"server": more[0], "baseline": more[1]}, {"code"}, {}).speedup
+    faster = figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
     assert faster.value == pytest.approx(2)
     assert faster.ci95 == pytest.approx([2, 2])
 
@@ -415,7 +417,7 @@ def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
         answer(0, 0.0, None),
         answer(None, 1.0),
         answer(9, 0.0),
-        replace(answer(4, 1.0), first_tokens=4),
+        Request("code", 0, 0, Answer("text", 4, 4, 0.5, 1.0, 1.5)),
     ],
 )
 def test_answers_without_a_speed(odd: Request) -> None:
