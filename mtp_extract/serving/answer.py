@@ -13,7 +13,7 @@ import msgspec
 
 from mtp_extract.errors import ServerError, escape
 from mtp_extract.io.typed import Count, NotNegative, Positive, Record
-from mtp_extract.serving.counters import Counters, Kind, impossible
+from mtp_extract.serving.counters import Counters, Kind, at, impossible
 
 _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 22, 1 << 14  # bytes
 
@@ -66,14 +66,6 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class EndedError(Exception):
-    """The server ended the answer in an error, and ``told`` is what it says of it."""
-
-    def __init__(self, told: Any) -> None:
-        super().__init__()
-        self.told = told
-
-
 class Reading:
     """An answer as it comes.
 
@@ -99,8 +91,7 @@ class Reading:
         """What arrived at ``now``.
 
         Raises:
-            EndedError: the server says that there was an error.
-            ServerError: it is no part of an answer, or too much for one.
+            ServerError: it is no part of an answer, too much for one, or the server says that there was an error.
         """
         self._end = now
         self._left -= len(piece)
@@ -121,7 +112,7 @@ class Reading:
             shown = escape(data[:60].decode("utf-8", "replace")) or "nothing"
             raise ServerError(f"expected an event of an answer as JSON, found {shown}") from None
         if event.error:
-            raise EndedError(event.error)
+            raise ServerError(f"the answer ended in an error{words_of(event.error)}")
         if event.usage is not None:
             self._tokens = event.usage.completion_tokens
             self._prompt_tokens = event.usage.prompt_tokens
@@ -179,3 +170,9 @@ class Reading:
             token_ids=tuple(self._ids) if self._ids and len(self._ids) == tokens else None,
             reasoning=self._reasoning,
         )
+
+
+def words_of(error: Any) -> str:
+    """What a server says of an error, to be put behind one's own words; empty where it says nothing."""
+    said = next((text for text in (error, at(error, "message"), at(error, "detail")) if isinstance(text, str)), "")
+    return f": {said.strip().rstrip('.')}" if said.strip() else ""

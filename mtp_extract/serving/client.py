@@ -22,7 +22,7 @@ import msgspec
 from mtp_extract.errors import MtpExtractError, ServerError, escape, few
 from mtp_extract.io.address import WebAddress
 from mtp_extract.io.http_library import http_library
-from mtp_extract.serving.answer import Answer, EndedError, Reading
+from mtp_extract.serving.answer import Answer, Reading, words_of
 from mtp_extract.serving.counters import Counters, at, recognise
 
 T = TypeVar("T")
@@ -30,6 +30,7 @@ T = TypeVar("T")
 _CONNECT_TIMEOUT, _PAGE_TIMEOUT = 10.0, 30.0  # seconds
 _KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE = 1 << 24  # bytes
+_LONGEST = 400  # characters of an error
 _SETTLING_TIME, _POLL_INTERVAL = 2.0, 0.05  # seconds that counters may trail behind answers, and between looks
 _CHAT = "/v1/chat/completions"
 _REACH = "Check that it runs, and its address"
@@ -216,15 +217,12 @@ class Server:
                     remedies=("chat_template", "model"),
                 )
             if response.status_code != 200:
-                raise self._refused(response.status_code, await _body(response))
+                raise _refused(response.status_code, await _body(response))
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
-            try:
-                async for piece in response.aiter_raw():
-                    reading.take(time.perf_counter(), piece)
-            except EndedError as error:
-                raise ServerError(f"the answer ended in an error{self._quoted({'error': error.told})}") from None
+            async for piece in response.aiter_raw():
+                reading.take(time.perf_counter(), piece)
             return reading.answer()
 
     @property
@@ -241,27 +239,11 @@ class Server:
                 )
             body = await _body(response)
             if response.status_code != 200:
-                raise self._refused(response.status_code, body)
+                raise _refused(response.status_code, body)
             return response.headers.get("server", ""), _json_object(body)
 
-    def _refused(self, status: int, body: bytes) -> ServerError:
-        what, remedies = _REFUSED.get(status, ("does not answer as an OpenAI-compatible server does", ()))
-        try:
-            said = self._quoted(_json_object(body))
-        except ServerError:
-            said = ""  # a page for people
-        return ServerError(f"the server {what} ({status}){said}", remedies=remedies)
-
-    def _quoted(self, page: Mapping[str, Any]) -> str:
-        """What the server says of an error, without what it was told in confidence."""
-        error = page.get("error", page)
-        said = next((text for text in (error, at(error, "message"), page.get("detail")) if isinstance(text, str)), "")
-        for secret in self._secrets:
-            said = said.replace(secret, "…")
-        return f": {escape(said.strip().rstrip('.'))}" if said.strip() else ""
-
     async def _within(self, work: Awaitable[T], seconds: float, remedies: tuple[str, ...] = ()) -> T:
-        """What ``work`` returns within ``seconds``; its errors name the server."""
+        """What ``work`` returns within ``seconds``; its errors name the server, and tell no secret."""
         try:
             return await asyncio.wait_for(work, seconds)
         except ServerError as error:
@@ -277,7 +259,9 @@ class Server:
         except self._http.HTTPError:
             # What it wrote is never repeated: it may quote the request, and with it a key.
             said, remedies = "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
-        raise ServerError(f"{self.name}: {said.rstrip('.')}.", remedies=remedies)
+        for secret in self._secrets:
+            said = said.replace(secret, "…")
+        raise ServerError(f"{self.name}: {escape(said.rstrip('.'), _LONGEST)}.", remedies=remedies)
 
 
 async def load(ask: Callable[[int], Awaitable[T]], count: int, at_a_time: int) -> list[T]:
@@ -308,6 +292,15 @@ async def _body(response: Any) -> bytes:
         if len(body) > _LARGEST_PAGE:
             raise ServerError(f"expected a page of at most {_LARGEST_PAGE >> 20} MiB, found one that does not end")
     return bytes(body)
+
+
+def _refused(status: int, body: bytes) -> ServerError:
+    what, remedies = _REFUSED.get(status, ("does not answer as an OpenAI-compatible server does", ()))
+    try:
+        page = _json_object(body)
+    except ServerError:
+        page = {}  # a page for people
+    return ServerError(f"the server {what} ({status}){words_of(page.get('error', page))}", remedies=remedies)
 
 
 def _json_object(data: bytes) -> Mapping[str, Any]:

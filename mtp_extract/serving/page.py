@@ -12,7 +12,7 @@ from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.report.numbers import DASH, mean, number, percent, rate
 from mtp_extract.report.page import Page, Table, write_report
 from mtp_extract.serving.figures import asked_of, counts
-from mtp_extract.serving.result import Asked, Benchmark, Figures, Latency, Side
+from mtp_extract.serving.result import Asked, Benchmark, Figures, Side
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
 BENCH_LISTED = listing("bench.json", frozenset({"bench.json", "bench.html"}))
@@ -151,63 +151,40 @@ def _in_flight(found: Benchmark, side: str) -> Iterator[str]:
 
 
 def tables(found: Benchmark) -> Iterator[Table]:
-    """What was measured with what; speed, latency and drafts."""
-    yield Table(
-        "Setting",
-        ("", ""),
-        [
-            *((side, _named(asked)) for side, asked in found.servers.items()),
-            ("prompts", ", ".join(f"{name} {count}" for name, count in found.prompts.items())),
-            *((name.replace("_", " "), str(value)) for name, value in found.settings.items()),
-        ],
-        what="What was asked, and what a second run needs.",
-        folded=True,
-    )
-    rows = {**found.workloads, "all": found.total}
-    beside = ("baseline tokens/s", "speedup", "same text") if "baseline" in found.servers else ()
+    """Speed with latency, and drafts: by workload and side."""
+    figures = {**found.workloads, "all": found.total}
     yield Table(
         "Speed",
-        ("workload", "texts", "tokens/s", *beside),
-        [(name, of.texts, _tokens_per_s(of, "server"), *(_beside(of) if beside else ())) for name, of in rows.items()],
-        what="How fast the text of an answer comes, with the drafter and without.",
+        (
+            *("workload", "side", "texts", "tokens/s", "speedup", "same text"),
+            *("TTFT ms", "TTFT p99", "TPOT ms", "TPOT p99", "all tokens/s"),
+        ),
+        [(name, side, *_speed_row(of, side)) for name, of in figures.items() for side in found.servers],
+        what="How fast the text of an answer comes, and how long a user waits.",
         about=(
             "Tokens as the server counts them, and times from first text to last event, both added up over all "
             "answers. Speedup: the time that the baseline takes for as many tokens, over the server's. Same text: "
             "greedy answers that are the baseline's, character for character; where two tokens nearly tie, rounding "
-            f"may part them. {_BRACKETS}"
+            "may part them. TTFT: from request to first text; TPOT: per token after it; means, and what 99 % do not "
+            f"exceed. All tokens/s: of all requests together, over the time in which any was under way. {_BRACKETS}"
         ),
     )
-    sides = [(name, side, of.sides[side]) for name, of in rows.items() for side in found.servers]
-    yield Table(
-        "Latency",
-        ("workload", "side", "TTFT ms mean", "TTFT p99", "TPOT ms mean", "TPOT p99", "output tokens/s"),
-        [
-            (name, side, *_ms(of.ttft_ms), *_ms(of.tpot_ms), number(of.output_throughput, ".1f"))
-            for name, side, of in sides
-        ],
-        what="How long a user waits, and what the server does in all.",
-        about=(
-            "TTFT: time to first token, from request to first text. TPOT: time per output token of an answer, after "
-            "its first text. Output tokens/s: of all requests together, over the time in which any was under way."
-        ),
-    )
-    drafting = [row for row in sides if row[2].drafted] or [row for row in sides if row[1] == "server"]
+    sides = [(name, side, of.sides[side]) for name, of in figures.items() for side in found.servers]
     if any(of.counted for _, _, of in sides):
-        yield _drafts(drafting)
+        yield _drafts([row for row in sides if row[2].drafted] or [row for row in sides if row[1] == "server"])
 
 
-def _tokens_per_s(of: Figures, side: str) -> str:
-    found = of.sides[side].tokens_per_s
-    return number(found.value, ".1f", found.ci95)
-
-
-def _beside(of: Figures) -> tuple[str, str, str]:
-    same = f"{of.identical}/{of.compared}" if of.compared else DASH
-    return _tokens_per_s(of, "baseline"), mean(of.speedup), same
-
-
-def _ms(latency: Latency | None) -> tuple[str, str]:
-    return (number(latency.mean, ".1f"), number(latency.p99, ".1f")) if latency else (DASH, DASH)
+def _speed_row(of: Figures, side: str) -> tuple[str | int, ...]:
+    one, ours = of.sides[side], side == "server"
+    times = [(time.mean, time.p99) if time else (None, None) for time in (one.ttft_ms, one.tpot_ms)]
+    return (
+        of.texts,
+        number(one.tokens_per_s.value, ".1f", one.tokens_per_s.ci95),
+        mean(of.speedup) if ours else "",
+        (f"{of.identical}/{of.compared}" if of.compared else DASH) if ours else "",
+        *(number(ms, ".1f") for pair in times for ms in pair),
+        number(one.output_throughput, ".1f"),
+    )
 
 
 def _drafts(rows: list[tuple[str, str, Side]]) -> Table:
