@@ -113,7 +113,8 @@ def _card(record: Mapping[str, Any], report: Mapping[str, Any] | None, words: Ca
     title = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"
     metadata = "".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items())
     again = f"mtp-extract {argument}" if bundle else "mtp-convert DRAFTER"
-    said = [_measured(report), *_changed(record, head), *_rounded(record)]
+    paragraphs = [*_measured(report), *_changed(record, head), *_rounded(record)]
+    said = "".join(f"{text}\n\n" for text in paragraphs)
     return f"""---
 {metadata}---
 
@@ -124,7 +125,7 @@ The {kind} of {f"[{base}](https://huggingface.co/{base})" if base else "its base
 {plain(record["tool"]["version"])}. It proposes tokens that the base then verifies in one pass: speculative decoding.
 It is of no use without that base.
 
-{"".join(f"{part}{chr(10) * 2}" for part in said if part)}## How to serve it
+{said}## How to serve it
 
 `DRAFTER` is this directory or its id on the Hub. Releases are those that such a drafter was run with, on a CPU, or
 whose source was read. Use BF16: Gemma 4's activations leave the range of FP16.
@@ -137,8 +138,7 @@ whose source was read. Use BF16: Gemma 4's activations leave the range of FP16.
 
 ## Where it comes from, and how it was checked
 
-{_origin(record)}
-{_comparison(record, argument) if bundle else ""}
+{_origin(record, argument)}
 
 ## Licence
 
@@ -146,12 +146,12 @@ whose source was read. Use BF16: Gemma 4's activations leave the range of FP16.
 """
 
 
-def _measured(report: Mapping[str, Any] | None) -> str:
+def _measured(report: Mapping[str, Any] | None) -> list[str]:
     """What a validation found."""
     if report is None:
-        return ""
+        return []
     refuted = "**A validation refutes this copy.** " if report["refuted"] else ""
-    return f"{refuted}{paragraph(report['verdict'])} All figures are in `report.json`."
+    return [f"{refuted}{paragraph(report['verdict'])} All figures are in `report.json`."]
 
 
 def _changed(record: Mapping[str, Any], head: bool) -> list[str]:
@@ -197,7 +197,7 @@ def _rounded(record: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _origin(record: Mapping[str, Any]) -> str:
+def _origin(record: Mapping[str, Any], argument: str) -> str:
     source, section = record["source"], record["source"]["section"]
     rows = {"file": code(source["name"]), "size": f"{source['size']:,} bytes"}
     rows |= {plain(name).replace("_", " "): code(value) for name, value in source["provenance"].items()}
@@ -205,16 +205,12 @@ def _origin(record: Mapping[str, Any]) -> str:
         rows["bytes of its section"] = f"{section['begin']:,} to {section['end']:,}"
         rows["SHA-256 of its section"] = code(section["sha256"])
     rows |= {"format": code(record["layout"]), "written as": code(record["dtype"].upper())}
-    said = table(["", ""], list(rows.items())) + "\n"
+    said = [table(["", ""], list(rows.items()))]
     if record["proof"]:
-        said += f"\nProven before this was written: {'; '.join(map(plain, in_words(record['proof'])))}.\n"
-    return said
-
-
-def _comparison(record: Mapping[str, Any], argument: str) -> str:
-    if record.get("tuning") or record.get("ordered_head"):
-        return ""
-    return f"To compare every tensor with the bundle's: `mtp-inspect DRAFTER --against {argument}`."
+        said.append(f"Proven before this was written: {'; '.join(map(plain, in_words(record['proof'])))}.")
+    if source["kind"] != "checkpoint" and not (record.get("tuning") or record.get("ordered_head")):
+        said.append(f"To compare every tensor with the bundle's: `mtp-inspect DRAFTER --against {argument}`.")
+    return "\n\n".join(said)
 
 
 def _source_argument(record: Mapping[str, Any]) -> str:
