@@ -108,6 +108,9 @@ def _rope(kind: str, **changes: Any) -> dict[str, Any]:
     return {"rope_parameters": {**_ROPE, kind: {**_ROPE[kind], **changes}}}
 
 
+_SHAPES = "the checkpoint does not match its config"
+"""What is said of a number by which tensors would have other shapes, before a graph is asked."""
+
 CONFIG_FAULTS = {
     "no cap": ConfigFault({"final_logit_softcapping": None}, "final_logit_softcap is 30.0, not None"),
     "another cap": ConfigFault({"final_logit_softcapping": 30.5}, "final_logit_softcap is 30.0, not 30.5"),
@@ -122,25 +125,25 @@ CONFIG_FAULTS = {
         _rope("full_attention", rope_type="default"), "full_attention.partial_rotary_factor 0.25"
     ),
     "factor": ConfigFault(_rope("full_attention", factor=8.0), "rope.factor"),
-    "heads": ConfigFault({"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32}, "num_heads is 4, not 8"),
+    "heads": ConfigFault({"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32}, _SHAPES),
     "kv heads": ConfigFault({"num_key_value_heads": 1}, "layers.0.num_kv_heads is 2, not 1"),
     "kv heads of full": ConfigFault({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, "num_kv_heads"),
     "layer types": ConfigFault(
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
-        "layers.1.layer_type is sliding_attention",
+        _SHAPES,
     ),
-    "all full": ConfigFault({"layer_types": ["full_attention"] * 4}, "layers.0.layer_type is sliding_attention"),
+    "all full": ConfigFault({"layer_types": ["full_attention"] * 4}, _SHAPES),
     "activation": ConfigFault({"hidden_activation": "gelu"}, "hidden_activation"),
     "untied": ConfigFault({"tie_word_embeddings": False}, "tie_word_embeddings"),
     "bidirectional": ConfigFault({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     "wide": ConfigFault({"use_double_wide_mlp": True}, "use_double_wide_mlp"),
     "own caches": ConfigFault({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
-    "hidden size": ConfigFault({"hidden_size": 32}, "hidden_size"),
-    "backbone": ConfigFault({"backbone_hidden_size": 32}, "backbone_hidden_size"),
-    "vocabulary": ConfigFault({"vocab_size": 511}, "vocab_size"),
-    "feed-forward": ConfigFault({"intermediate_size": 64}, "intermediate_size"),
-    "head dim": ConfigFault({"head_dim": 64, "global_head_dim": 32}, "head_dim"),
-    "ordered head": ConfigFault({"use_ordered_embeddings": True, "num_centroids": 64}, "ordered_head is None, not"),
+    "hidden size": ConfigFault({"hidden_size": 32}, _SHAPES),
+    "backbone": ConfigFault({"backbone_hidden_size": 32}, _SHAPES),
+    "vocabulary": ConfigFault({"vocab_size": 511}, _SHAPES),
+    "feed-forward": ConfigFault({"intermediate_size": 64}, _SHAPES),
+    "head dim": ConfigFault({"head_dim": 64, "global_head_dim": 32}, _SHAPES),
+    "ordered head": ConfigFault({"use_ordered_embeddings": True, "num_centroids": 64}, _SHAPES),
 }
 """Every number that a graph fixes, changed. For the sample and what has its shape."""
 
