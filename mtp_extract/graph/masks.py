@@ -33,7 +33,6 @@ _LARGEST_OFFSET = 64.0
 """What may be added to a score that is seen: more would round it away."""
 _LARGEST_SLOPE = 1e6
 _MOST_NUMBERS = 64
-_LOUD = 1e4
 
 
 @dataclass(frozen=True)
