@@ -114,12 +114,13 @@ class Reading:
         if event.error:
             raise ServerError(f"the answer ended in an error{words_of(event.error)}")
         if event.usage is not None:
-            self._tokens = event.usage.completion_tokens
-            self._prompt_tokens = event.usage.prompt_tokens
+            told, given = event.usage.completion_tokens, event.usage.prompt_tokens
+            self._tokens = self._tokens if told is None else told
+            self._prompt_tokens = self._prompt_tokens if given is None else given
         if self._kind.answer:
-            told = getattr(event, self._kind.answer[0])
-            if told is not None:
-                self._counters = self._kind.of_answer({self._kind.answer[0]: told}) or self._counters
+            counts = getattr(event, self._kind.answer[0])
+            if counts is not None:
+                self._counters = self._kind.of_answer({self._kind.answer[0]: counts}) or self._counters
         for choice in event.choices or ():
             self._choice(now, choice)
 

@@ -411,6 +411,7 @@ def used(tokens: Any) -> dict[str, Any]:
         ([TEXT, used(-1)], None, ("-1 tokens of an answer of 1 pieces and at most 3 tokens",)),
         ([TEXT, used(0)], None, ("0 tokens of an answer of 1 pieces and at most 3 tokens",)),
         ([used(0)], 0, ()),
+        ([TEXT, used(2), {"usage": {"input_tokens": 9}}], 2, ()),
         ([TEXT | used(3), used(2)], None, ("2 tokens of an answer of 1 pieces and at most 3 tokens",)),
         ([TEXT, told(num_accepted_draft_tokens=5)], None, ("5 accepted drafts where at most 4 can be",)),
         ([TEXT, told(num_spec_steps=0)], None, ("2 accepted drafts where at most 0 can be",)),
