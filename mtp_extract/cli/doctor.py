@@ -66,17 +66,20 @@ def command(
 
 
 def _file(source: str, print_json: bool) -> None:
-    """One line, and an exit status."""
-    from dataclasses import asdict
+    """The first line of ``mtp-inspect``, and an exit status."""
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.cli.inspect import headline
+    from mtp_extract.pipeline.inspection import inspect
 
-    from mtp_extract.doctor.holds import holds
-
-    found = holds(source)
+    with open_bundle(source) as opened:
+        found = inspect(opened)
     if print_json:
-        write_json(asdict(found))
+        write_json(found.as_json)
     else:
-        say_all(found.line)
-    if found.drafter is None:
+        say_all(headline(found.as_json))
+    if found.problem is not None:
+        raise found.problem
+    if found.as_json["drafter"] is None:
         raise typer.Exit(1)
 
 

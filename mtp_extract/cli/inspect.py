@@ -15,7 +15,7 @@ from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
 from mtp_extract.cli._options import AsJson, SlidingWindow
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 
@@ -205,10 +205,21 @@ def _made(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"{what} ({escape(how)}) beside {escape(made['base'])}: {lengths}"
 
 
-def _show(report: Mapping[str, Any]) -> None:
+def headline(report: Mapping[str, Any]) -> str:
+    """What a file is, and whether it holds a drafter, in one line; ``report`` as ``inspect`` makes it."""
     version = f" {report['version']}" if report["version"] else ""
     known = f", {report['known_bundle']}" if report["known_bundle"] else ""
-    say(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{known}")
+    what = f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{known}"
+    if "model" in report:
+        return what
+    if (drafter := report["drafter"]) is None:
+        return f"{what}; holds {'no drafter' if 'no_drafter' in report else 'a drafter that cannot be extracted'}"
+    base = drafter["base_model"] or "a base that is not known"
+    return f"{what}; holds the {drafter['known_as'] or 'MTP'} drafter for {base}"
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    say_all(headline(report))
     table([[k, v] for k, v in report["items"].items()])
     if report["sections"]:
         say(f"{len(report['sections'])} sections")

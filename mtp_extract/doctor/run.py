@@ -21,7 +21,7 @@ from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
+from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
 from mtp_extract.serving.counters import rate_in
@@ -45,6 +45,8 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     check_values(plan)
     identity = identify(place, public_name(str(place)))
     prompts = list({prompt.key: prompt for prompt in prompts_or_shipped(plan.prompts)}.values())
+    if not plan.chat_template:
+        require_texts(prompts)
     asked, serving = _serving(plan, prompts, say)
     drafts = plan.drafts or _drafts_of(asked)
     found = Diagnosis(

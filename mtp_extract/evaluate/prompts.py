@@ -91,6 +91,12 @@ def prompts_or_shipped(path: Path | None) -> tuple[Prompt, ...]:
     return shipped_prompts(FEW) if path is None else read_prompts(path)
 
 
+def require_texts(prompts: Iterable[Prompt]) -> None:
+    """Raise MtpExtractError where a prompt consists of messages: to be asked before work that needs plain text."""
+    for prompt in prompts:
+        _ = prompt.text
+
+
 class _Message(msgspec.Struct, omit_defaults=True):
     """One message of a chat, as OpenAI writes it; other fields are not read."""
 

@@ -77,6 +77,7 @@ def inspect(
     try:
         drafter = opened.drafter(sliding_window)
         report["drafter"] = _drafter(drafter, tensors, graph)
+        report["drafter"]["base_model"] = drafter.known["base_model"] if drafter.known else known and known.base_model
     except NoDrafterError as error:
         if bundle is None and not opened.is_model:
             raise
