@@ -89,7 +89,7 @@ def extract(
         sliding_window: used only where the file leaves the window to the runtime.
         tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
         section, signature: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
-        progress: called with bytes done and bytes in all, from worker threads.
+        progress: called with bytes done and bytes in all.
 
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
