@@ -196,7 +196,7 @@ def test_a_long_name_leaves_room_for_what_it_names() -> None:
     """A tree by its ways down, as one that ranks chose is named."""
     name = "paths:" + ",".join(f"0.0.0.0.{leaf}" for leaf in range(40))
     worth = {"3": REPORT["drafters"][0]["generation"]["worth"]["3"]}
-    page = shown(generation={"worth": {**worth, name: {**worth["3"], "tree": name}}})
+    page = shown(generation={"worth": {**worth, name: {**worth["3"], "tree": name, "paths": [[0]]}}})
     assert f"tree {name}" in [row[0] for row in page.tables[0].rows]
 
 
