@@ -262,7 +262,7 @@ FILES: dict[str, tuple[Callable[[Path], object], type[MtpExtractError], str]] = 
     "/dev/zero": (lambda path: path.symlink_to("/dev/zero"), SourceError, "found a device"),
     "link to itself": (lambda path: path.symlink_to(path), SourceError, "cannot be opened"),
     "text": (lambda path: path.write_text("hello\n" * 10), NoDrafterError, "found a text. Check"),
-    "zip": (_zip, NoDrafterError, "found a zip archive. Unpack"),
+    "zip": (_zip, NoDrafterError, "found an archive. Unpack"),
     "safetensors": (_safetensors, NoDrafterError, "found a safetensors file. The drafter"),
     "one byte": (lambda path: path.write_bytes(b"L"), NoDrafterError, "found a text"),
     "magic alone": (lambda path: path.write_bytes(b"LITERTLM"), TruncatedError, "8 bytes"),
