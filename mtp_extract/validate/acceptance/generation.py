@@ -137,11 +137,11 @@ def measure_generation(
     chosen = _spread(continuations, timed)
     texts = [continuations.texts[index] for index in chosen]
 
-    def generated(drafts: Drafts) -> list[Generation]:
+    def generated(drafts: Drafts, texts: Sequence[Text] = texts) -> list[Generation]:
         return [generator.generate(text.prompt, max_new_tokens=new_tokens, drafts=drafts) for text in texts]
 
     # Kernels are chosen and memory is taken in the first call.
-    generated(max(draftings, key=lambda drafting: drafting.drafts).what)
+    generated(max(draftings, key=lambda drafting: drafting.drafts).what, texts[:1])
     plain, worth = generated(0), dict[str, Worth]()
     base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
     for asked in draftings:
