@@ -73,6 +73,10 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
     found, sha256 = _sums(path)
     if found != written.hexdigest() or at != size or (file.tensors and read_header(path) != places):
         raise read_back_error(path)
+    if path.suffix == ".safetensors" and safetensors_file.witnessed(path) != {
+        tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors
+    }:
+        raise read_back_error(path)
     return {"size": size, "sha256": sha256}
 
 

@@ -2,7 +2,7 @@
 data of all tensors without gaps.
 
 The ``safetensors`` package does not write: it wants every tensor in memory and orders metadata keys differently from
-run to run.
+run to run. It reads the header of what was written, as a reader that shares no code with the writer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor
@@ -47,6 +49,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: not such a file, or one whose header contradicts its size.
     """
     return _read(path)[0]
+
+
+def witnessed(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of the file at ``path``, as the ``safetensors`` package reads them.
+
+    Raises:
+        CheckpointError: it cannot read the file.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            seen = {name: file.get_slice(name) for name in file.offset_keys()}
+            return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in seen.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{escape(path)}: the safetensors package cannot read it: {error}.") from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
