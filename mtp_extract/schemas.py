@@ -49,7 +49,7 @@ def _kind(name: str) -> type:
 
         return Benchmark
     if name == "doctor":
-        from mtp_extract.doctor.fields import Diagnosis
+        from mtp_extract.doctor.result import Diagnosis
 
         return Diagnosis
     raise KeyError(name)

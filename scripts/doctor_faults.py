@@ -27,13 +27,12 @@ from helpers.model_server import Written
 from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-from mtp_extract.doctor.faults import Reference, reference, with_faults
-from mtp_extract.doctor.fields import Diagnosis, Identity, Serving
-from mtp_extract.doctor.patterns import Counted, patterns
-from mtp_extract.doctor.rates import rates_of
-from mtp_extract.doctor.run import held_against
-from mtp_extract.doctor.samples import Sample, counted, samples, text_fit
-from mtp_extract.doctor.served import Told
+from mtp_extract.doctor.counts import Counts, expected_counts
+from mtp_extract.doctor.faults import Reference, reference
+from mtp_extract.doctor.result import Diagnosis, Identity, Serving
+from mtp_extract.doctor.run import hold_against
+from mtp_extract.doctor.server import Reply
+from mtp_extract.doctor.texts import Sample, samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import Verdict, judge
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
@@ -41,6 +40,7 @@ from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
 from mtp_extract.pipeline.extraction import extract
+from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
 
@@ -88,33 +88,33 @@ class Bench:
         self.encoded = encode_prompts(read_prompts(prompts), self.generator.codec, chat_template=False)
         self._known: dict[Any, Reference] = {}
 
-    def serve(self, engine: Any, way: Way, seed: int, rows: Sequence[int]) -> list[Told]:
+    def serve(self, engine: Any, way: Way, seed: int, rows: Sequence[int]) -> list[Reply]:
         """What an engine answers to the prompts ``rows``, and counts."""
         generator = SpeculativeGenerator(self.generator.base, engine, self.tokenizer)
         settings: Any = {"max_new_tokens": NEW_TOKENS, "drafts": way.drafts, "temperature": way.temperature}
         results = [generator.generate(self.encoded[row], seed=seed + row, **settings) for row in rows]
         return [_told(played(result)) for result in results]
 
-    def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Told], rows: Sequence[int]) -> Iterator[Any]:
+    def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Reply], rows: Sequence[int]) -> Iterator[Any]:
         """By tells and noise: texts, reference and verdict."""
         encoded = [self.encoded[row] for row in rows]
         chosen = samples(self.generator, encoded, told, max_tokens=NEW_TOKENS, temperature=way.temperature, batch=BATCH)
-        clean = counted(chosen, STEPS)
+        clean = served_counts(chosen, STEPS)
         assert clean is not None
-        known = self._reference(drafter, way, chosen, clean.mean_accepted_length)
+        known = self._reference(drafter, way, chosen, clean.tokens_per_round)
         text = text_fit(self.generator, chosen, None, temperature=way.temperature, batch=BATCH)
         for noisy in (False, True):
             served = _noisy(clean) if noisy else clean
             for tells in TELLS:
                 has = served if tells == "steps" else dataclasses.replace(served, by_step=None)
                 found = Diagnosis(
-                    identity=Identity("the pair", "transformers", "extracted", None, None),
+                    drafter=Identity("the pair", "transformers", "extracted", None, None),
                     settings={"drafts": STEPS, "drafts_known": True},
                     serving=Serving("the engine", "vLLM"),
-                    expected=rates_of(known.sound, STEPS),
                     text=text,
                 )
-                yield tells, noisy, clean, known, held_against(found, known, has)
+                hold_against(found, known, has)
+                yield tells, noisy, clean, known, found
 
     def _reference(self, drafter: MtpDrafter, way: Way, chosen: Sequence[Sample], lag: float) -> Reference:
         texts = [sample.text for sample in chosen]
@@ -122,26 +122,29 @@ class Bench:
         if key not in self._known:
             temperature = way.temperature if way.drawn else None
 
-            def along(drafters: Sequence[Drafter]) -> list[Counted]:
-                return patterns(self.generator.base, drafters, texts, STEPS, temperature=temperature, batch=BATCH)
+            def along(drafters: Sequence[Drafter]) -> list[Counts]:
+                return expected_counts(
+                    self.generator.base, drafters, texts, STEPS, temperature=temperature, batch=BATCH
+                )
 
-            self._known[key] = with_faults(reference(drafter, along), self.generator.base, drafter, along, lag)
+            self._known[key] = reference(drafter, self.generator.base, along, lag=lag)
         return self._known[key]
 
 
-def _told(answer: Written) -> Told:
+def _told(answer: Written) -> Reply:
     made = answer.counted
     by_step = tuple(made.get(f"accepted_{step}", 0) for step in range(STEPS))
-    return Told(answer.pieces[0], made["tokens"], made["rounds"], made["drafted"], made["accepted"], by_step)
+    counted = Counters(rounds=made["rounds"], drafted=made["drafted"], accepted=made["accepted"], positions=by_step)
+    return Reply(answer.pieces[0], made["tokens"], counted)
 
 
-def _noisy(counts: Counted) -> Counted:
+def _noisy(counts: Counts) -> Counts:
     generator = np.random.default_rng(3)
     assert counts.by_step is not None
     rounds = counts.rounds + generator.poisson(0.5, len(counts.rounds))
     by_step = generator.binomial(counts.by_step.astype(int), 0.97).astype(float)
     by_step = np.minimum.accumulate(by_step, axis=1)
-    return Counted(counts.tokens, rounds, by_step.sum(1), by_step)
+    return Counts(counts.tokens, rounds, by_step.sum(1), by_step)
 
 
 def outcomes(
@@ -155,7 +158,7 @@ def outcomes(
     for tells, noisy, clean, known, found in bench.look(drafter, way, told, chosen):
         names = [fit.name for fit in found.fits]
         rank = names.index(planted) + 1 if planted in names else 0
-        lengths = clean.mean_accepted_length, known.sound.mean_accepted_length
+        lengths = clean.tokens_per_round, known.sound.tokens_per_round
         yield Outcome(planted, way.name, tells, noisy, len(clean.tokens), *lengths, rank, judge(found))
 
 
@@ -177,17 +180,16 @@ def main(sound_runs: int, pair: Sequence[str]) -> None:
 
 
 def _planted(bench: Bench) -> None:
-    print("| planted | drafts | told | noise | texts | served | expected | verdict | suspect | certainty | rank |")
-    print("|" + " --- |" * 11)
+    print("| planted | drafts | told | noise | texts | served | expected | verdict | suspect | rank |")
+    print("|" + " --- |" * 10)
     right = Counter[tuple[str, ...]]()
     for planted in PLANTED:
         for found in (found for way in WAYS for found in outcomes(bench, planted, way)):
             verdict, noise = found.verdict, "yes" if found.noisy else "no"
             right[found.way, found.tells, noise] += verdict.suspect == planted
-            certainty = "" if verdict.certainty is None else f"{verdict.certainty:.3f}"
             print(
                 f"| {planted} | {found.way} | {found.tells} | {noise} | {found.texts} | {found.served:.2f} "
-                f"| {found.expected:.2f} | {verdict.outcome} | {verdict.suspect or ''} | {certainty} | {found.rank} |",
+                f"| {found.expected:.2f} | {verdict.outcome} | {verdict.suspect or ''} | {found.rank} |",
                 flush=True,
             )
     for key, count in right.items():

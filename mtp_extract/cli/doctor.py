@@ -47,20 +47,21 @@ def command(
     from mtp_extract.evaluate.extras import require
 
     require("torch", "transformers")
-    from mtp_extract.doctor.report import DOCTOR_LISTED, as_json, tables, write_doctor
+    from mtp_extract.doctor.page import DOCTOR_LISTED, tables, write_doctor
     from mtp_extract.doctor.run import diagnose
     from mtp_extract.io.place import check_place
+    from mtp_extract.report.page import plain_json
 
     inputs = (path, plan.prompts, plan.log)
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=inputs, listed=DOCTOR_LISTED)
     found = diagnose(plan, path, doing_unless(print_json))
     files = write_doctor(found, out, overwrite=overwrite, inputs=inputs) if out is not None else []
-    report = as_json(found)
+    report = plain_json(found)
     if print_json:
         write_json(report)
         return
-    say_report(report, tables(report))
+    say_report(report, tables(found))
     if files:
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
 

@@ -1,4 +1,4 @@
-"""Patterns against the loop itself, and against rounds that are gone through one by one."""
+"""Expected counts against the loop itself, and against rounds that are gone through one by one."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import pytest
 import torch
 from helpers.counting_server import played
 
+from mtp_extract.doctor.counts import _along, expected_counts
 from mtp_extract.doctor.faults import FAULTS, Setting
-from mtp_extract.doctor.patterns import _walk, patterns
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, chances_of_base, chances_of_text
+from mtp_extract.speculate.teacher import Along, Text, chances_of_base, chances_of_text
 
 NEW_TOKENS, STEPS = 32, 3
 
 
-def test_greedy_patterns_are_what_the_loop_counts(
+def test_greedy_counts_are_what_the_loop_counts(
     generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
 ) -> None:
     """Text by text and step by step, for the drafter as it is and with each thing broken that the loop can run."""
     setting = Setting(drafter, generator.base.num_layers, LITERT, 2)
     broken = {fault.name: fault.make(setting) for fault in FAULTS}
-    chosen = {"sound": drafter, **{name: broken[name][0] for name in ("early_state", "unscaled_embedding")}}
+    chosen = {"sound": drafter, **{name: broken[name] for name in ("early_state", "unscaled_embedding")}}
     for name, engine in chosen.items():
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
         results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded[:8]]
         along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
-        (pattern,) = patterns(generator.base, [engine], along, STEPS, batch=8)
+        (pattern,) = expected_counts(generator.base, [engine], along, STEPS, batch=8)
         counts = [played(result).counted for result in results]
         assert pattern.by_step is not None
         by_step = [[made.get(f"accepted_{step}", 0) for step in range(STEPS)] for made in counts]
@@ -58,9 +58,12 @@ def test_expected_rounds_are_those_of_every_outcome() -> None:
             go(at + accepted + 1, chance * (reached - more))
 
     go(0, 1.0)
-    rounds, by_step = _walk(stands)
-    assert rounds == pytest.approx(wanted_rounds)
-    assert by_step == pytest.approx(wanted)
+    # Chances of each step by itself, at the four anchors of a text of which one token was given.
+    alone = torch.from_numpy(stands).clone()
+    alone[:, 1] /= alone[:, 0]
+    along = Along(torch.zeros(4, dtype=torch.long), torch.arange(1, 5), alone)
+    found = _along([Text((7,) * 6, 1)], along, frozenset())
+    assert found[0] == pytest.approx([wanted_rounds, *wanted])
 
 
 def test_drawn_drafts_stand_as_often_as_expected(
@@ -70,10 +73,10 @@ def test_drawn_drafts_stand_as_often_as_expected(
     options: Any = {"max_new_tokens": NEW_TOKENS, "drafts": STEPS, "temperature": 0.7}
     results = [generator.generate(one, seed=row, **options) for row, one in enumerate(encoded)]
     along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
-    (pattern,) = patterns(generator.base, [drafter], along, STEPS, temperature=0.7, batch=24)
+    (pattern,) = expected_counts(generator.base, [drafter], along, STEPS, temperature=0.7, batch=24)
     apart = np.array([r.accepted for r in results]) - pattern.accepted
     assert abs(apart.sum()) < 4 * np.sqrt((apart**2).sum())
-    (greedy,) = patterns(generator.base, [drafter], along, STEPS, batch=24)
+    (greedy,) = expected_counts(generator.base, [drafter], along, STEPS, batch=24)
     assert abs(np.array([r.accepted for r in results]).sum() - greedy.accepted.sum()) > 2 * abs(apart.sum())
 
 

@@ -1,4 +1,4 @@
-"""The texts that a diagnosis looks along, what a server told of each, and whether they are this base's."""
+"""The texts that a diagnosis looks along, what a server counted of each, and whether they are this base's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_extract.doctor.fields import TextFit
-from mtp_extract.doctor.patterns import Counted
-from mtp_extract.doctor.rates import rate
-from mtp_extract.doctor.served import Told
+from mtp_extract.doctor.counts import Counts
+from mtp_extract.doctor.result import TextFit
+from mtp_extract.doctor.server import Reply
 from mtp_extract.errors import PairError
+from mtp_extract.evaluate.agreement import figure
 from mtp_extract.evaluate.batches import base_texts, groups
 from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -26,14 +26,14 @@ from mtp_extract.speculate.texts import repeats
 class Sample:
     prompt: int  # its number
     text: Text
-    told: Told | None  # None without a server
+    reply: Reply | None  # None without a server
     own: bool  # the reference's own tokens; else those of the server's text, written as tokens again
 
 
 def samples(
     generator: SpeculativeGenerator,
     encoded: Sequence[tuple[int, ...]],
-    told: Sequence[Told] | None,
+    replies: Sequence[Reply] | None,
     *,
     max_tokens: int,
     temperature: float,
@@ -48,56 +48,53 @@ def samples(
     Raises:
         PairError: the server writes tokens that the base does not have.
     """
-    own: Sequence[tuple[tuple[int, ...], str | None]] = [((), None)] * len(encoded)  # tokens and text
-    if told is None or not temperature:
+    written: Sequence[tuple[int, ...] | None] = [None] * len(encoded)
+    if replies is None or not temperature:
         written = base_texts(generator.base, encoded, new_tokens=max_tokens, batch=batch, temperature=temperature)
-        own = [(tokens, generator.codec.decode(tokens)) for tokens in written]
     found = []
-    for index, (prompt, (written_tokens, text)) in enumerate(zip(encoded, own, strict=True)):
-        answer, tokens, same = told[index] if told is not None else None, written_tokens, True
-        if answer is not None and answer.ids is not None:
-            tokens, same = _known(answer.ids, generator.base.vocab_size), answer.ids == written_tokens
-        elif answer is not None and (answer.thoughts or answer.text != text):
-            tokens, same = generator.codec.continued(answer.text), False
-            # The token that ended the text may be missing.
-            if answer.thoughts or (answer.tokens or len(tokens)) - len(tokens) not in (0, 1):
-                continue
-        found.append(Sample(index, Text((*prompt, *tokens), len(prompt)), answer, same))
+    for index, (prompt, own) in enumerate(zip(encoded, written, strict=True)):
+        reply = replies[index] if replies is not None else None
+        tokens = own if reply is None else _tokens(generator, reply, own)
+        if tokens is not None:
+            found.append(Sample(index, Text((*prompt, *tokens), len(prompt)), reply, tokens == own))
     again = repeats([sample.text.tokens for sample in found])
     kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
-    return [sample for sample in kept if sample.told is not None and sample.told.counts] or kept
+    return [sample for sample in kept if sample.reply is not None and sample.reply.counts] or kept
 
 
-def _known(tokens: tuple[int, ...], size: int) -> tuple[int, ...]:
-    if (most := max(tokens, default=0)) >= size:
-        raise PairError(
-            f"expected the server to write tokens below {size}, found {most}: it has another base. Name that one.",
-            remedies=("base",),
-        )
-    return tokens
+def _tokens(generator: SpeculativeGenerator, reply: Reply, own: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The tokens of a reply; None where they cannot be known. ``own``: what the reference wrote, if it was asked."""
+    codec, size = generator.codec, generator.base.vocab_size
+    if reply.ids is not None:
+        if (most := max(reply.ids, default=0)) >= size:
+            raise PairError(
+                f"expected the server to write tokens below {size}, found {most}: it has another base. Name that one.",
+                remedies=("base",),
+            )
+        return reply.ids
+    if own is not None and not reply.thoughts and reply.text == codec.decode(own):
+        return own
+    tokens = codec.continued(reply.text)
+    # The token that ended the text may be missing.
+    return tokens if not reply.thoughts and (reply.tokens or len(tokens)) - len(tokens) in (0, 1) else None
 
 
-def counted(chosen: Sequence[Sample], steps: int) -> Counted | None:
+def served_counts(chosen: Sequence[Sample], steps: int) -> Counts | None:
     """The counters, text by text; None where nothing was drafted, or no counters are told."""
-    if not all(sample.told is not None and sample.told.counts for sample in chosen):
+    replies = [sample.reply for sample in chosen if sample.reply is not None and sample.reply.counts]
+    if len(replies) < len(chosen):
         return None
-    rows: list[tuple[int, int, int]] = []
-    by_step: list[tuple[int, ...]] | None = []
-    for sample in chosen:
-        told, length = sample.told, len(sample.text.anchors)
-        assert told is not None
+    table, by_step = np.zeros((len(chosen), 3)), []
+    for row, sample, reply in zip(table, chosen, replies, strict=True):
+        told, length = reply.counted, len(sample.text.anchors)
         rounds = told.rounds if told.rounds is not None else max(1, length - (told.accepted or 0))
-        accepted = told.accepted if told.accepted is not None else max(0, length - rounds)
-        rows.append((length, rounds, accepted))
-        known = told.by_step if told.rounds is not None else None
-        if known is None or sum(known[:steps]) != accepted:
-            by_step = None
-        if by_step is not None and known is not None:
-            by_step.append((*known, *[0] * steps)[:steps])
-    if not sum(rounds for _, rounds, _ in rows):
-        return None
-    tokens, rounds, accepted = np.array(rows, np.float64).T
-    return Counted(tokens, rounds, accepted, None if by_step is None else np.array(by_step, np.float64))
+        row[:] = length, rounds, told.accepted if told.accepted is not None else max(0, length - rounds)
+        positions = (*(told.positions or ()), *[0] * steps)[:steps]
+        if told.rounds is not None and told.positions is not None and sum(positions) == row[2]:
+            by_step.append(positions)
+    told_by_step = np.array(by_step, np.float64) if len(by_step) == len(chosen) else None
+    found = Counts(table[:, 0], table[:, 1], table[:, 2], told_by_step)
+    return found if found.rounds.sum() else None
 
 
 def text_fit(
@@ -113,26 +110,22 @@ def text_fit(
     Args:
         otherwise: all prompts, with the chat template where they are without one, or without; None for none.
     """
-    texts = [sample.text for sample in chosen]
+    texts, greedy, other = [sample.text for sample in chosen], not temperature, None
     text, likeliest, best = _of_base(generator.base, texts, temperature or 1.0, batch)
-    greedy, other = not temperature, None
     if otherwise is not None and not all(sample.own for sample in chosen):
         prompts = [otherwise[sample.prompt] for sample in chosen]
         after = [Text((*p, *t.continuation), len(p)) for p, t in zip(prompts, texts, strict=True)]
         other = float(_of_base(generator.base, after, temperature or 1.0, batch)[1].mean())
-    sizes = [
-        sample.told.prompt_tokens == sample.text.prompt_length
-        for sample in chosen
-        if sample.told is not None and sample.told.prompt_tokens is not None
-    ]
+    given = [(s.reply.prompt_tokens, s.text.prompt_length) for s in chosen if s.reply is not None]
+    alike = [there == here for there, here in given if there is not None]
     return TextFit(
         texts=len(chosen),
         same=sum(sample.own for sample in chosen) if greedy else 0,
-        likeliest=rate(float(likeliest.mean()), share_over_texts(text, likeliest)),
+        likeliest=figure(float(likeliest.mean()), len(likeliest), share_over_texts(text, likeliest)),
         expected=1.0 if greedy else float(best.mean()),
         at_one=float(best.mean()) if greedy or temperature == 1 else None,
         other_template=other,
-        prompts_alike=sum(sizes) / len(sizes) if sizes else None,
+        prompts_alike=sum(alike) / len(alike) if alike else None,
     )
 
 

@@ -1,0 +1,109 @@
+"""Rounds and accepted drafts of texts: as a server counts them, and as they are expected of a drafter.
+
+Whether a draft stands is known at every position of a text by teacher forcing, and so are the rounds that a server
+makes of the text: with drafts that are the likeliest tokens exactly, at any temperature, for a server keeps such a
+draft where its token is the one that it emits. A draft that is drawn from q stands, given that the text goes on with x,
+with probability min(1, q(x) / p(x)), and what follows are expectations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtp_extract.doctor.result import Rates
+from mtp_extract.drafter.protocol import Drafter
+from mtp_extract.evaluate.agreement import figure
+from mtp_extract.evaluate.batches import groups
+from mtp_extract.evaluate.measured import Measured
+from mtp_extract.io.typed import Figure
+from mtp_extract.speculate.intervals import share_interval
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Along, Text, chances_of_text, read_texts, teacher_forced
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Drafts of several texts, expected or counted. K steps."""
+
+    tokens: Floats  # [texts], those that rounds add: all but the first
+    rounds: Floats  # [texts]
+    accepted: Floats  # [texts]
+    by_step: Floats | None  # [texts, K], accepted at each step; None where a server does not tell
+
+    @property
+    def tokens_per_round(self) -> float:
+        """1 + accepted / rounds."""
+        return 1 + float(self.accepted.sum() / self.rounds.sum())
+
+    @property
+    def reached(self) -> list[Floats]:
+        """Rounds, and drafts accepted at each step, as far as steps are told; [texts] each."""
+        return [self.rounds] if self.by_step is None else [self.rounds, *self.by_step.T]
+
+    def rates(self, steps: int) -> Rates:
+        """With intervals over texts; K is ``steps``."""
+        share = _share(self.accepted / steps, self.rounds)
+        length = Figure(self.tokens_per_round, share.n, share.ci95 and [1 + steps * end for end in share.ci95])
+        conditional = [_share(hits, sizes) for sizes, hits in pairwise(self.reached)]
+        totals = float(self.rounds.sum()), float(self.accepted.sum())
+        return Rates(len(self.tokens), *totals, length, conditional or None)
+
+
+def _share(hits: Floats, sizes: Floats) -> Figure:
+    # A server that drafts beyond the end of a text may count more than the text has room for.
+    interval = share_interval(np.minimum(hits, sizes).tolist(), sizes.tolist())
+    return figure(float(hits.sum() / sizes.sum()) if sizes.sum() else np.nan, round(sizes.sum()), interval)
+
+
+def expected_counts(
+    base: Base,
+    drafters: Sequence[Drafter],
+    texts: Sequence[Text],
+    steps: int,
+    *,
+    temperature: float | None = None,
+    batch: int,
+) -> list[Counts]:
+    """What each of ``drafters`` comes to along ``texts``, in their order; the base reads each text once.
+
+    Args:
+        texts: each with at least one anchor.
+        steps: drafts a round.
+        temperature: at which drafts are drawn; None where they are the likeliest tokens.
+    """
+    tables = np.zeros((len(drafters), len(texts), steps + 1))
+    for rows in groups([len(text.tokens) for text in texts], batch):
+        chosen = [texts[row] for row in rows]
+        full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
+        for table, drafter in zip(tables, drafters, strict=True):
+            if temperature is None:
+                drafts = teacher_forced(base, drafter, chosen, steps, full=full)
+                stands = Along(drafts.text, drafts.anchor, (drafts.drafts == drafts.targets).double())
+            else:
+                stands = chances_of_text(base, drafter, chosen, steps, temperature=temperature, full=full)
+            table[rows] = _along(chosen, stands, frozenset(base.stop_token_ids))
+    tokens = np.array([float(len(text.anchors)) for text in texts])
+    return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables]
+
+
+def _along(texts: Sequence[Text], stands: Along, stops: frozenset[int]) -> Floats:
+    """Of each text its rounds, and the drafts accepted at every step: F64 [texts, 1 + K].
+
+    A text that was cut off ends in a token of the base's: an engine that adds so many tokens and no more drafts up to
+    the one before. Where there is no room for a draft, a round is none that a server counts.
+    """
+    ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in stops) for text in texts])
+    room, steps = ends[stands.text] - stands.anchor, stands.values.shape[1]
+    accepted = stands.values.cumprod(dim=1) * (torch.arange(steps) < room[:, None])
+    begins = Measured.over(stands.text, stands.anchor, accepted).begins * (room > 0)
+    counted = begins[:, None] * torch.cat([torch.ones(len(room), 1), accepted], dim=1)
+    found: Floats = torch.zeros(len(texts), steps + 1, dtype=torch.double).index_add(0, stands.text, counted).numpy()
+    return found

@@ -1,0 +1,112 @@
+"""What a diagnosis found: the record that ``doctor.json`` holds, and that the page and the terminal read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import field
+
+from mtp_extract._version import __version__
+from mtp_extract.io.typed import Count, Figure, NotNegative, Positive, Record, Share, Tool
+
+Outcome = Literal["does not fit", "not served", "nothing drafted", "in line", "below", "another text", "cannot tell"]
+
+
+class Identity(Record):
+    """The drafter."""
+
+    name: str  #: of its directory or file
+    format: str  #: its layout
+    made: str  #: `extracted` or `tuned` by its record; `unknown` where it has none, as official ones
+    known_as: str | None  #: name of its geometry; null for one that `mappings/geometries.json` does not list
+    made_for: str | None  #: the base that its record, its config or its geometry names; null where nothing does
+
+
+class Check(Record):
+    """Something in which drafter and base have to agree."""
+
+    name: str  #: what it is
+    passed: bool | None  #: null where it may matter and nothing decides it
+    found: str  #: what was found
+
+
+class Engine(Record):
+    """What an engine does with the drafter's directory."""
+
+    engine: str  #: its name, with the release whose source was read where that matters
+    loads: bool | None  #: null where only its maker can judge
+    what: str  #: what it does
+
+
+class Rates(Record):
+    """Drafts along some texts."""
+
+    texts: Positive  #: that were counted
+    rounds: NotNegative  #: of drafting and verifying
+    accepted: NotNegative  #: drafts
+    tokens_per_round: Figure  #: 1 + accepted / rounds
+    steps: list[Figure] | None  #: by step: accepted, of those accepted a step before; null where not told
+
+
+class Serving(Record):
+    """A server, or a log."""
+
+    name: str  #: of the server, or of the log
+    kind: str  #: what it was recognised as
+    version: str | None = None  #: as it says
+    drafted: Count | None = None  #: drafts that were verified; null where not told
+    per_round: NotNegative | None = None  #: drafts a round; null where not told
+    acceptance: Share | None = None  #: accepted / drafted; null where not told
+    identical: Count | None = None  #: answers that are the baseline's; null without one, or with sampling
+    compared: Count = 0  #: of so many
+
+
+class TextFit(Record):
+    """Whether the served texts are the base's own."""
+
+    texts: Positive  #: that were looked at
+    same: Count  #: of greedy texts, those that are the reference's, character for character
+    likeliest: Figure  #: share of their tokens that are the base's argmax
+    expected: Share  #: what that should be, at the temperature that was asked for
+    at_one: Share | None  #: and at temperature 1; null where not computed
+    other_template: Share | None  #: `likeliest` with prompts written the other way; null where not computed
+    prompts_alike: Share | None  #: share of the prompts with as many tokens there as here; null where not told
+
+
+class Fit(Record):
+    """How well the counters are what a drafter with one thing broken would come to."""
+
+    name: str  #: `sound`, or the name of a fault
+    log_likelihood: float  #: of the counters, over all texts
+    behind: float  #: log-likelihood of a text by which the likeliest is ahead, on the mean
+    behind_at_least: float | None  #: the same, at least, 95 % over texts; null with too few
+    missing: Figure  #: accepted drafts of a token that were expected and not served
+
+
+class Diagnosis(Record, kw_only=True):
+    """What the doctor found of a drafter, its base and what is served."""
+
+    version: Literal[2] = 2  #: version of this file
+    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what wrote it
+    verdict: str = ""  #: the result in one sentence
+    outcome: Outcome | None = None  #: the same in a word or two
+    #: what is to blame: the name of a fault, or `temperature`, `template`; null where nothing is named
+    suspect: str | None = None
+    findings: list[str] = field(default_factory=list)  #: what the verdict rests on
+    next: list[str] = field(default_factory=list)  #: what to do
+    notes: list[str] = field(default_factory=list)  #: what was left out, and what disturbed the measurement
+    drafter: Identity  #: what the directory holds
+    base: str | None = None  #: what it was run beside; null for nothing
+    settings: dict[str, Any]  #: what a second run needs
+    checks: list[Check] = field(default_factory=list)  #: what has to agree between drafter and base
+    engines: list[Engine] = field(default_factory=list)  #: what engines make of the directory
+    #: position of the query at which the drafter drafts better, n that of the pending token; null where not measured
+    convention: str | None = None
+    serving: Serving | None = None  #: what serves the pair; null without a server or a log
+    text: TextFit | None = None  #: whether the served texts are this base's; null without both
+    expected: Rates | None = None  #: of the reference along these texts; null without a base
+    served: Rates | None = None  #: by the server's counters along these texts; null where it tells too little
+    #: what the counters were compared with, likeliest first; empty where they were not
+    fits: list[Fit] = field(default_factory=list)
+    #: faults that change nothing along these texts, and so can be neither named nor excluded
+    untold: list[str] = field(default_factory=list)
