@@ -72,8 +72,10 @@ def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
     result = RUNNER.invoke(validate.app, [*told, "--new-tokens", "12", "--no-chat-template", "--json"])
     assert result.exit_code in (0, 1), result.output
     report = json.loads(result.stdout)
-    assert report["generation"]["2"]["identical_prompts"] == 2
-    assert report["agreement"]["steps"][0]["top1"] is not None and not report["controls"]
+    (head,) = report["drafters"]
+    worth = head["generation"]["worth"]["2"]
+    assert worth["prompts"] == worth["same_text"] == 2
+    assert head["agreement"]["steps"][0]["top1"] is not None and not report["controls"]
     assert any("the controls are those of an MTP drafter" in note for note in report["notes"])
     refused = run("validate", directory, "--source", sample)
     assert refused.returncode == 1
@@ -83,4 +85,4 @@ def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
 def test_a_head_that_is_there_keeps_its_vocabulary(tmp_path: Path) -> None:
     told = [str(tmp_path), "--base", str(sample_base()), "--draft-vocab", "7"]
     result = RUNNER.invoke(tune.app, told)
-    assert result.exit_code == 2 and "--draft-vocab is of a new head" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "--mode norms has no use for --draft-vocab" in " ".join(result.output.split())

@@ -140,7 +140,7 @@ def test_colours_are_on_the_words_that_decide(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    text = "Refuted: a; proven: that b is proven; not proven: c."
+    text = "Refuted: a; verified: that b is verified; not verified: c."
     terminal.say_verdict(text)
-    colours = "\x1b[31mRefuted\x1b[0m: a; \x1b[32mproven\x1b[0m: that b is proven; \x1b[33mnot proven\x1b[0m: c."
+    colours = "\x1b[31mRefuted\x1b[0m: a; \x1b[32mverified\x1b[0m: that b is verified; \x1b[33mnot verified\x1b[0m: c."
     assert sys.stdout.getvalue().strip() == (text if no_color else colours)
