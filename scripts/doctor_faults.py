@@ -102,13 +102,13 @@ class Bench:
         clean = served_counts(chosen, STEPS)
         assert clean is not None
         known = self._reference(drafter, way, chosen, clean.tokens_per_round)
-        text = text_fit(self.generator, chosen, None, temperature=way.temperature, batch=BATCH)
+        text = text_fit(self.generator, chosen, temperature=way.temperature, batch=BATCH)
         for noisy in (False, True):
             served = _noisy(clean) if noisy else clean
             for tells in TELLS:
                 has = served if tells == "steps" else dataclasses.replace(served, by_step=None)
                 found = Diagnosis(
-                    drafter=Identity("the pair", "transformers", "extracted", None, None),
+                    drafter=Identity("the pair", "transformers", "extracted", None),
                     settings={"drafts": STEPS, "drafts_known": True},
                     serving=Serving("the engine", "vLLM"),
                     text=text,

@@ -44,13 +44,6 @@ def tables(found: Diagnosis) -> Iterator[Table]:
             [(check.name, _PASSED[check.passed], check.found) for check in found.checks],
             what="What has to agree of drafter and base, and whether it does; ? where nothing decides it.",
         )
-    if found.engines:
-        yield Table(
-            "Engines",
-            ("engine", "loads", "what it does"),
-            [(engine.engine, _PASSED[engine.loads], engine.what) for engine in found.engines],
-            what="What engines make of this directory.",
-        )
     if len(found.fits) > 1:
         yield _faults(found)
 

@@ -1,32 +1,25 @@
-"""Does a drafter fit a base, whose drafter is it, and what will an engine do with its directory?"""
+"""Does a drafter fit a base, and whose drafter is it?"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.doctor.result import Check, Engine, Identity
+from mtp_extract.doctor.result import Check, Identity
 from mtp_extract.drafter.load import Network
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.base_model import LoadedBase
-from mtp_extract.formats import ENGINES, EVERY, engines_for, format_of, variant_for
-from mtp_extract.formats.eagle3 import findings_of
+from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.pipeline.unexpected import unexpected_in
-from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.speculate.target import Base
 from mtp_extract.validate.acceptance.drafters import facts_of
 
-_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
-_ENGINES = {"vLLM": "vllm", "SGLang": "sglang", "llama-server": "llama.cpp", "mlx-vlm": "mlx-vlm"}
-"""Kind of a server → the engine, as formats call it."""
+_TOKENIZER = "tokenizer.json"
 
 
 def identify(place: Path, name: str) -> Identity:
@@ -35,37 +28,11 @@ def identify(place: Path, name: str) -> Identity:
     Raises:
         CheckpointError: it is damaged, or holds no drafter.
     """
-    facts, record, config = facts_of(place, name), _record(place), format_of(place).read_config(place)
-    made_for = (record.get("tuning") or record.get("ordered_head") or {}).get("base")
-    if isinstance(config, Eagle3Config):
-        return Identity(name, facts.format, facts.made, None, made_for or config.base)
-    known = known_drafter(config) or {"name": None, "base_model": None}
-    return Identity(name, facts.format, facts.made, known["name"], made_for or known["base_model"])
-
-
-def engines_of(place: Path, kind: str | None) -> Iterator[Engine]:
-    """What engines do with the directory: of every engine, or of the one that a server of ``kind`` is.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    layout, asked = format_of(place).name, _ENGINES.get(kind or "")
-    for engine in (asked,) if asked else ("transformers", *_ENGINES.values()):
-        same = (name for name in ENGINES[engine].formats if EVERY[name].architecture == EVERY[layout].architecture)
-        others = [name for name in same if variant_for(name, engine) == name]
-        if engine in engines_for(layout):
-            yield Engine(engine, True, f"loads the {layout} layout")
-        elif others:
-            yield Engine(engine, False, f"does not load the {layout} layout: convert it to {' or '.join(others)}")
-    for finding in findings_of(place):
-        yield Engine(finding.engine, False if finding.is_error else None, f"{finding.effect}: {finding.what}")
-    for what in unexpected_in(place, REPORT_FILES):
-        yield Engine("engines", None, f"may read more than the drafter there: {what}")
-
-
-def _record(place: Path) -> Mapping[str, Any]:
-    folder = with_record(place)
-    return read_record(folder) if (folder / RECORD).is_file() else {}
+    facts, folder, config = facts_of(place, name), with_record(place), format_of(place).read_config(place)
+    record = read_record(folder) if (folder / RECORD).is_file() else {}
+    known = known_drafter(config) if isinstance(config, DrafterConfig) else {"base_model": config.base}
+    made_for = (record.get("tuning") or record.get("ordered_head") or {}).get("base") or (known or {}).get("base_model")
+    return Identity(name, facts.format, facts.made, made_for)
 
 
 def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedBase) -> list[Check]:
@@ -82,7 +49,7 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
     else:
         read = all(layer <= base.num_layers for layer in needs.layers)
         checks.append(Check("layers read", read, f"{list(needs.layers)} of {base.num_layers}"))
-    return [*checks, *_tokenizers(place, loaded, base), *_named(identity, loaded)]
+    return [*checks, *_tokenizers(place, loaded, base), _named(identity, loaded)]
 
 
 def _same(name: str, drafter: object, base: object) -> Check:
@@ -122,16 +89,6 @@ def _tokenizers(place: Path, loaded: LoadedBase, base: Base) -> Iterator[Check]:
     yield Check("tokenizer's size", size <= base.vocab_size, f"{size} tokens, {base.vocab_size} in the base")
     if (place / _TOKENIZER).is_file():
         yield _tokenizer(place / _TOKENIZER, loaded.tokenizer.get_vocab())
-    stops, eos = sorted(set(base.stop_token_ids)), loaded.tokenizer.eos_token_id
-    ends = True if not stops or eos in stops else None
-    yield Check("special tokens", ends, f"text ends at {stops}, the tokenizer's EOS is {eos}")
-    template, file = getattr(loaded.tokenizer, "chat_template", None), place / _TEMPLATE
-    if not template:
-        yield Check("chat template", None, "the base has none")
-    elif file.is_file() and file.read_text(encoding="utf-8").strip() != str(template).strip():
-        yield Check("chat template", None, "another than the base's")
-    else:
-        yield Check("chat template", True, "the base has one")
 
 
 def _tokenizer(file: Path, base: Mapping[str, int]) -> Check:
@@ -145,16 +102,9 @@ def _tokenizer(file: Path, base: Mapping[str, int]) -> Check:
     return Check("tokenizer", not other, f"{other} tokens differ from the base's" if other else "the base's own")
 
 
-def _named(identity: Identity, loaded: LoadedBase) -> Iterator[Check]:
-    """Which base it is, as far as names and configurations say."""
-    if quantized := getattr(loaded.model.config, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized.quant_method
-        what = f"{escape(str(method))}: its states are not quite those that the drafter was made for"
-        yield Check("quantization of the base", None, what)
-    if hasattr(loaded.model, "peft_config") or (Path(loaded.name) / "adapter_config.json").is_file():
-        what = "an adapter lies beside the base: the reference runs without it unless it is merged"
-        yield Check("adapter", None, what)
+def _named(identity: Identity, loaded: LoadedBase) -> Check:
+    """Which base it is, as far as names say."""
     named = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
     wanted = (identity.made_for or "").rpartition("/")[2]
     what = f"made for {identity.made_for or 'a base that is not known'}; here it is {named}, {loaded.dtype}"
-    yield Check("made for this base", True if named == wanted else None, escape(what))
+    return Check("made for this base", True if named == wanted else None, escape(what))

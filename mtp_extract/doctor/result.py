@@ -18,7 +18,6 @@ class Identity(Record):
     name: str  #: of its directory or file
     format: str  #: its layout
     made: str  #: `extracted` or `tuned` by its record; `unknown` where it has none, as official ones
-    known_as: str | None  #: name of its geometry; null for one that `mappings/geometries.json` does not list
     made_for: str | None  #: the base that its record, its config or its geometry names; null where nothing does
 
 
@@ -28,14 +27,6 @@ class Check(Record):
     name: str  #: what it is
     passed: bool | None  #: null where it may matter and nothing decides it
     found: str  #: what was found
-
-
-class Engine(Record):
-    """What an engine does with the drafter's directory."""
-
-    engine: str  #: its name, with the release whose source was read where that matters
-    loads: bool | None  #: null where only its maker can judge
-    what: str  #: what it does
 
 
 class Rates(Record):
@@ -69,7 +60,6 @@ class TextFit(Record):
     likeliest: Figure  #: share of their tokens that are the base's argmax
     expected: Share  #: what that should be, at the temperature that was asked for
     at_one: Share | None  #: and at temperature 1; null where not computed
-    other_template: Share | None  #: `likeliest` with prompts written the other way; null where not computed
     prompts_alike: Share | None  #: share of the prompts with as many tokens there as here; null where not told
 
 
@@ -99,7 +89,6 @@ class Diagnosis(Record, kw_only=True):
     base: str | None = None  #: what it was run beside; null for nothing
     settings: dict[str, Any]  #: what a second run needs
     checks: list[Check] = field(default_factory=list)  #: what has to agree between drafter and base
-    engines: list[Engine] = field(default_factory=list)  #: what engines make of the directory
     #: position of the query at which the drafter drafts better, n that of the pending token; null where not measured
     convention: str | None = None
     serving: Serving | None = None  #: what serves the pair; null without a server or a log

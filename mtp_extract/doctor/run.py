@@ -9,7 +9,7 @@ from pathlib import Path
 from mtp_extract.doctor.counts import Counts, expected_counts
 from mtp_extract.doctor.faults import Reference, reference
 from mtp_extract.doctor.likelihood import SOUND, compare
-from mtp_extract.doctor.pair import check_fit, engines_of, identify
+from mtp_extract.doctor.pair import check_fit, identify
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Serving
 from mtp_extract.doctor.server import Asked, Reply, ask_all
@@ -48,8 +48,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     drafts = plan.drafts or _drafts_of(asked.replies if asked else ())
     settings = {name: getattr(plan, name) for name in ("max_tokens", "temperature", "drawn", "chat_template")}
     settings |= {"prompts": len(prompts), "drafts": drafts or _DRAFTS, "drafts_known": drafts is not None}
-    engines = list(engines_of(place, serving.kind if serving else None))
-    found = Diagnosis(drafter=drafter, settings=settings, engines=engines, serving=serving)
+    found = Diagnosis(drafter=drafter, settings=settings, serving=serving)
     if plan.baseline is not None and plan.temperature:
         found.notes.append("The baseline was not asked: texts that are drawn differ by chance.")
     if plan.base is not None:
@@ -145,8 +144,7 @@ def _along_texts(
     known = reference(drafter, generator.base, along, lag=served.tokens_per_round if served else None)
     hold_against(found, known, served)
     if asked is not None:
-        otherwise = encode_prompts(prompts, codec, chat_template=not plan.chat_template) if codec.has_template else None
-        found.text = text_fit(generator, chosen, otherwise, temperature=plan.temperature, batch=plan.batch)
+        found.text = text_fit(generator, chosen, temperature=plan.temperature, batch=plan.batch)
 
 
 def hold_against(found: Diagnosis, known: Reference, served: Counts | None) -> None:

@@ -97,25 +97,10 @@ def served_counts(chosen: Sequence[Sample], steps: int) -> Counts | None:
     return found if found.rounds.sum() else None
 
 
-def text_fit(
-    generator: SpeculativeGenerator,
-    chosen: Sequence[Sample],
-    otherwise: Sequence[tuple[int, ...]] | None,
-    *,
-    temperature: float,
-    batch: int,
-) -> TextFit:
-    """Whether the texts are what this base would write, after these prompts, at this temperature.
-
-    Args:
-        otherwise: all prompts, with the chat template where they are without one, or without; None for none.
-    """
-    texts, greedy, other = [sample.text for sample in chosen], not temperature, None
+def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample], *, temperature: float, batch: int) -> TextFit:
+    """Whether the texts are what this base would write, after these prompts, at this temperature."""
+    texts, greedy = [sample.text for sample in chosen], not temperature
     text, likeliest, best = _of_base(generator.base, texts, temperature or 1.0, batch)
-    if otherwise is not None and not all(sample.own for sample in chosen):
-        prompts = [otherwise[sample.prompt] for sample in chosen]
-        after = [Text((*p, *t.continuation), len(p)) for p, t in zip(prompts, texts, strict=True)]
-        other = float(_of_base(generator.base, after, temperature or 1.0, batch)[1].mean())
     given = [(s.reply.prompt_tokens, s.text.prompt_length) for s in chosen if s.reply is not None]
     alike = [there == here for there, here in given if there is not None]
     return TextFit(
@@ -124,7 +109,6 @@ def text_fit(
         likeliest=figure(float(likeliest.mean()), len(likeliest), share_over_texts(text, likeliest)),
         expected=1.0 if greedy else float(best.mean()),
         at_one=float(best.mean()) if greedy or temperature == 1 else None,
-        other_template=other,
         prompts_alike=sum(alike) / len(alike) if alike else None,
     )
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from mtp_extract.doctor.faults import FAULTS
 from mtp_extract.doctor.likelihood import SOUND, sure
-from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, TextFit
+from mtp_extract.doctor.result import Diagnosis, Fit, Outcome
 from mtp_extract.report.numbers import Ends, mean, number, percent
 from mtp_extract.speculate.texts import undecided
 
@@ -77,32 +77,22 @@ def _unfit(found: Diagnosis) -> Verdict | None:
     return Verdict("does not fit", f"Drafter and base do not fit: {wrong}.", (_FITTING,)) if wrong else None
 
 
-def _unserved(found: Diagnosis) -> Verdict | None:
-    if found.serving is not None:
-        return None
-    if found.expected is not None:
-        return Verdict("not served", f"Expected of this pair: {_rates(found)}.", tuple(_of_drafter(found)))
+def _incomplete(found: Diagnosis) -> Verdict | None:
+    """Where nothing is served, or nothing is expected, there is nothing to compare."""
     why = ("without its base nothing was measured", "give the base")
     if found.base is not None:
         why = ("no text was long enough to draft along", _MORE)
-    drafter = found.drafter
-    what = f"{drafter.name}: a drafter in the {drafter.format} format, {drafter.made}"
-    return Verdict("not served", f"{what}; {why[0]}.", (why[1],))
-
-
-def _idle(found: Diagnosis) -> Verdict | None:
-    if found.serving is None or found.serving.drafted != 0:
-        return None
-    sentence = f"{found.serving.name} drafted nothing: it was started without a drafter, or does not use it."
-    return Verdict("nothing drafted", sentence, (_STARTING,))
-
-
-def _unmeasured(found: Diagnosis) -> Verdict | None:
-    if found.expected is not None:
-        return None
-    if found.base is None:
-        return _cannot(found, "what is expected was not measured", "give the base, so that there is something expected")
-    return _cannot(found, "no text can be counted along", _MORE)
+    if found.serving is not None and found.serving.drafted == 0:
+        sentence = f"{found.serving.name} drafted nothing: it was started without a drafter, or does not use it."
+        return Verdict("nothing drafted", sentence, (_STARTING,))
+    if found.expected is None:
+        if found.serving is not None:
+            return _cannot(found, *why)
+        drafter = f"{found.drafter.name}: a drafter in the {found.drafter.format} format, {found.drafter.made}"
+        return Verdict("not served", f"{drafter}; {why[0]}.", (why[1],))
+    if found.serving is None:
+        return Verdict("not served", f"Expected of this pair: {_rates(found)}.", tuple(_of_drafter(found)))
+    return None
 
 
 def _another_text(found: Diagnosis) -> Verdict | None:
@@ -117,7 +107,8 @@ def _another_text(found: Diagnosis) -> Verdict | None:
     told = (
         f"{100 * share:.1f} % of the served tokens are the base's likeliest, {100 * text.expected:.1f} % are expected"
     )
-    if what := _another_prompt(text):
+    if text.prompts_alike is not None and text.prompts_alike < _MOSTLY:
+        what = f"{100 * (1 - text.prompts_alike):.0f} % of the prompts have another number of tokens there"
         return Verdict("another text", f"Another prompt: {told}; {what}.", (_PROMPTING,), (told, what), "template")
     if greedy and text.at_one is not None and abs(share - text.at_one) < _ALIKE:
         what = f"as it would be at temperature 1, where it is {100 * text.at_one:.1f} %"
@@ -125,17 +116,6 @@ def _another_text(found: Diagnosis) -> Verdict | None:
         return Verdict("another text", sentence, (_HEATING, *_REBASING), (told, what), "temperature")
     sentence = f"The served text is not this base's own, so its drafts cannot be judged: {told}."
     return Verdict("another text", sentence, _REBASING, (told,))
-
-
-def _another_prompt(text: TextFit) -> str:
-    """What says that prompts are written otherwise there; empty where nothing does."""
-    other, least = text.other_template, _OWN if text.expected == 1.0 else text.expected - _ALIKE
-    assert text.likeliest.ci95 is not None
-    if other is not None and other > text.likeliest.ci95[1] and other >= least:
-        return f"with prompts written the other way, as chat or not, it is {100 * other:.1f} %"
-    if text.prompts_alike is not None and text.prompts_alike < _MOSTLY:
-        return f"{100 * (1 - text.prompts_alike):.0f} % of the prompts have another number of tokens there"
-    return ""
 
 
 def _unsteady(found: Diagnosis) -> Verdict | None:
@@ -210,9 +190,7 @@ def _below(found: Diagnosis, likeliest: Fit, named: bool, missing: str) -> Verdi
 
 _RULES: tuple[Callable[[Diagnosis], Verdict | None], ...] = (
     _unfit,
-    _unserved,
-    _idle,
-    _unmeasured,
+    _incomplete,
     _another_text,
     _unsteady,
     _by_rate,
@@ -237,13 +215,8 @@ def _of_drafter(found: Diagnosis) -> Iterator[str]:
     """What would help where the reference itself drafts little."""
     assert found.expected is not None
     first = found.expected.steps[0].value if found.expected.steps else None
-    if first is None or first >= _LOW:
-        return
-    yield "in the reference it drafts little, too: validate the directory (mtp-validate), then tune it (mtp-tune)"
-    if any(check.name == "made for this base" and check.passed is None for check in found.checks):
-        yield "compare it with the base it was made for; where that is much better, this base has moved"
-    if found.drafter.made == "extracted" and found.drafter.known_as:
-        yield f"compare it with the official assistant of {found.drafter.made_for}, whose weights are not INT4 and INT8"
+    if first is not None and first < _LOW:
+        yield "in the reference it drafts little, too: validate the directory (mtp-validate), then tune it (mtp-tune)"
 
 
 def _rates(found: Diagnosis) -> str:

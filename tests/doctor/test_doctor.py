@@ -24,7 +24,7 @@ import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.doctor import run
 from mtp_extract.doctor.page import tables
-from mtp_extract.doctor.pair import check_fit, engines_of, identify
+from mtp_extract.doctor.pair import check_fit, identify
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.run import diagnose
 from mtp_extract.drafter.load import load_drafter
@@ -297,18 +297,6 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     assert [name for name, passed in checks.items() if passed is False] == ["sliding window", "tokenizer"]
     assert checks["soft cap"] is checks["made for this base"] is None
     assert checks["width"] is checks["vocabulary"] is checks["K and V, full_attention"] is True
-
-
-def test_engines_are_told_by_layout(directory: Path) -> None:
-    (said,) = engines_of(directory, "llama-server")
-    assert (said.engine, said.loads) == ("llama.cpp", False)
-    assert "convert it to gguf" in said.what
-    assert [said.engine for said in engines_of(directory, None) if said.loads] == [
-        "transformers",
-        "vllm",
-        "sglang",
-        "mlx-vlm",
-    ]
 
 
 def test_a_bundle_is_answered_in_one_line(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def judged(rates: Mapping[str, np.ndarray], served: Counts, *, steps_told: bool 
 
 def undiagnosed(text: TextFit | None = None) -> Diagnosis:
     return Diagnosis(
-        drafter=Identity("pair", "transformers", "extracted", None, None),
+        drafter=Identity("pair", "transformers", "extracted", None),
         settings={"drafts": STEPS, "drafts_known": True},
         serving=Serving("server", "vLLM"),
         text=text,
@@ -103,7 +103,7 @@ def test_too_few_texts_say_nothing(rates: Mapping[str, np.ndarray]) -> None:
 
 
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
-    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), 1.0, 0.3, None, None))
+    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), 1.0, 0.3, None))
     served = simulated(rates[FAULTS[0].name], np.random.default_rng(1))
     hold_against(found, Reference(expectation(rates[SOUND]), LITERT), served)
     verdict = judge(found)
