@@ -38,10 +38,10 @@ def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
     return fits
 
 
-def sure(fits: list[Fit]) -> bool:
-    """Whether the likeliest is so against every other: 20 times in all, and over texts, at 95 %."""
-    ahead = (fits[0].log_likelihood - fit.log_likelihood > math.log(20) for fit in fits[1:])
-    return all(ahead) and all(fit.behind_at_least is not None and fit.behind_at_least > 0 for fit in fits[1:])
+def sure(fits: list[Fit], texts: int) -> bool:
+    """Whether the likeliest is so against every other: at 95 % over texts, its lead is at least 20 times."""
+    leads = [fit.behind_at_least for fit in fits[1:]]
+    return all(lead is not None and lead * texts >= math.log(20) for lead in leads)
 
 
 def _at_least(lead: Floats) -> float | None:

@@ -158,7 +158,7 @@ def _by_fits(found: Diagnosis) -> Verdict:
     low, high = sound.missing.ci95
     missing = f"{_per_hundred(sound.missing.value, sound.missing.ci95)} accepted drafts missing in 100 tokens"
     likeliest = found.fits[0]
-    named = likeliest is not sound and sure(found.fits)
+    named = likeliest is not sound and sure(found.fits, sound.missing.n)
     # A fault that is surely the likeliest shows a loss that the mean over so different texts does not.
     if sound.missing.value > _NOTICED if named else low > _PLAIN:
         return _below(found, likeliest, named, missing)

@@ -140,6 +140,6 @@ def test_a_server_that_does_what_is_expected_misses_nothing(rates: Mapping[str, 
     expected = {name: expectation(rate) for name, rate in rates.items()}
     fits = compare(expected[SOUND], expected)
     assert fits[0].name == SOUND
-    assert sure(fits)
+    assert sure(fits, TEXTS)
     assert fits[0].missing.ci95 == [0, 0]
     assert [fit.log_likelihood for fit in fits] == sorted((fit.log_likelihood for fit in fits), reverse=True)
