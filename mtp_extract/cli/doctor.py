@@ -16,7 +16,7 @@ from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Replace
 
-_PAIR = ("base", "server", "baseline", "log", "prompts", "out")
+_PAIR = ("base", "server", "log", "prompts", "out")
 """Options that a bundle has no use for."""
 
 

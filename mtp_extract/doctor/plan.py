@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.options import BASE, About, ApiKey, Baseline, ChatTemplate, Device, ServedModel, Workloads, check_other
+from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, ServedModel, Workloads
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS
 
 
@@ -25,7 +25,6 @@ class DoctorPlan:
     server: Annotated[
         str | None, About("An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL")
     ] = None
-    baseline: Baseline = None
     log: Annotated[Path | None, About("What LiteRT-LM wrote while it answered the same prompts.", metavar="FILE")] = (
         None
     )
@@ -46,6 +45,3 @@ class DoctorPlan:
     device: Device = "auto"
     batch: Annotated[int, About("Texts at a time, in the reference.", least=1)] = 16
     timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
-
-    def __post_init__(self) -> None:
-        check_other(self.baseline, self.server)

@@ -48,8 +48,6 @@ class Serving(Record):
     drafted: Count | None = None  #: drafts that were verified; null where not told
     per_round: NotNegative | None = None  #: drafts a round; null where not told
     acceptance: Share | None = None  #: accepted / drafted; null where not told
-    identical: Count | None = None  #: answers that are the baseline's; null without one, or with sampling
-    compared: Count = 0  #: of so many
 
 
 class TextFit(Record):

@@ -49,8 +49,6 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     settings = {name: getattr(plan, name) for name in ("max_tokens", "temperature", "drawn", "chat_template")}
     settings |= {"prompts": len(prompts), "drafts": drafts or _DRAFTS, "drafts_known": drafts is not None}
     found = Diagnosis(drafter=drafter, settings=settings, serving=serving)
-    if plan.baseline is not None and plan.temperature:
-        found.notes.append("The baseline was not asked: texts that are drawn differ by chance.")
     if plan.base is not None:
         _with_base(plan, found, place, prompts, asked, say)
     return conclude(found)
@@ -64,11 +62,6 @@ def _ask(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Asked |
         return None, Serving(public_name(str(plan.log)), "LiteRT-LM", acceptance=rate_in(plan.log))
     say(f"asking {public_name(plan.server)}, one prompt of {len(prompts)} at a time")
     asked = ask_all(plan, plan.server, prompts)
-    same: list[bool] = []
-    if plan.baseline is not None and not plan.temperature:
-        say(f"asking {public_name(plan.baseline)}")
-        others = ask_all(plan, plan.baseline, prompts).replies
-        same = [a.text == b.text for a, b in zip(asked.replies, others, strict=True)]
     counted = [(r.counted.drafted, r.counted.accepted, r.rounds) for r in asked.replies]
     told = [(drafted, accepted) for drafted, accepted, _ in counted if drafted is not None and accepted is not None]
     drafted, accepted = (sum(column) for column in zip(*told, strict=True)) if told else (None, 0)
@@ -80,8 +73,6 @@ def _ask(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Asked |
         drafted=drafted,
         per_round=sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None,
         acceptance=accepted / drafted if drafted else None,
-        identical=sum(same) if same else None,
-        compared=len(same),
     )
 
 

@@ -34,7 +34,7 @@ _STEADY = "have the engine draft a constant number a round, without a least prob
 _PROMPTING = "ask with the chat template that the server applies, or have it apply the base's"
 _HEATING = "have the server take the temperature of the request, or say the one it samples at"
 _REBASING = (
-    "serve it once more without a drafter, as the baseline: where that writes other text, drafting changes the text",
+    "compare its text with that of the server without a drafter (mtp-bench --baseline): drafting may change it",
     "give the very base that is served: its revision, its quantization, its adapter merged",
     "if that base was tuned or quantized since, tune the drafter on what it writes (mtp-tune)",
 )
@@ -62,7 +62,7 @@ def conclude(found: Diagnosis) -> Diagnosis:
         verdict=verdict.sentence,
         outcome=verdict.outcome,
         suspect=verdict.suspect,
-        findings=[*verdict.findings, *_of_baseline(found)],
+        findings=list(verdict.findings),
         next=list(verdict.next),
     )
 
@@ -202,13 +202,6 @@ _SUSPECT = {fault.name: fault.suspect for fault in FAULTS}
 
 def _cannot(found: Diagnosis, why: str, step: str, *findings: str) -> Verdict:
     return Verdict("cannot tell", f"Cannot tell: {_rates(found)}; {why}.", (step,), findings)
-
-
-def _of_baseline(found: Diagnosis) -> Iterator[str]:
-    if found.serving is not None and found.serving.identical is not None:
-        same, among = found.serving.identical, found.serving.compared
-        rest = "" if same == among else ": drafting changed the others, or rounding where two tokens nearly tie"
-        yield f"{same} of {among} answers are the baseline's{rest}"
 
 
 def _of_drafter(found: Diagnosis) -> Iterator[str]:
