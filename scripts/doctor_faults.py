@@ -99,7 +99,7 @@ class Bench:
         """By tells and noise: texts, reference and verdict."""
         encoded = [self.encoded[row] for row in rows]
         chosen = samples(self.generator, encoded, told, max_tokens=NEW_TOKENS, temperature=way.temperature, batch=BATCH)
-        clean = served_counts(chosen, STEPS)
+        clean = served_counts(chosen, STEPS, self.generator.base.stop_token_ids)
         assert clean is not None
         known = self._reference(drafter, way, chosen, clean.tokens_per_round)
         text = text_fit(self.generator, chosen, temperature=way.temperature, batch=BATCH)

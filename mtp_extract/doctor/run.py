@@ -125,7 +125,7 @@ def _along_texts(
         found.notes.append(f"{left_out} of {len(prompts)} texts are not counted: {why}.")
     if not chosen:
         return
-    served = served_counts(chosen, steps)
+    served = served_counts(chosen, steps, generator.base.stop_token_ids)
 
     def along(drafters: Sequence[Drafter]) -> list[Counts]:
         drawn_at = plan.temperature if plan.drawn and plan.temperature else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,8 +79,12 @@ def _tokens(generator: SpeculativeGenerator, reply: Reply, own: tuple[int, ...] 
     return tokens if not reply.thoughts and (reply.tokens or len(tokens)) - len(tokens) in (0, 1) else None
 
 
-def served_counts(chosen: Sequence[Sample], steps: int) -> Counts | None:
-    """The counters, text by text; None where nothing was drafted, or no counters are told."""
+def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) -> Counts | None:
+    """The counters, text by text; None where nothing was drafted, or no counters are told.
+
+    Args:
+        stops: tokens that end a text.
+    """
     replies = [sample.reply for sample in chosen if sample.reply is not None and sample.reply.counts]
     if len(replies) < len(chosen):
         return None
@@ -88,13 +92,39 @@ def served_counts(chosen: Sequence[Sample], steps: int) -> Counts | None:
     for row, sample, reply in zip(table, chosen, replies, strict=True):
         told, length = reply.counted, len(sample.text.anchors)
         rounds = told.rounds if told.rounds is not None else max(1, length - (told.accepted or 0))
-        row[:] = length, rounds, told.accepted if told.accepted is not None else max(0, length - rounds)
-        positions = (*(told.positions or ()), *[0] * steps)[:steps]
-        if told.rounds is not None and told.positions is not None and sum(positions) == row[2]:
+        accepted = told.accepted if told.accepted is not None else max(0, length - rounds)
+        beyond = int(max(0, accepted - _room(sample.text, reply, stops))) if told.rounds is not None else 0
+        row[:] = length, rounds, accepted - beyond
+        positions = _without_last((*(told.positions or ()), *[0] * steps)[:steps], beyond)
+        if told.rounds is not None and told.positions is not None and sum(positions) == accepted - beyond:
             by_step.append(positions)
     told_by_step = np.array(by_step, np.float64) if len(by_step) == len(chosen) else None
     found = Counts(table[:, 0], table[:, 1], table[:, 2], told_by_step)
     return found if found.rounds.sum() else None
+
+
+def _room(text: Text, reply: Reply, stops: Collection[int]) -> float:
+    """Most drafts that can stand in a text of so many rounds.
+
+    Its first token is of no round, and a round adds one beside its drafts; but the last one adds none where a draft
+    ended the text. A token that ended it may be missing in what was told.
+    """
+    assert reply.counted.rounds is not None
+    length = len(text.anchors)
+    added = max(length, (reply.tokens or 0) - 1)
+    return max(0, added - reply.counted.rounds + (added > length or text.tokens[-1] in stops))
+
+
+def _without_last(positions: Sequence[int], beyond: int) -> list[int]:
+    """Accepted drafts at each step, without the ``beyond`` deepest of a last round that goes on after its text.
+
+    vLLM counts these. How deep that round went is not told: it is taken to be as deep as any.
+    """
+    left = list(positions)
+    deepest = [step for step, count in enumerate(left) if count][::-1]
+    for step in deepest[:beyond]:
+        left[step] -= 1
+    return left
 
 
 def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample], *, temperature: float, batch: int) -> TextFit:

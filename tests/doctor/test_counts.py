@@ -11,8 +11,11 @@ from helpers.counting_server import played
 
 from mtp_extract.doctor.counts import _along, expected_counts
 from mtp_extract.doctor.faults import FAULTS, Setting
+from mtp_extract.doctor.server import Reply
+from mtp_extract.doctor.texts import Sample, served_counts
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Along, Text, chances_of_base, chances_of_text
 
@@ -37,6 +40,25 @@ def test_greedy_counts_are_what_the_loop_counts(
         assert pattern.by_step.tolist() == by_step, name
         assert pattern.rounds.tolist() == [made["rounds"] for made in counts]
         assert (pattern.tokens == [made["tokens"] - 1 for made in counts]).all()
+
+
+def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
+    """As vLLM counts: of ten tokens, the first is of the prompt's forward, and nine are of five rounds."""
+    text = Text(tuple(range(14)), 4)
+    assert len(text.anchors) == 9
+
+    def counts(*positions: int, tokens: int = 10, stops: tuple[int, ...] = ()) -> tuple[float, list[float] | None]:
+        told = Counters(rounds=5, drafted=15, accepted=sum(positions), positions=positions)
+        found = served_counts([Sample(0, text, Reply("", tokens, told), own=True)], STEPS, stops)
+        assert found is not None and found.tokens.tolist() == [9] and found.rounds.tolist() == [5]
+        return float(found.accepted[0]), found.by_step[0].tolist() if found.by_step is not None else None
+
+    assert counts(2, 1, 0) == (3, [2, 1, 0]), "a round without drafts is not counted by all"
+    assert counts(2, 1, 1) == (4, [2, 1, 1])
+    assert counts(3, 2, 1) == (4, [3, 1, 0])
+    assert counts(3, 2, 0) == (4, [3, 1, 0]) and counts(3, 2, 0, stops=(13,)) == (5, [3, 2, 0])
+    assert counts(4, 2, 1, tokens=11) == (6, [4, 2, 0]), "the token that ended the text is missing in it"
+    assert counts(5, 5, 5) == (4, None), "no single round has so many"
 
 
 def test_expected_rounds_are_those_of_every_outcome() -> None:
