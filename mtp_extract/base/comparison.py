@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.base.checkpoint import BaseCheckpoint, read_base
-from mtp_extract.base.places import BundledBase, Place, find_base, grouped
-from mtp_extract.bundle import Opened
-from mtp_extract.checkpoint.constant import Constant, constant_of
-from mtp_extract.checkpoint.distance import (
+from mtp_extract.base.distance import (
     DIFFERENT,
     EQUAL,
     EQUAL_CODES,
@@ -30,6 +27,9 @@ from mtp_extract.checkpoint.distance import (
     measure_columns,
     measure_distance,
 )
+from mtp_extract.base.places import BundledBase, Place, find_base, grouped
+from mtp_extract.bundle import Opened
+from mtp_extract.checkpoint.constant import Constant, constant_of
 from mtp_extract.checkpoint.stored import stored_of
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import PairError, escape, few

@@ -12,8 +12,8 @@ import pytest
 from helpers.bases import PREFIX, Weights, base_with, patched, places_of
 
 from mtp_extract.base.comparison import NOT_FOUND, BaseComparison, compare_base
+from mtp_extract.base.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP
 from mtp_extract.errors import CheckpointError, MtpExtractError, PairError, UnsupportedError
 
 LAYER = f"{PREFIX}layers.0."

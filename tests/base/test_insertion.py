@@ -15,10 +15,10 @@ from helpers.bases import PREFIX, Weights, base_with, edited_section, patched, p
 from helpers.make_bundle import kind, set_buffer
 
 from mtp_extract.base.comparison import compare_base
+from mtp_extract.base.distance import EQUAL, EQUAL_CODES
 from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.base.places import find_base, grouped
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.distance import EQUAL, EQUAL_CODES
 from mtp_extract.cli import insert as insert_command
 from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.cli._run import run_lean
