@@ -25,8 +25,8 @@ from mtp_extract.tune.plan import EAGLE3, ORDERED, TuningPlan, default_directory
 from mtp_extract.tune.run import run_tuning
 
 if TYPE_CHECKING:
+    from mtp_extract.evaluate.intervals import Interval
     from mtp_extract.evaluate.progress import Show
-    from mtp_extract.speculate.intervals import Interval
     from mtp_extract.tune.run import Outcome
     from mtp_extract.tune.verdict import Comparison, Comparisons
 

@@ -20,9 +20,9 @@ from mtp_extract.doctor.result import Rates
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.agreement import figure
 from mtp_extract.evaluate.batches import groups
+from mtp_extract.evaluate.intervals import share_interval
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.typed import Figure
-from mtp_extract.speculate.intervals import share_interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Along, Text, chances_of_text, read_texts, teacher_forced
 

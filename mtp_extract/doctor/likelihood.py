@@ -16,9 +16,9 @@ import numpy as np
 
 from mtp_extract.doctor.counts import Counts, Floats
 from mtp_extract.doctor.result import Fit
+from mtp_extract.evaluate.intervals import student
+from mtp_extract.evaluate.texts import LEAST_TEXTS
 from mtp_extract.io.typed import Figure
-from mtp_extract.speculate.intervals import student
-from mtp_extract.speculate.texts import LEAST_TEXTS
 
 SOUND = "sound"
 """Name of the drafter as it is."""
@@ -56,7 +56,7 @@ def _at_least(lead: Floats) -> float | None:
 def _mean(values: Floats, sizes: Floats) -> Figure:
     """Σ values / Σ sizes, 95 % over texts.
 
-    Not by :func:`~mtp_extract.speculate.intervals.difference_interval`: these are no draws, and where a server does
+    Not by :func:`~mtp_extract.evaluate.intervals.difference_interval`: these are no draws, and where a server does
     exactly what is expected of it they are 0.
     """
     texts, mean = len(sizes), float(values.sum() / sizes.sum())

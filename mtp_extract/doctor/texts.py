@@ -16,10 +16,10 @@ from mtp_extract.errors import PairError
 from mtp_extract.evaluate.agreement import figure
 from mtp_extract.evaluate.batches import base_texts, groups
 from mtp_extract.evaluate.measured import share_over_texts
+from mtp_extract.evaluate.texts import repeats
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, chances_of_base
-from mtp_extract.speculate.texts import repeats
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from msgspec import structs
 from mtp_extract.doctor.faults import FAULTS
 from mtp_extract.doctor.likelihood import SOUND, sure
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome
+from mtp_extract.evaluate.texts import undecided
 from mtp_extract.report.numbers import Ends, mean, number, percent
-from mtp_extract.speculate.texts import undecided
 
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is surely the likeliest
 _PLAIN = 0.02  # the same, at 95 %, where none is; of one share, of drafts

@@ -1,1 +1,1 @@
-"""What tuning and validating both need: the base model, prompts, its own text, agreement with it."""
+"""What tuning and validating both need: the base model, prompts, its own text, agreement with it, intervals."""

@@ -24,13 +24,13 @@ import torch
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.batches import base_texts, groups
+from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluate.texts import repeats
 from mtp_extract.io.typed import Count, Figure, Positive, Record
-from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Along, Text, ranks_of_text, read_texts, teacher_forced
-from mtp_extract.speculate.texts import repeats
 
 _RUN = 8
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from mtp_extract.speculate.intervals import Interval, difference_interval, ratio_interval, share_interval
+from mtp_extract.evaluate.intervals import Interval, difference_interval, ratio_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, OfTexts
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mtp_extract.evaluate.intervals import Interval, ratio_interval, share_interval
 from mtp_extract.io.typed import Figure
 from mtp_extract.serving.result import Figures, Latency, Request, Side, Window
-from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 
 
 def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 
 from mtp_extract.errors import few
+from mtp_extract.evaluate.texts import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.report.numbers import DASH, mean, number, percent, rate
 from mtp_extract.report.page import Page, Table, write_report
 from mtp_extract.serving.figures import asked_of, counts
 from mtp_extract.serving.result import Asked, Benchmark, Figures, Side
-from mtp_extract.speculate.texts import LEAST_TEXTS
 
 BENCH_LISTED = listing("bench.json", frozenset({"bench.json", "bench.html"}))
 """Everything that a report of a benchmark consists of, and that may be replaced."""

@@ -13,8 +13,8 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.evaluate.prompts import FEW, Prompt, shipped_prompts, spread
+from mtp_extract.evaluate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
 from mtp_extract.tune.seen import Numbers, repeated_share, seen, sequences

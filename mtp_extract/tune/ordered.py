@@ -24,9 +24,9 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.batches import groups
+from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.evaluate.progress import Show
-from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.clusters import (
     Learned,

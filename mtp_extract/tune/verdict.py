@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import escape
+from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import Change, Measured, Saving, compare, saving
-from mtp_extract.speculate.intervals import Interval
-from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
+from mtp_extract.evaluate.texts import LEAST_TEXTS, undecided
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.seen import seen
 

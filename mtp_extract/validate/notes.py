@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mtp_extract.evaluate.agreement import Continuations
-from mtp_extract.speculate.texts import repeats_note
+from mtp_extract.evaluate.texts import repeats_note
 from mtp_extract.validate.acceptance.controls import Drafted
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.evaluate.agreement import Workload
+from mtp_extract.evaluate.texts import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
 from mtp_extract.report.files import PAIR, REPORT_LISTED
 from mtp_extract.report.numbers import DASH, mean, number, percent, rate, signed, within
 from mtp_extract.report.page import NOT_MEASURED, Headline, Page, Table, as_json, write_report
-from mtp_extract.speculate.texts import LEAST_TEXTS
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import Worth
 from mtp_extract.validate.parity.interpreter import Parity

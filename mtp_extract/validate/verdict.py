@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from mtp_extract.evaluate.measured import Change
+from mtp_extract.evaluate.texts import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.numbers import mean, rate, signed
-from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import Worth

@@ -15,8 +15,8 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.evaluate.intervals import ratio_bounds
 from mtp_extract.evaluate.measured import Measured, compare, of_agreement, saving
-from mtp_extract.speculate.intervals import ratio_bounds
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.measure import measure

@@ -23,11 +23,11 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.evaluate.progress import silent
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
-from mtp_extract.speculate.intervals import Interval
 from mtp_extract.tune.clusters import cluster_of
 from mtp_extract.tune.ordered import (
     Kept,

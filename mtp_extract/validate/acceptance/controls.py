@@ -27,9 +27,9 @@ from mtp_extract.evaluate.agreement import (
     figures,
     measure_agreements,
 )
+from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.io.typed import Count, Figure, Record
-from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mtp_extract.evaluate.agreement import Continuations, figure
+from mtp_extract.evaluate.intervals import share_interval
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.intervals import share_interval
 from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text

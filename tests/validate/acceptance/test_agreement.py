@@ -14,11 +14,11 @@ from mtp_extract.evaluate.agreement import (
     figures,
     measure_agreement,
 )
+from mtp_extract.evaluate.intervals import difference_interval, share_interval
 from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.codec import Codec
-from mtp_extract.speculate.intervals import difference_interval, share_interval
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.controls import ControlResult, Drafted

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import intervals
-from mtp_extract.speculate.intervals import (
+from mtp_extract.evaluate import intervals
+from mtp_extract.evaluate.intervals import (
     Interval,
     difference_bounds,
     difference_interval,
@@ -20,7 +20,7 @@ from mtp_extract.speculate.intervals import (
     share_interval,
     student,
 )
-from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note, undecided
+from mtp_extract.evaluate.texts import LEAST_TEXTS, repeats, repeats_note, undecided
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures.md"
 

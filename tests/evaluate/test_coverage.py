@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_extract.speculate.intervals import difference_bounds, share_bounds
+from mtp_extract.evaluate.intervals import difference_bounds, share_bounds
 
 REPEATS = 2000
 GRID = tuple(product((5, 10, 20, 50, 100), (0.5, 0.9, 0.98), (0.0, 0.1, 0.4)))

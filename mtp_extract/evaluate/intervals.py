@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate.texts import LEAST_TEXTS
+from mtp_extract.evaluate.texts import LEAST_TEXTS
 
 _FREE = 5  # degrees of freedom without any event
 _ROUNDING = 1e-9  # of a text's draws: what sums of fractions may leave of nothing
