@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mtp_extract.base import distance, stored
+from mtp_extract.base import distance
 from mtp_extract.base.distance import DIFFERENT, EQUAL, measure_columns, measure_distance
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import stored
 from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, columns_of, stored_weight
