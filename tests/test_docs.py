@@ -346,6 +346,7 @@ def options() -> set[str]:
 FOREIGN = {
     *" ".join(FLAGS.values()).split(),
     *["--metrics", "--nightly", "--refresh-blocks", "--multi_gpu", "--cpu", "--nproc-per-node", "--dist"],
+    "--hf-overrides",
 }
 """Options of other programs that are named in the text."""
 
