@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from helpers.threads import one_thread
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
@@ -19,11 +19,9 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")

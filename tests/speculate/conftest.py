@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 import transformers
 from helpers.first_pair import first_base, first_bundle
 from helpers.random_pairs import Pair
+from helpers.threads import one_thread
 
 import mtp_extract
 from mtp_extract.drafter.load import load_drafter
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small matrices are no work for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.random_pairs import random_base, random_drafter
+from helpers.threads import one_thread
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -132,14 +133,12 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 @pytest.fixture(scope="package", autouse=True)
 def _small() -> Iterator[None]:
     """One thread, a base that is loaded once, and few shipped prompts: each is a text the base writes."""
-    threads, few = torch.get_num_threads(), shipped_prompts(1)
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
+    few = shipped_prompts(1)
+    with one_thread(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
         patch.setattr(ordered, "_RANDOM_PROMPTS", 64)
         patch.setattr(pair, "load_base", cache(pair.load_base))
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

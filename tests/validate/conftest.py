@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.first_pair import first_base, first_bundle
+from helpers.threads import one_thread
 
 import mtp_extract
 from mtp_extract.bundle import Shard
@@ -30,11 +30,9 @@ NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")
