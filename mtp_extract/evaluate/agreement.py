@@ -144,16 +144,8 @@ def measure_agreements(
     return _over_all(continuations, batch, measure)
 
 
-def measure_agreement(
-    base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int
-) -> Agreement:
-    """The same of one drafter."""
-    return measure_agreements(base, [Asked(drafter)], continuations, steps, batch=batch)[0]
-
-
 def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Along:
-    """How likely the drafter thinks the base's own tokens, after every token of its text; as above.
-
+    """How likely the drafter thinks the base's own tokens, after every token of its text.
 
     Raises:
         PairError: no text is long enough to draft from.

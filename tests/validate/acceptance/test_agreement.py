@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.agreement import measure_agreement
 from helpers.stepping import teacher_forced_by_stepping
 
 from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.evaluate.agreement import (
     Continuations,
     figures,
-    measure_agreement,
 )
 from mtp_extract.evaluate.intervals import difference_interval, share_interval
 from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts

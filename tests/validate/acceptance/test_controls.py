@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 import torch
+from helpers.agreement import measure_agreement
 from msgspec import structs
 
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
-from mtp_extract.evaluate.agreement import Continuations, at_every, measure_agreement
+from mtp_extract.evaluate.agreement import Continuations, at_every
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.agreement import measure_agreement
 
-from mtp_extract.evaluate.agreement import Continuations, figures, measure_agreement
+from mtp_extract.evaluate.agreement import Continuations, figures
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.arithmetic import expected_tokens
 from mtp_extract.speculate.loop import SpeculativeGenerator

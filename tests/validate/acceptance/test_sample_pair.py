@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from helpers.agreement import measure_agreement
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.agreement import Continuations, continue_greedily, measure_agreement
+from mtp_extract.evaluate.agreement import Continuations, continue_greedily
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
