@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
     tells: str
     noisy: bool
     texts: int
-    served: float  # mean accepted length
+    served: float  # tokens per round
     expected: float
     rank: int  # of what was planted, among all patterns
     verdict: Verdict

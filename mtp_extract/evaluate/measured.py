@@ -98,7 +98,7 @@ class Measured(OfTexts):
 
 @dataclass(frozen=True)
 class Change:
-    """The difference in mean accepted length between two drafters on the same anchors, after less before."""
+    """The difference in teacher-forced tokens per round between two drafters on the same anchors, after less before."""
 
     mean: float  # over anchors; NaN without any
     interval: Interval | None  # of it, 95 % over texts; None with too few, and then nothing is certain
