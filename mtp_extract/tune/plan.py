@@ -194,7 +194,9 @@ class TuningPlan:
                 "there. Choose another place for one of the two.",
                 remedies=("out", "work"),
             )
-        check_place(self.out, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
+        # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.
+        if os.environ.get("RANK", "0") == "0":
+            check_place(self.out, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
 
 
 def default_directory(directory: Path | None, base: str) -> Path:

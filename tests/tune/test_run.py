@@ -22,6 +22,7 @@ from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.evaluate.progress import Show
+from mtp_extract.io.place import staged
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tune import corpus as texts
 from mtp_extract.tune.corpus import Corpus
@@ -196,6 +197,19 @@ def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path
     ]:
         with pytest.raises(MtpExtractError, match=message):
             run_tuning(plan(tmp_path / "out", **changes))
+
+
+def test_only_the_first_process_checks_where_it_writes(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check holds the place for as long as it takes: a second process that came meanwhile was refused."""
+    asked = plan(tmp_path / "out")
+    with staged(asked.out, overwrite=False, listed=lambda path: []):
+        monkeypatch.setenv("RANK", "1")
+        asked.check()
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(OutputError, match="another run"):
+            asked.check()
 
 
 def test_sides_are_of_sources() -> None:
