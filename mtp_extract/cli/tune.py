@@ -159,7 +159,7 @@ def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
     before, after, saving = overall.before, overall.after, overall.saving
     say(f"On held-out text, with {len(before.conditional)} drafts a round, 95 % intervals over texts:")
     rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", f"x {saving.ratio:.3f}", _interval(saving.interval, ".3f")]
-    tokens = [f"{before.tokens_a_round:.3f}", f"{after.tokens_a_round:.3f}", "", ""]
+    tokens = [f"{before.tokens_per_round:.3f}", f"{after.tokens_per_round:.3f}", "", ""]
     rows = [
         ["rounds, before for one after", before.texts, *rounds],
         ["tokens per round", before.texts, *tokens],
@@ -173,7 +173,7 @@ def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
     table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
     say("Texts that lose most, or gain least, teacher-forced tokens per round:")
     worst = [
-        [text.workload, text.name, f"{text.before.mean_accepted_length:.2f} to {text.after.mean_accepted_length:.2f}"]
+        [text.workload, text.name, f"{text.before.teacher_forced:.2f} to {text.after.teacher_forced:.2f}"]
         for text in found.worst
     ]
     table(worst, longest=_WIDEST)
@@ -187,7 +187,7 @@ def _lengths(found: Comparison) -> list[Any]:
     before, after = found.before, found.after
     if not before.texts:
         return [0, "", "", "", ""]
-    lengths = (f"{one.mean_accepted_length:.3f}" for one in (before, after))
+    lengths = (f"{one.teacher_forced:.3f}" for one in (before, after))
     return [before.texts, *lengths, f"{found.change.mean:+.3f}", _interval(found.change.interval, "+.3f")]
 
 

@@ -183,7 +183,7 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
     """What ``agreement`` comes to, over all texts or those of these indices."""
     part = agreement if texts is None else agreement.of(texts)
     rounds, count = of_agreement(part), len(set(part.text.tolist()))
-    forced = figure(rounds.mean_accepted_length, len(rounds.anchor), rounds.interval)
+    forced = figure(rounds.teacher_forced, len(rounds.anchor), rounds.interval)
     return Workload(count, len(part.anchor), forced, [_step(part, index) for index in range(part.steps)])
 
 

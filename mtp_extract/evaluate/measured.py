@@ -46,7 +46,7 @@ class Measured(OfTexts):
         return cls(text, anchor, stands, _begins(text, along), 1 + along.sum(dim=1))
 
     @property
-    def mean_accepted_length(self) -> float:
+    def teacher_forced(self) -> float:
         """1 + mean accepted drafts of a round; NaN without anchors."""
         return 1 + float(self._accepted.mean())
 
@@ -63,12 +63,12 @@ class Measured(OfTexts):
         return float(self.begins.sum())
 
     @property
-    def tokens_a_round(self) -> float:
+    def tokens_per_round(self) -> float:
         """Of these rounds; NaN without any."""
         return float((self.begins * self.advance).sum() / self.begins.sum())
 
     @property
-    def rounds_interval(self) -> Interval | None:
+    def tokens_per_round_interval(self) -> Interval | None:
         """Of tokens a round, 95 % over texts; None with too few."""
         steps = self.stands.shape[1]
         hits = self.begins * (self.advance - 1) / steps

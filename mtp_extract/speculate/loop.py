@@ -73,7 +73,7 @@ class Generation:
         return self.accepted / self.drafted if self.drafted else math.nan
 
     @property
-    def mean_accepted_length(self) -> float:
+    def tokens_per_round(self) -> float:
         """1 + accepted / rounds with drafts; NaN without any."""
         rounds = sum(r.drafted > 0 for r in self.rounds)
         return 1 + self.accepted / rounds if rounds else math.nan

@@ -99,8 +99,8 @@ class Corpus:
         known = seen(watched, self.watched, self.known, watched.stands.shape[1])
         parts = [watched.where(rows) for rows in (known, ~known)]
         if any(part.texts < LEAST_TEXTS for part in parts):
-            return watched.mean_accepted_length
-        return sum(part.mean_accepted_length for part in parts) / 2
+            return watched.teacher_forced
+        return sum(part.teacher_forced for part in parts) / 2
 
     @classmethod
     def of(cls, pair: Pair, tell: Show = silent) -> Corpus:

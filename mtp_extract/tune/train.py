@@ -339,10 +339,10 @@ class Trained:
         """With an evaluation of the watched texts; the best is the one with the highest ``score``."""
         entry = {
             "step": self.done,
-            "teacher_forced": measured.mean_accepted_length,
+            "teacher_forced": measured.teacher_forced,
             "balanced": score,
             "conditional": measured.conditional,
-            "tokens_per_round": measured.tokens_a_round,
+            "tokens_per_round": measured.tokens_per_round,
         }
         noted = replace(self, history=(*self.history, entry), stale=self.stale + 1)
         if score <= self.score:

@@ -88,13 +88,11 @@ class TextChange:
     @property
     def change(self) -> float:
         """Of teacher-forced tokens per round."""
-        return self.after.mean_accepted_length - self.before.mean_accepted_length
+        return self.after.teacher_forced - self.before.teacher_forced
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
-        lengths = {
-            when: round(one.mean_accepted_length, 4) for when, one in (("before", self.before), ("after", self.after))
-        }
+        lengths = {when: round(one.teacher_forced, 4) for when, one in (("before", self.before), ("after", self.after))}
         return {"workload": self.workload, "name": self.name, "anchors": len(self.before.anchor), **lengths}
 
 
@@ -209,12 +207,12 @@ def _worst(before: Measured, after: Measured, corpus: Corpus) -> tuple[TextChang
 
 def _figures(measured: Measured) -> dict[str, Any]:
     return {
-        "teacher_forced": round(measured.mean_accepted_length, 4),
+        "teacher_forced": round(measured.teacher_forced, 4),
         "interval": _rounded(measured.interval),
         "conditional": [round(rate, 4) for rate in measured.conditional],
         "rounds": round(measured.rounds, 2),
-        "tokens_per_round": round(measured.tokens_a_round, 4),
-        "tokens_per_round_interval": _rounded(measured.rounds_interval),
+        "tokens_per_round": round(measured.tokens_per_round, 4),
+        "tokens_per_round_interval": _rounded(measured.tokens_per_round_interval),
     }
 
 

@@ -45,9 +45,9 @@ def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, conven
         accepted, own = whole_rounds(result), measured.of([index])
         assert (own.advance[own.begins == 1] - 1).tolist() == accepted
         assert own.rounds == len(accepted)
-        assert own.tokens_a_round == (len(accepted) + sum(accepted)) / len(accepted)
+        assert own.tokens_per_round == (len(accepted) + sum(accepted)) / len(accepted)
     # What all anchors say is another figure.
-    assert abs(measured.tokens_a_round - measured.mean_accepted_length) > 0.02
+    assert abs(measured.tokens_per_round - measured.teacher_forced) > 0.02
 
 
 def test_sampled_rounds_are_expected_of_the_loop() -> None:
@@ -98,7 +98,7 @@ def test_half_a_chance_is_half_a_round() -> None:
     text = torch.zeros(3, dtype=torch.long)
     measured = Measured.over(text, torch.arange(3), torch.ones(3, 1), along)
     assert measured.begins.tolist() == [1, 0.5, 1]
-    assert measured.tokens_a_round == (1.5 + 0.5 + 2) / 2.5
+    assert measured.tokens_per_round == (1.5 + 0.5 + 2) / 2.5
 
 
 def test_more_drafts_may_stand_in_more_rounds() -> None:

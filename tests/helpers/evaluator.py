@@ -31,7 +31,7 @@ class Found:
     k: int
 
     @property
-    def mean_accepted_length(self) -> float:
+    def teacher_forced(self) -> float:
         """Over all positions, whether a round starts there or not; NaN for a text too short for one."""
         return 1 + sum(self.accepted) / len(self.accepted) if self.accepted else float("nan")
 
@@ -176,7 +176,7 @@ def bootstrap(
 ) -> dict[str, tuple[float, float, float]]:
     """Changes with 95 % bounds (value, low, high), texts drawn again with replacement.
 
-    ``mean_accepted_length`` is the difference over all positions; ``rounds`` how many rounds there were before for one
+    ``teacher_forced`` is the difference over all positions; ``rounds`` how many rounds there were before for one
     after.
     """
     pairs = [pair for pair in zip(before, after, strict=True) if pair[0].accepted]
@@ -189,7 +189,7 @@ def bootstrap(
 
     drawn = [changes(generator.choices(pairs, k=len(pairs))) for _ in range(draws)]
     found = {}
-    for index, name in enumerate(("mean_accepted_length", "rounds")):
+    for index, name in enumerate(("teacher_forced", "rounds")):
         ordered = sorted(row[index] for row in drawn)
         found[name] = (changes(pairs)[index], ordered[int(0.025 * draws)], ordered[int(0.975 * draws)])
     return found
@@ -206,13 +206,12 @@ def main(base: str, prompts: str, new_tokens: str, *drafters: str) -> None:
         first = first or found
         row: dict[str, Any] = {
             "drafter": drafter,
-            "mean_accepted_length": 1
-            + sum(sum(one.accepted) for one in counted) / sum(len(one.accepted) for one in counted),
+            "teacher_forced": 1 + sum(sum(one.accepted) for one in counted) / sum(len(one.accepted) for one in counted),
             "rounds": sum(one.rounds for one in counted),
             "tokens": sum(one.tokens for one in counted),
             "change": bootstrap(first, found),
             "worst": sorted(
-                (round(new.mean_accepted_length / old.mean_accepted_length, 3), number)
+                (round(new.teacher_forced / old.teacher_forced, 3), number)
                 for number, (old, new) in enumerate(zip(first, found, strict=True))
                 if old.accepted
             )[:5],

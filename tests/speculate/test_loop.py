@@ -80,7 +80,7 @@ def test_acceptance_of_the_sample(pair: Pair, convention: Any) -> None:
     assert result.acceptance == pytest.approx(0.66, abs=0.03)
     assert result.acceptance == result.accepted / result.drafted
     assert all(r.drafted == 3 for r in result.rounds[:-1])
-    assert result.mean_accepted_length == pytest.approx(1 + 3 * 0.66, abs=0.1)
+    assert result.tokens_per_round == pytest.approx(1 + 3 * 0.66, abs=0.1)
 
 
 def test_first_round_drafts_are_those_of_transformers(pair: Pair, tmp_path: Any) -> None:

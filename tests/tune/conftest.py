@@ -83,7 +83,7 @@ class Tiny:
 
         def watch(drafter: Network) -> tuple[Measured, float]:
             found = measure(self.base, drafter, self.texts[5:], plan.draft_steps, temperature=plan.temperature, batch=4)
-            return found, found.mean_accepted_length
+            return found, found.teacher_forced
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_module, "EVALUATIONS", evaluations)

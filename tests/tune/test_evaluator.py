@@ -44,11 +44,11 @@ def test_the_figures_are_the_ones_that_are_found(
         assert overall[when]["teacher_forced"] == pytest.approx(length, abs=1e-4)
         assert overall[when]["tokens_per_round"] == pytest.approx(sum(one.tokens for one in found) / rounds, abs=1e-4)
     changes = bootstrap(before[own], after[own])
-    for name, figure, told_of in (("mean_accepted_length", "change", "mean"), ("rounds", "rounds", "ratio")):
+    for name, figure, told_of in (("teacher_forced", "change", "mean"), ("rounds", "rounds", "ratio")):
         value, low, high = changes[name]
         assert overall[figure][told_of] == pytest.approx(value, abs=1e-4)
         # Of six texts the tool trusts less than a bootstrap does.
         assert overall[figure]["interval"][0] <= low <= high <= overall[figure]["interval"][1]
-    lost = sorted(new.mean_accepted_length - old.mean_accepted_length for old, new in zip(before, after, strict=True))
+    lost = sorted(new.teacher_forced - old.teacher_forced for old, new in zip(before, after, strict=True))
     recorded = [one["after"] - one["before"] for one in told.record["worst"]]
     assert recorded == pytest.approx(lost[: len(recorded)], abs=2e-4)

@@ -183,4 +183,4 @@ def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
     measured = Measured.over(text, anchor, stands)
     assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
-    assert found.balanced(few) == few.mean_accepted_length > 4 - 1
+    assert found.balanced(few) == few.teacher_forced > 4 - 1

@@ -132,7 +132,7 @@ def test_differences_by_hand() -> None:
 
     before = of_agreement(of([[1, 9], [9, 2], [1, 2], [1, 2]]))
     after = of_agreement(of([[1, 2], [9, 2], [1, 9], [9, 9]]))
-    assert before.mean_accepted_length == pytest.approx(1 + (1 + 0 + 2) / 3)
+    assert before.teacher_forced == pytest.approx(1 + (1 + 0 + 2) / 3)
     assert compare(before, after).mean == pytest.approx((1 + 0 - 1) / 3)
     assert not (compare(before, after).better or compare(before, after).worse)
 
