@@ -16,7 +16,7 @@ from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Replace
 
-_PAIR = ("base", "server", "log", "prompts", "out")
+_PAIR = ("base", "server", "prompts", "out")
 """Options that a bundle has no use for."""
 
 
@@ -52,7 +52,7 @@ def command(
     from mtp_extract.io.place import check_place
     from mtp_extract.report.page import plain_json
 
-    inputs = (path, plan.prompts, plan.log)
+    inputs = (path, plan.prompts)
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=inputs, listed=DOCTOR_LISTED)
     found = diagnose(plan, path, doing_unless(print_json))

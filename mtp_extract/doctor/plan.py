@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, ServedModel, Workloads
@@ -25,9 +24,6 @@ class DoctorPlan:
     server: Annotated[
         str | None, About("An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL")
     ] = None
-    log: Annotated[Path | None, About("What LiteRT-LM wrote while it answered the same prompts.", metavar="FILE")] = (
-        None
-    )
     prompts: Workloads = None
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)

@@ -22,7 +22,6 @@ from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
-from mtp_extract.serving.counters import rate_in
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 Say = Callable[[str], None]
@@ -55,11 +54,9 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
 
 
 def _ask(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Asked | None, Serving | None]:
-    """What the server told of every prompt, and all of it together; or what the log says."""
+    """What the server told of every prompt, and all of it together."""
     if plan.server is None:
-        if plan.log is None:
-            return None, None
-        return None, Serving(public_name(str(plan.log)), "LiteRT-LM", acceptance=rate_in(plan.log))
+        return None, None
     say(f"asking {public_name(plan.server)}, one prompt of {len(prompts)} at a time")
     asked = ask_all(plan, plan.server, prompts)
     counted = [(r.counted.drafted, r.counted.accepted, r.rounds) for r in asked.replies]

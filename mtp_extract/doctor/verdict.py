@@ -18,7 +18,7 @@ from mtp_extract.evaluate.texts import undecided
 from mtp_extract.report.numbers import Ends, mean, number, percent
 
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is surely the likeliest
-_PLAIN = 0.02  # the same, at 95 %, where none is; of one share, of drafts
+_PLAIN = 0.02  # the same, at 95 %, where none is
 _IN_LINE = 0.05  # as above, that may be missing at most where it is called in line
 _NEAR = 0.10  # as above, between what a suspect expects and what was served
 _OWN = 0.97  # of tokens that are the base's argmax, in greedy text: less is another base's
@@ -122,7 +122,7 @@ def _unsteady(found: Diagnosis) -> Verdict | None:
     """What is expected holds for K drafts a round."""
     assert found.serving is not None
     drafts, per_round = found.settings["drafts"], found.serving.per_round
-    if found.served is None and found.serving.acceptance is None:
+    if found.served is None:
         return Verdict("cannot tell", f"Cannot tell: {found.serving.name} tells nothing of its drafts.", (_COUNTING,))
     if not found.settings["drafts_known"]:
         return _cannot(found, "how many drafts a round were made is not told", "say how many the engine makes")
@@ -130,24 +130,6 @@ def _unsteady(found: Diagnosis) -> Verdict | None:
         return None
     what = f"{per_round:.2f} drafts a round on the mean, where {drafts} were expected: it stops early, or adapts"
     return _cannot(found, what, _STEADY)
-
-
-def _by_rate(found: Diagnosis) -> Verdict | None:
-    """One share of all drafts, as a log has it, can be in line or below, and says not why."""
-    assert found.expected is not None and found.serving is not None
-    served, length, drafts = found.serving.acceptance, found.expected.tokens_per_round, found.settings["drafts"]
-    if found.served is not None or served is None:
-        return None
-    assert length.value is not None
-    share, ends = (length.value - 1) / drafts, length.ci95 and [(end - 1) / drafts for end in length.ci95]
-    told = f"served {percent(served)} % of drafts, expected {percent(share, ends)} %"
-    if ends is None:
-        return _cannot(found, undecided(found.expected.texts), _MORE)
-    if served < ends[0] - _PLAIN:
-        return Verdict("below", f"Below: {told}. One number does not say why.", (_COUNTING,))
-    if served >= share - _IN_LINE:
-        return Verdict("in line", f"In line: {told}.", tuple(_of_drafter(found)))
-    return _cannot(found, "too few texts to say", _MORE)
 
 
 def _by_fits(found: Diagnosis) -> Verdict:
@@ -193,7 +175,6 @@ _RULES: tuple[Callable[[Diagnosis], Verdict | None], ...] = (
     _incomplete,
     _another_text,
     _unsteady,
-    _by_rate,
     _by_fits,
 )
 _WHAT = {SOUND: "a sound stack", **{fault.name: fault.what for fault in FAULTS}}

@@ -33,7 +33,6 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base
 from mtp_extract.io.source import LocalSource
 from mtp_extract.report.page import plain_json
-from mtp_extract.serving.counters import rate_in
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3
@@ -212,9 +211,6 @@ def test_a_few_prompts_are_not_judged(
     few.write_text(json.dumps({"few": list(answers["sound"])[:prompts]}))
     report = answered(plan(directory, few), directory, answers["unscaled_embedding"])
     assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
-    log = tmp_path / "log"
-    log.write_text("MTP Drafter - Success rate: 0.01\n")
-    assert checked(diagnose(plan(directory, few, log=log, drafts=STEPS), directory))["outcome"] == "cannot tell"
 
 
 def test_a_head_is_in_line_or_below_and_nothing_else(
@@ -240,17 +236,6 @@ def test_a_head_is_in_line_or_below_and_nothing_else(
     report = answered(plan(out, prompts_file), out, sound)
     assert (report["outcome"], report["suspect"], report["convention"]) == ("in line", None, None)
     assert [fit["name"] for fit in report["fits"]] == ["sound"]
-
-
-def test_a_log_has_one_number(directory: Path, prompts_file: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    for rate, outcome in ((0.05, "below"), (0.99, "in line")):
-        log.write_text(f"noise\nI0000 llm_litert_mtp_drafter.cc:172] MTP Drafter - Success rate: {rate}\n")
-        report = checked(diagnose(plan(directory, prompts_file, log=log, drafts=STEPS), directory))
-        assert (report["outcome"], report["suspect"], report["serving"]["acceptance"]) == (outcome, None, rate)
-    log.write_text("MTP Drafter - Success rate: 1.5\n")
-    with pytest.raises(MtpExtractError, match="found none"):
-        rate_in(log)
 
 
 def test_messages_without_a_template_are_refused_before_anything_is_asked(directory: Path, tmp_path: Path) -> None:
