@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.serving.client import Server
+from mtp_extract.serving.client import Question, Server
 from mtp_extract.serving.counters import Counters
 
 _FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
@@ -65,9 +65,9 @@ def ask_all(plan: DoctorPlan, url: str, prompts: Sequence[Prompt]) -> Asked:
 def _ask(server: Server, plan: DoctorPlan, prompt: Prompt) -> Reply:
     before = server.counters()
     more = {"temperature": plan.temperature, **server.kind.ids}
-    answer = server.ask(prompt.content, max_tokens=plan.max_tokens, chat=plan.chat_template, **more)
-    moved = (server.moved(before, 1, answer.tokens) if before is not None else None) or Counters()
-    told = answer.told or moved
+    (answer,) = server.ask([Question(prompt.content, plan.max_tokens, plan.chat_template, more)])
+    moved = server.moved(before, [answer], plan.max_tokens) or Counters()
+    told = answer.counted or moved
     rounds = told.rounds if told.rounds is not None else moved.rounds
     counted = Counters(rounds=rounds, drafted=told.drafted, accepted=told.accepted, positions=moved.positions)
     return Reply(answer.text, answer.tokens, counted, answer.token_ids, answer.reasoning, answer.prompt_tokens)

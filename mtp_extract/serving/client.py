@@ -1,8 +1,9 @@
-"""A client of OpenAI-compatible servers: vLLM, SGLang, llama-server, mlx-vlm's, and what speaks as they do.
+"""A client of OpenAI-compatible servers: vLLM, SGLang, llama-server, mlx-vlm's, and others with the same protocol.
 
-Requests are made in an event loop of their own thread, so that callers need none, and may have one. What a server
-sends is untrusted: a request has one deadline for head and body, and a bounded size. huggingface_hub's own HTTP client
-is not used: it may be offline, or hold what an application put there for the Hub.
+Answers are streamed, and every event is timed as it arrives. What a server sends is untrusted: a request has one
+deadline for head and body, an answer is bounded in size, checked in type, and its counts are compared with what was
+asked for. Requests are made in an event loop of their own thread, so that callers need none, and may have one.
+huggingface_hub's own HTTP client is not used: it may be offline, or hold what an application put there for the Hub.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -22,29 +25,178 @@ import msgspec
 from mtp_extract.errors import MtpExtractError, ServerError, escape, few
 from mtp_extract.io.address import WebAddress
 from mtp_extract.io.http_library import http_library
-from mtp_extract.serving.answer import Answer, Reading, words_of
-from mtp_extract.serving.counters import Counters, at, recognise
+from mtp_extract.io.typed import Count, NotNegative, Positive, Record
+from mtp_extract.serving.counters import KINDS, Counters, Kind, at
 
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT, _PAGE_TIMEOUT = 10.0, 30.0  # seconds
 _KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
-_LARGEST_PAGE = 1 << 24  # bytes
+_LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
 _LONGEST = 400  # characters of an error
 _SETTLING_TIME, _POLL_INTERVAL = 2.0, 0.05  # seconds that counters may trail behind answers, and between looks
-_CHAT = "/v1/chat/completions"
 _REACH = "Check that it runs, and its address"
-
-Prompt = str | Sequence[Mapping[str, Any]]
-"""Text, or messages: dicts with ``role`` and ``content``."""
-
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("key",)),
     403: ("refuses access", ("key",)),
+    404: ("has no {path}, or not this model. Give what stands before /v1 in its address", ("model",)),
     429: ("limits the rate of requests. Send fewer at a time, or try later", ("concurrency",)),
     503: ("is not available: it may still be loading its model, or have too much to do. Try later", ()),
 }
 """What a status says of a server, and the arguments that may help."""
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Text, or messages: dicts with ``role`` and ``content``."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt to be answered in at most ``max_tokens`` tokens."""
+
+    prompt: Prompt
+    max_tokens: int
+    chat: bool = True  # take text as what a user says in a chat; else it is continued
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the request, such as ``temperature``
+
+
+class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
+    """One answer. Null is what the server does not report."""
+
+    text: str  #: all that was written, reasoning included, in order
+    tokens: Count | None  #: generated, as the server counts
+    first_tokens: Positive  #: of these, those that came with the first text: 1 unless the server says otherwise
+    first_s: NotNegative | None  #: seconds from sending the request to the first text; null without text
+    seconds: NotNegative  #: from the first text to the last event of the text; 0 where all of the text came at once
+    finish_reason: str | None = None  #: as the server says
+    counted: Counters | None = None  #: the server's counters of this answer
+    prompt_tokens: Count | None = None  #: of the prompt, as the server counts
+    prompt_ids: tuple[Count, ...] | None = None  #: of the prompt as the server read it, where it was asked for them
+    token_ids: tuple[Count, ...] | None = None  #: of the answer, where they were asked for
+    reasoning: bool = False  #: whether some of the text came as thoughts, whose marks are not in it
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[Count] | None = None
+    prompt_token_ids: list[Count] | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    prompt_token_ids: list[Count] | None = None
+    # Where servers report their counters.
+    timings: Any = None
+    metrics: Any = None
+    sglext: Any = None
+
+
+_decode, _NOTHING = msgspec.json.Decoder(_Event).decode, _Delta()
+
+
+class _StatusError(ServerError):
+    """The status of an answer is an error's."""
+
+
+async def timed_events(
+    stream: AsyncIterable[bytes], most_bytes: int, clock: Callable[[], float] = time.perf_counter
+) -> AsyncIterator[tuple[float, _Event | None]]:
+    """The events of ``stream``, each with the seconds at which it was whole, and None for the last, which says so.
+
+    Raises:
+        ServerError: one is no part of an answer, or they are more than ``most_bytes``.
+    """
+    rest, done = b"", False
+    async for piece in stream:
+        now = clock()
+        most_bytes -= len(piece)
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > _LARGEST_EVENT or most_bytes < 0:
+            raise ServerError("the answer is too large for one")
+        for line in lines:
+            if done or not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            try:
+                event = None if (done := data == b"[DONE]") else _decode(data)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                raise ServerError(f"expected an event of an answer as JSON, found {_shown(data)}") from None
+            yield now, event
+
+
+async def read_answer(
+    events: AsyncIterable[tuple[float, _Event | None]], kind: Kind, sent: float, asked: int
+) -> Answer:
+    """The answer that ``events`` are, to a request of at most ``asked`` tokens that was ``sent`` at those seconds.
+
+    Little is computed for an event: what others wait here counts as the server's time.
+
+    Raises:
+        ServerError: it ends in an error or before its end, or counts what such an answer cannot have.
+    """
+    pieces, ids, prompt_ids, times = list[str](), list[int](), list[int](), list[float]()
+    tokens: int | None = None
+    prompt_tokens, reason, counted, done, reasoning, first_tokens = None, None, None, False, False, 1
+    async for now, event in events:
+        if event is None:
+            done = True
+            continue
+        if event.error:
+            raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
+        if event.usage is not None:
+            tokens = tokens if event.usage.completion_tokens is None else event.usage.completion_tokens
+            prompt_tokens = prompt_tokens if event.usage.prompt_tokens is None else event.usage.prompt_tokens
+        if kind.answer and (told := getattr(event, kind.answer[0])) is not None:
+            counted = kind.of_answer({kind.answer[0]: told}) or counted
+        for choice in event.choices or ():
+            delta = choice.delta or _NOTHING
+            thought = delta.reasoning or delta.reasoning_content or ""  # some say it under both names
+            text = (choice.text or "") + thought + (delta.content or "")
+            if text and not pieces:
+                times, first_tokens = [now, now], tokens or 1
+            if text:
+                pieces.append(text)
+            times[1:] = [now] if times else []
+            ids += choice.token_ids or ()
+            prompt_ids += choice.prompt_token_ids or ()
+            reason, reasoning = choice.finish_reason or reason, reasoning or bool(thought)
+        prompt_ids += event.prompt_token_ids or ()
+    if not done and reason is None:
+        raise ServerError("the answer ended before its end")
+    tokens = counted.tokens if tokens is None and counted is not None else tokens
+    # A text is at least one token, and no more than asked for.
+    least = first_tokens if pieces else 0
+    if (tokens is not None and not least <= tokens <= asked) or (counted is not None and not counted.possible(asked)):
+        found = escape(msgspec.json.encode(Counters(tokens=tokens) if counted is None else counted).decode())
+        raise ServerError(f"expected counts of an answer of {least} to {asked} tokens, found {tokens} tokens, {found}")
+    return Answer(
+        text="".join(pieces),
+        tokens=tokens,
+        first_tokens=first_tokens,
+        first_s=times[0] - sent if times else None,
+        # All of the text at once says when it was sent, not how long it took.
+        seconds=times[1] - times[0] if len(pieces) > 1 else 0.0,
+        finish_reason=None if reason is None else escape(reason),
+        counted=counted,
+        prompt_tokens=prompt_tokens,
+        prompt_ids=tuple(prompt_ids) or None,
+        token_ids=tuple(ids) if ids and len(ids) == tokens else None,
+        reasoning=reasoning,
+    )
 
 
 class Server:
@@ -60,6 +212,8 @@ class Server:
         name: the URL, safe to show.
         kind: what it was recognised as.
         version: as it says; None if it does not.
+        model: as it calls the one that is asked.
+        computed: seconds in which the client computed, in all; so far as it waits, the time is the server's.
 
     Its connections are closed at the end of a ``with`` block.
 
@@ -69,7 +223,7 @@ class Server:
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         root, login = _parse(url)
-        self.name, self._timeout = WebAddress(root).name, timeout
+        self.name, self._timeout, self.computed = WebAddress(root).name, timeout, 0.0
         pair = base64.b64encode(":".join(login).encode()).decode() if login else ""
         self._secrets = [secret for secret in (key, pair, *login) if secret]
         headers = {"Accept-Encoding": "identity"}
@@ -83,35 +237,37 @@ class Server:
             limits=http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
         )
         self._loop = asyncio.new_event_loop()
-        # A daemon: whoever is told to stop does not wait for answers.
+        # A daemon: who is told to stop does not wait for answers.
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self.run(self._within(self._recognise(model), self._page_timeout))
+            self._run(self._within(self._recognise(model), self._page_timeout))
         except BaseException:
-            self._close()
+            self.close()
             raise
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
-        self.run(self._end())
+    def close(self) -> None:
+        """End what is under way, and close all connections."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._client.aclose()
+
+        self._run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._client.aclose()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns, or raises, in the loop where requests are made."""
         done = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -121,130 +277,161 @@ class Server:
             raise
 
     async def _recognise(self, model: str | None) -> None:
-        header, page = await self._page("/v1/models")
-        listed = at(page, "data")
+        headers, body = await self._page("/v1/models")
+        listed = at(_json_object(body), "data")
         entries = [e for e in listed if isinstance(at(e, "id"), str)] if isinstance(listed, list) else []
-        if not entries:
-            raise ServerError(
-                "expected an OpenAI-compatible server, found none that lists its models. Check its address"
-            )
         names = [str(entry["id"]) for entry in entries]
         # Some list what they could load, and say what they have loaded.
         loaded = [str(entry["id"]) for entry in entries if entry.get("loaded") is True] or names
-        self.model = loaded[0] if model is None else model
-        if self.model not in names or (model is None and len(loaded) > 1):
+        if not names:
+            raise ServerError("expected a server that lists its models at /v1/models, found none. Check its address")
+        if model not in names if model is not None else len(loaded) > 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
             raise ServerError(f"expected {wanted}, found {few(names)}. Name one", remedies=("model",))
-        self.kind = recognise(header, [entry.get("owned_by") for entry in entries])
+        self.model, header = model or loaded[0], headers.get("server", "")
+        owners = [entry["owned_by"] for entry in entries if entry.get("owned_by")]
+        known = (kind for kind in KINDS if kind.owner in owners or (kind.header and header.startswith(kind.header)))
+        self.kind = next(known, Kind())
         self.version: str | None = (header.partition("/")[2] or None) if self.kind.header else None
         if self.kind.version:
             place, key = self.kind.version
             try:
-                found = at((await self._page(place))[1], key)
+                found = at(_json_object((await self._page(place))[1]), key)
             except ServerError:
                 found = None  # a proxy may let /v1 alone through
             self.version = found if isinstance(found, str) else None
 
     def counters(self) -> Counters | None:
-        """What it counted since its start, everybody's requests together; None if it does not tell.
+        """What it counted since its start, everybody's requests together; None if it reports none.
 
         Raises:
-            ServerError: what it tells are no counters.
+            ServerError: what it reports are no counters.
         """
-        return self.run(self._within(self._counters(), self._page_timeout)) if self.kind.page else None
 
-    async def _counters(self) -> Counters | None:
-        async with self._client.stream("GET", "/metrics") as response:
-            if response.status_code != 200:
+        async def read() -> Counters | None:
+            try:
+                _, body = await self._page("/metrics")
+            except _StatusError:
                 return None
-            found = self.kind.of_page((await _body(response)).decode("utf-8", "replace"))
-        # Without these nobody can say whose the others are.
-        return None if found.requests is None and found.tokens is None else found
+            found = self.kind.of_page(body.decode("utf-8", "replace"))
+            # Without these nobody can say whose the others are.
+            return None if found.requests is None and found.tokens is None else found
 
-    def moved(self, before: Counters, requests: int, tokens: int | None) -> Counters | None:
-        """By how much its counters moved since ``before`` for so many requests, or tokens where it counts these alone.
+        return self._run(self._within(read(), self._page_timeout)) if self.kind.page else None
 
-        They may trail behind the answers, so they are waited for. None if it tells none, or if somebody else moved
-        them too.
+    def moved(self, before: Counters | None, answers: Sequence[Answer], most_tokens: int) -> Counters | None:
+        """By how much its counters moved since ``before`` for these ``answers`` of at most ``most_tokens`` each.
+
+        They may trail behind the answers, so they are waited for. None if it reports none, or if they moved by other
+        than these answers: somebody else uses the server, too.
 
         Raises:
-            ServerError: what it tells are no counters.
+            ServerError: what it reports are no counters.
         """
+        listed = [answer.tokens for answer in answers]
+        tokens = None if None in listed else sum(filter(None, listed))
         deadline = time.monotonic() + _SETTLING_TIME
-        while (after := self.counters()) is not None:
+        while before is not None and (after := self.counters()) is not None:
             found = after - before
-            moved, wanted = (found.tokens, tokens) if found.requests is None else (found.requests, requests)
+            moved, wanted = (found.tokens, tokens) if found.requests is None else (found.requests, len(answers))
             if moved is not None and moved == wanted:
-                upwards = 0 <= (found.accepted or 0) <= (found.drafted or 0) and (found.rounds or 0) >= 0
-                return found if upwards else None
+                counted = [answer.counted for answer in answers if answer.counted is not None]
+                differ = len(counted) == len(answers) and any(
+                    getattr(found, name) not in (None, sum(getattr(one, name) or 0 for one in counted))
+                    for name in ("drafted", "accepted")
+                )
+                return None if differ or not found.possible(most_tokens, len(answers)) else found
             if (moved or 0) > (wanted or 0) or time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_INTERVAL)
         return None
 
-    def ask(self, prompt: Prompt, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
-        """What :meth:`answer` returns, for who asks one thing at a time."""
-        return self.run(self.answer(prompt, max_tokens=max_tokens, chat=chat, **more))
-
-    async def answer(self, prompt: Prompt, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
-        """Send one prompt and read the answer as it comes; to be run by :meth:`run`, among others.
+    def ask(
+        self, questions: Sequence[Question], at_a_time: int = 1, done: Callable[[int, Answer], None] | None = None
+    ) -> list[Answer]:
+        """The answers to ``questions``, in order; always ``at_a_time`` in flight while there are as many.
 
         Args:
-            prompt: text, or the messages of a chat.
-            max_tokens: most of the answer.
-            chat: take text as what a user says in a chat; else it is continued.
-            more: further fields of the request, such as ``temperature``.
+            done: called with the number of a question and its answer as soon as that has ended; not in the caller's
+                thread.
 
         Raises:
-            MtpExtractError: there is no answer, or none that ends.
+            MtpExtractError: there is no answer, or none that ends; the first such error ends all.
         """
-        body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": max_tokens, **self.kind.request}
-        if isinstance(prompt, str) and not chat:
+        numbers, found = iter(range(len(questions))), dict[int, Answer]()
+
+        async def work() -> None:
+            for number in numbers:
+                question = questions[number]
+                found[number] = await self._within(self._answer(question), self._timeout, ("timeout",))
+                if done is not None:
+                    done(number, found[number])
+
+        async def work_all() -> None:
+            begun = time.thread_time()
+            workers = [asyncio.create_task(work()) for _ in range(min(at_a_time, len(questions)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+                self.computed += time.thread_time() - begun
+
+        self._run(work_all())
+        return [found[number] for number in range(len(questions))]
+
+    async def _answer(self, question: Question) -> Answer:
+        prompt, most = question.prompt, question.max_tokens
+        body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": most, **self.kind.request}
+        path = "/v1/chat/completions"
+        if isinstance(prompt, str) and not question.chat:
             path, body["prompt"] = "/v1/completions", prompt
         else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            path, body["messages"] = _CHAT, messages
-        content = json.dumps(body | more).encode()
-        return await self._within(self._stream(path, content, max_tokens), self._timeout, ("timeout",))
-
-    async def _stream(self, path: str, content: bytes, max_tokens: int) -> Answer:
-        reading = Reading(self.kind, time.perf_counter(), max_tokens)
-        head = {"Content-Type": "application/json"}
-        async with self._client.stream("POST", path, content=content, headers=head) as response:
-            if response.status_code == 404:
-                raise ServerError(
-                    f"expected {path} and the model {escape(self.model)}, found one missing (404)",
-                    remedies=("chat_template", "model"),
-                )
-            if response.status_code != 200:
-                raise _refused(response.status_code, await _body(response))
+            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        content, head = json.dumps(body | dict(question.more)).encode(), {"Content-Type": "application/json"}
+        sent = time.perf_counter()
+        async with self._opened("POST", path, content=content, headers=head) as response:
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
             # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
-            async for piece in response.stream:
-                reading.take(time.perf_counter(), piece)
-            return reading.answer()
+            events = timed_events(response.stream, _LARGEST_EVENT + _LARGEST_TOKEN * most)
+            return await read_answer(events, self.kind, sent, most)
 
     @property
     def _page_timeout(self) -> float:
         """Seconds for a page, which takes no computing."""
         return min(self._timeout, _PAGE_TIMEOUT)
 
-    async def _page(self, path: str) -> tuple[str, Mapping[str, Any]]:
-        async with self._client.stream("GET", path) as response:
-            if response.status_code == 404:
-                raise ServerError(
-                    f"expected an OpenAI-compatible server, found no {path} (404). Give what stands before /v1 in its "
-                    "address"
-                )
-            body = await _body(response)
+    async def _page(self, path: str) -> tuple[Mapping[str, str], bytes]:
+        """Head and body of a page."""
+        async with self._opened("GET", path) as response:
+            return response.headers, await _body(response)
+
+    @asynccontextmanager
+    async def _opened(self, method: str, path: str, **more: Any) -> AsyncIterator[Any]:
+        """The answer to a request, whose body is still to be read.
+
+        Raises:
+            ServerError: the server says that it does not answer; in its own words, where it has some.
+        """
+        async with self._client.stream(method, path, **more) as response:
             if response.status_code != 200:
-                raise _refused(response.status_code, body)
-            return response.headers.get("server", ""), _json_object(body)
+                try:
+                    page = _json_object(await _body(response))
+                except ServerError:
+                    page = {}  # a page for people
+                known = "does not answer as an OpenAI-compatible server does", ()
+                what, remedies = _REFUSED.get(response.status_code, known)
+                said = (
+                    f"the server {what.format(path=path)} ({response.status_code}){_words_of(page.get('error', page))}"
+                )
+                raise _StatusError(said, remedies=remedies)
+            yield response
 
     async def _within(self, work: Awaitable[T], seconds: float, remedies: tuple[str, ...] = ()) -> T:
-        """What ``work`` returns within ``seconds``; its errors name the server, and tell no secret."""
+        """What ``work`` returns within ``seconds``; its errors name the server, and no secret."""
         try:
             return await asyncio.wait_for(work, seconds)
         except ServerError as error:
@@ -265,27 +452,6 @@ class Server:
         raise ServerError(f"{self.name}: {escape(said.rstrip('.'), _LONGEST)}.", remedies=remedies)
 
 
-async def load(ask: Callable[[int], Awaitable[T]], count: int, at_a_time: int) -> list[T]:
-    """What ``ask`` returns for 0 … ``count`` - 1, always ``at_a_time`` in flight while there are as many; in order.
-
-    The first error ends it.
-    """
-    numbers, found = iter(range(count)), dict[int, T]()
-
-    async def work() -> None:
-        for number in numbers:
-            found[number] = await ask(number)
-
-    workers = [asyncio.create_task(work()) for _ in range(min(at_a_time, count))]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return [found[number] for number in range(count)]
-
-
 async def _body(response: Any) -> bytes:
     body = bytearray()
     async for piece in response.aiter_raw():
@@ -295,23 +461,24 @@ async def _body(response: Any) -> bytes:
     return bytes(body)
 
 
-def _refused(status: int, body: bytes) -> ServerError:
-    what, remedies = _REFUSED.get(status, ("does not answer as an OpenAI-compatible server does", ()))
-    try:
-        page = _json_object(body)
-    except ServerError:
-        page = {}  # a page for people
-    return ServerError(f"the server {what} ({status}){words_of(page.get('error', page))}", remedies=remedies)
-
-
 def _json_object(data: bytes) -> Mapping[str, Any]:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ServerError(f"expected a JSON object, found {escape(data[:60].decode('utf-8', 'replace')) or 'nothing'}")
+        raise ServerError(f"expected a JSON object, found {_shown(data)}")
     return value
+
+
+def _shown(data: bytes) -> str:
+    return escape(data[:60].decode("utf-8", "replace")) or "nothing"
+
+
+def _words_of(error: Any) -> str:
+    """What a server says of an error, to be put behind one's own words; empty where it says nothing."""
+    said = next((text for text in (error, at(error, "message"), at(error, "detail")) if isinstance(text, str)), "")
+    return f": {said.strip().rstrip('.')}" if said.strip() else ""
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What servers count of their drafts, and where they say it: in an answer, on ``/metrics``, in a log.
+"""What servers count of their drafts, and where they say it: in an answer, or on ``/metrics``.
 
 Names were read in the sources of llama.cpp 0c1e57098 (``server_slot_stats::to_json``, ``to_metrics``), mlx-vlm 0.7.10
 (``GenerationTimings``), SGLang 0.5.23 (``SpecTokensDetails``, ``metrics_collector.py``) and vLLM 0.33.0
@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
-from mtp_extract.errors import MtpExtractError, ServerError, escape
-from mtp_extract.io.files import read_regular
+from mtp_extract.errors import ServerError, escape
 from mtp_extract.io.typed import Count, Record
 
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
 _MOST_A_ROUND = 1 << 10  # drafts, of the widest trees
-_MOST_CUT = 64  # drafts that the last round accepts beyond the last token that was asked for
-_LARGEST_LOG = 1 << 26  # bytes
+_MOST_BEYOND = 64  # drafts that the last round accepts beyond the last token that was asked for
 
 
 class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
-    """What a server counted; null for what it does not tell."""
+    """What a server counted; null for what it does not report."""
 
     requests: Count | None = None  #: answered
     tokens: Count | None = None  #: generated
@@ -39,16 +36,25 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
         found: dict[str, Any] = {}
         for name in self.__struct_fields__:
             after, old = getattr(self, name), getattr(before, name)
-            if after is None or old is None:
-                continue
-            pairs = zip_longest(after, old, fillvalue=0) if name == "positions" else ()
-            found[name] = tuple(a - b for a, b in pairs) if name == "positions" else after - old
+            if after is not None and old is not None:
+                pairs = zip_longest(after, old, fillvalue=0) if name == "positions" else ()
+                found[name] = tuple(a - b for a, b in pairs) if name == "positions" else after - old
         return Counters(**found)
+
+    def possible(self, most_tokens: int, answers: int = 1) -> bool:
+        """Whether ``answers`` answers of at most ``most_tokens`` tokens each can have come to it.
+
+        Every round writes at least one token; the last one's drafts may reach beyond the end.
+        """
+        most, drafted = most_tokens * answers, most_tokens * answers * _MOST_A_ROUND
+        accepted = min(most + _MOST_BEYOND * answers, drafted if self.drafted is None else self.drafted)
+        bounds = (self.tokens, most), (self.rounds, most + answers), (self.drafted, drafted), (self.accepted, accepted)
+        return all(0 <= (value or 0) <= bound for value, bound in bounds) and not (self.rounds == 0 and self.accepted)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of server: how it is recognised, what to ask for, and what it calls its counters."""
+    """A row of :data:`KINDS`: how a server is recognised, what to ask it for, and the names of its counters."""
 
     name: str = "unknown"
     owner: str = ""  # ``owned_by`` of its models
@@ -71,11 +77,11 @@ class Kind:
         sent = at(event, *self.answer) if self.answer else None
         if not isinstance(sent, dict) or not sent.keys() & set(self.counts.values()):
             return None
-        found: dict[str, Any] = {ours: _count(name, sent.get(name)) for ours, name in self.counts.items()}
-        drafts = [name for name in ("rounds", "drafted", "accepted") if name in found]
-        if "timings" in self.answer and all(found[name] is None for name in drafts):
+        found = {ours: _count(name, sent[name]) for ours, name in self.counts.items() if sent.get(name) is not None}
+        drafts = self.counts.keys() & {"rounds", "drafted", "accepted"}
+        if "timings" in self.answer and not found.keys() & drafts:
             found |= dict.fromkeys(drafts, 0)  # these servers leave out drafts where there were none
-        return Counters(**found)
+        return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
 
     def of_page(self, text: str) -> Counters:
         """The counters on a page in Prometheus' format, added up over their labels.
@@ -88,15 +94,13 @@ class Kind:
         names = "|".join(map(re.escape, filter(None, (*self.page.values(), self.positions))))
         sums, places = defaultdict[str, int](int), defaultdict[int, int](int)
         for name, labels, value in re.findall(rf"^({names}){_LABELS}[ \t]+(\S+)", text, re.MULTILINE):
-            count = _count(name, _whole(value))
-            assert count is not None
-            sums[name] += count
+            sums[name] += (count := _count(name, _whole(value)))
             if name == self.positions and (place := _PLACE.search(labels)):
                 places[int(place[1])] += count
         found: dict[str, Any] = {ours: sums[name] for ours, name in self.page.items() if name in sums}
         found = {ours: count for ours, count in found.items() if count < self.exact_below}
         by_place = tuple(places[number] for number in range(max(places, default=-1) + 1))
-        # Those of all positions are all that were accepted, or tell of something else.
+        # If all positions together are not all accepted drafts, they count something else.
         return Counters(**found, positions=by_place if by_place and sum(by_place) == found.get("accepted") else None)
 
 
@@ -113,8 +117,8 @@ def _whole(text: str) -> Any:
         return text
 
 
-def _count(name: str, value: Any) -> int | None:
-    if value is not None and (type(value) is not int or not 0 <= value < _LARGEST):
+def _count(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
         raise ServerError(f"expected a count for {name}, found {escape(value, 40)}")
     return value
 
@@ -127,7 +131,7 @@ def at(value: Any, *keys: str) -> Any:
 
 
 _USAGE = {"include_usage": True}
-# Usage in every event says how many tokens came with the first.
+# Usage in every event says how many tokens came with the first text.
 _USAGE_ALWAYS = {"stream_options": {**_USAGE, "continuous_usage_stats": True}}
 _TIMINGS = {"tokens": "predicted_n", "drafted": "draft_n", "accepted": "draft_n_accepted"}
 _DRAFTS = {
@@ -143,7 +147,7 @@ KINDS = (
         owner="llamacpp",
         header="llama.cpp",
         version=("/props", "build_info"),
-        # A prompt that is found in the cache is computed otherwise than one that is not, and rounded otherwise.
+        # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
         request={"stream_options": _USAGE, "cache_prompt": False},
         answer=("timings",),
         counts=_TIMINGS,
@@ -185,54 +189,4 @@ KINDS = (
         positions=f"vllm:{_POSITIONS}",
     ),
 )
-"""Every kind whose counters are known; any other server tells text and tokens."""
-
-
-def recognise(header: str, owners: Iterable[Any]) -> Kind:
-    """The kind of a server, by its ``Server`` header and by ``owned_by`` of its models."""
-    known = [owner for owner in owners if isinstance(owner, str) and owner]
-    found = (kind for kind in KINDS if kind.owner in known or (kind.header and header.startswith(kind.header)))
-    return next(found, Kind())
-
-
-def impossible(counted: Counters, most_tokens: int, answers: int = 1) -> tuple[str, ...]:
-    """What in ``counted`` cannot be of ``answers`` answers of at most ``most_tokens`` each; empty where all can.
-
-    Every round writes at least one token; the last one's drafts may reach beyond the end.
-    """
-
-    def beyond() -> Iterator[str]:
-        most, accepted = most_tokens * answers, counted.accepted
-        for value, name, bound in (
-            (counted.tokens, "tokens", most),
-            (counted.rounds, "rounds", most + answers),
-            (counted.drafted, "drafts", most * _MOST_A_ROUND),
-            (accepted, "accepted drafts", most + _MOST_CUT * answers),
-            (accepted, "accepted drafts", counted.drafted),
-            (accepted, "accepted drafts", 0 if counted.rounds == 0 else None),
-        ):
-            if value is not None and bound is not None and not 0 <= value <= bound:
-                yield f"{escape(value, 24)} {name} where at most {bound} can be"
-
-    return tuple(beyond())
-
-
-def rate_in(log: Path) -> float:
-    """The share of drafts that LiteRT-LM says were accepted, the last time it says so in its log.
-
-    Raises:
-        MtpExtractError: it says none.
-    """
-    try:
-        text = read_regular(log, _LARGEST_LOG)
-    except OSError as error:
-        raise MtpExtractError(
-            f"{escape(log)}: expected a log that can be read, found: {error.strerror}. Check the path."
-        ) from error
-    found = re.findall(rb"MTP Drafter - Success rate: (0\.\d+|[01](?:\.0*)?)(?![\d.])", text)
-    if not found:
-        raise MtpExtractError(
-            f'{escape(log)}: expected a line "MTP Drafter - Success rate: …" of LiteRT-LM, found none. Let it log at '
-            "INFO, and close the engine before the log is read."
-        )
-    return float(found[-1])
+"""Every kind whose counters are known; any other server is of no kind here, and reports text and tokens at most."""

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from mtp_extract._version import __version__
 from mtp_extract.io.typed import Count, Figure, NotNegative, Positive, Record, Share, Tool
-from mtp_extract.serving.answer import Answer
+from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 
 
@@ -30,7 +31,6 @@ class Latency(Record):
 class Side(Record):
     """What one server did."""
 
-    requests: Count  #: answered
     tokens: Count | None  #: of all answers, as the server counts
     tokens_per_s: Figure  #: of one answer: tokens after those of its first text, over the time from there to its end
     output_throughput: NotNegative | None  #: tokens of all over the time; null of a workload asked among others
@@ -40,7 +40,7 @@ class Side(Record):
     drafted: Count | None  #: drafts judged
     accepted: Count | None  #: of these
     rounds: Count | None  #: of drafting and judging
-    acceptance: Figure  #: accepted / drafted; its interval is over windows where these alone are told apart
+    acceptance: Figure  #: accepted / drafted; its interval is over windows where only these are counted
     tokens_per_round: Figure  #: 1 + accepted / rounds; its interval as above
     acceptance_by_position: list[Share] | None  #: by position in a round: share of rounds that accept the draft there
 
@@ -52,7 +52,6 @@ class Figures(Record):
     sides: dict[str, Side]  #: by side: `server`, and `baseline` where there is one
     speedup: Figure  #: time the baseline takes for the server's tokens, text by text, over the server's time
     identical: Count | None  #: answers that are the baseline's, character for character; null if not compared
-    compared: Count  #: of so many: greedy answers beside a baseline's
 
 
 class Parted(Record):
@@ -68,7 +67,6 @@ class Request(Record):
 
     workload: str  #: of the prompt
     prompt: Count  #: its number, from 0
-    turn: Count  #: 0 is the first time it was asked
     answer: Answer  #: what came
 
 
@@ -80,17 +78,16 @@ class Window(Record):
     client_busy: NotNegative  #: share of this time in which the client computed
     page: Counters | None  #: by how much the counters of `/metrics` moved; null for none, and where others moved them
     disturbed: bool  #: whether others did
-    impossible: list[str]  #: by how much they moved where that cannot be of what was asked, in words; no figure has it
 
 
 class Benchmark(Record, kw_only=True):
     """A whole benchmark."""
 
-    version: Literal[3] = 3  #: version of this file
-    tool: Tool  #: what wrote it
+    version: Literal[4] = 4  #: version of this file
+    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what wrote it
     verdict: str = ""  #: the result in one sentence
     findings: list[str] = field(default_factory=list)  #: what a reader should not miss
-    notes: list[str] = field(default_factory=list)  #: what was not told, and what disturbed the measurement
+    notes: list[str] = field(default_factory=list)  #: what was not reported, and what disturbed the measurement
     servers: dict[str, Asked]  #: by side: `server`, and `baseline` where there is one
     settings: dict[str, Any]  #: what a second run needs
     prompts: dict[str, Positive]  #: by workload: how many

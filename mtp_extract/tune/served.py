@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mtp_extract.errors import PairError, ServerError, escape
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.serving.answer import Answer
-from mtp_extract.serving.client import Server, load
+from mtp_extract.serving.client import Answer, Question, Server
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
@@ -73,19 +72,19 @@ class ServerWriter(Writer):
 
     def _continued(self, seed: int, batch: Sequence[tuple[Item, Tokens]]) -> list[Mapping[str, Any]]:
         lines: dict[int, Mapping[str, Any]] = {}
-        with _arguments(), self.connect() as server:
 
-            async def ask(at: int) -> Answer:
-                item, prompt = batch[at]
+        def answered(at: int, answer: Answer) -> None:
+            lines[at] = self._answered(batch[at][1], answer)
+
+        with _arguments(), self.connect() as server:
+            questions = []
+            for item, prompt in batch:
                 assert isinstance(item, Prompt)
                 own = int(self._name(prompt)[:7], 16)
                 more = {"temperature": self.temperature, "seed": own, **server.kind.ids}
-                answer = await server.answer(item.content, max_tokens=self.new_tokens, chat=self.chat_template, **more)
-                lines[at] = self._answered(prompt, answer)
-                return answer
-
+                questions.append(Question(item.content, self.new_tokens, self.chat_template, more))
             try:
-                server.run(load(ask, len(batch), len(batch)))
+                server.ask(questions, len(batch), answered)
             except BaseException:
                 self._keep([lines[at] for at in sorted(lines)])
                 raise

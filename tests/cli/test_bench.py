@@ -25,8 +25,8 @@ from mtp_extract.errors import MtpExtractError, OutputError
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.page import plain_json
 from mtp_extract.serving import client as client_module
-from mtp_extract.serving.answer import Answer
 from mtp_extract.serving.benchmark import run_benchmark
+from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.serving.figures import figures, side_of
 from mtp_extract.serving.page import conclude, tables, write_bench
@@ -80,7 +80,7 @@ def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: 
     """Told in answers or on the page, by text or by group: the sums are the same."""
     shown = list[tuple[int, int]]()
     show = lambda part, *batches: shown.append(batches)  # noqa: E731
-    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, repeat=2, show=show))
+    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, show=show))
     checked(found)
     # After each window of both sides, until all are done.
     windows = len(found.windows["server"])
@@ -91,23 +91,20 @@ def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: 
     for name, of in (*found.workloads.items(), ("all", found.total)):
         names = list(FEW) if name == "all" else [name]
         texts = sum(len(FEW[workload]) for workload in names)
-        drafted, accepted, rounds = (2 * summed(what, names) for what in ("drafted", "accepted", "rounds"))
-        assert of.sides["server"].tokens == 2 * summed("tokens", names)
-        assert (of.texts, of.identical, of.compared) == (texts, 2 * texts, 2 * texts)
+        drafted, accepted, rounds = (summed(what, names) for what in ("drafted", "accepted", "rounds"))
+        assert of.sides["server"].tokens == summed("tokens", names)
+        assert (of.texts, of.identical) == (texts, texts)
         if together and name != "all":
             assert drafts_of(of.sides["server"]) == (
-                (2 * texts, drafted, accepted, None) if told else (0, None, None, None)
+                (texts, drafted, accepted, None) if told else (0, None, None, None)
             )
             assert of.sides["server"].output_throughput is None
             continue
-        assert drafts_of(of.sides["server"]) == (2 * texts, drafted, accepted, rounds)
+        assert drafts_of(of.sides["server"]) == (texts, drafted, accepted, rounds)
         assert of.sides["server"].acceptance.value == accepted / drafted
         assert of.sides["server"].tokens_per_round.value == pytest.approx(1 + accepted / rounds)
-    # A text and its repeats are one: more of the same text makes nothing more certain.
-    once = run_benchmark(plan(prompts, *pair, concurrency=concurrency)).total.sides["server"].tokens_per_round.ci95
-    twice = found.total.sides["server"].tokens_per_round.ci95
-    assert (once is None, twice is None) == (together, together), "where only windows are told apart, there is one"
-    assert twice == pytest.approx(once)
+    # Where only windows are counted apart, there is one, and no interval.
+    assert (found.total.sides["server"].tokens_per_round.ci95 is None) == together
 
 
 def test_a_prompt_that_repeats_another_is_not_asked(pair: tuple[ModelServer, ModelServer], tmp_path: Path) -> None:
@@ -150,10 +147,11 @@ def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompt
     run_benchmark(plan(prompts, server, baseline, warm_up=0))
     assert order == ["server", "baseline", "baseline", "server"] * 2 + ["server", "baseline"]
     order.clear()
-    found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3, repeat=4))
-    # Twelve requests fill three places four times: twenty are one window, and forty are three.
-    assert order == ["server"] * 20 + ["baseline"] * 20
-    found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3, repeat=8))
+    # Twelve requests fill three places four times: five are one window, and forty are three.
+    found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3))
+    assert order == ["server"] * 5 + ["baseline"] * 5
+    prompts.write_text(json.dumps({"many": [f"prompt {number}" for number in range(40)]}))
+    found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3))
     assert [len(window.requests) for window in found.windows["server"]] == [13, 13, 14]
 
 
@@ -170,13 +168,12 @@ def test_windows_are_full_of_all_workloads(tmp_path: Path) -> None:
     windows = found.windows["server"]
     counts = [Counter(request.workload for request in window.requests) for window in windows]
     assert counts == [{"code": 12, "prose": 4}] * 2
-    report = checked(found)
-    assert any("requests were in flight on the mean, 4 at most." in note for note in report["notes"])
+    assert not any("in flight" in note for note in checked(found)["notes"])
 
 
 def test_fewer_prompts_than_places(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
     report = checked(run_benchmark(plan(prompts, pair[0], concurrency=64)))
-    assert any("of 64 wanted: give more prompts, or ask them more often" in note for note in report["notes"])
+    assert any("at most 5 of 64 requests were in flight: give more prompts" in note for note in report["notes"])
 
 
 def test_warming_up_is_not_measured(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
@@ -194,10 +191,10 @@ def test_a_server_that_tells_nothing(prompts: Path) -> None:
     assert drafts_of(side) == (0, None, None, None)
     assert (side.tokens, side.tokens_per_s.value, side.output_throughput, side.acceptance.value) == (None,) * 4
     assert side.ttft_ms is not None
-    assert report["verdict"] == "Measured: not told tokens/s; drafts are not told."
+    assert report["verdict"] == "Measured: – tokens/s; the server does not say how many drafts were accepted."
     assert report["notes"][:2] == [
-        f"{server.url} (unknown): drafts are not told for 5 of 5 answers.",
-        f"{server.url}: how many tokens an answer has is not told for 5 of 5.",
+        f"{server.url} (unknown) reports no draft counters for 5 of 5 answers.",
+        f"{server.url} (unknown) does not say how many tokens an answer has, 5 of 5 times.",
     ]
     assert "Without a baseline" in report["notes"][-1]
 
@@ -212,7 +209,7 @@ def test_others_that_use_the_server(
     found = run_benchmark(plan(prompts, server))
     report = checked(found)
     assert drafts_of(found.total.sides["server"]) == (0, None, None, None)
-    assert "moved by other than these requests 5 of 5 times" in report["notes"][0]
+    assert "moved by more than these requests 5 of 5 times" in report["notes"][0]
     server.told = True
     assert run_benchmark(plan(prompts, server)).total.sides["server"].drafted == summed("drafted")
 
@@ -236,39 +233,23 @@ def test_counters_that_start_again(
     checked(found)
 
 
-@pytest.mark.parametrize("name", ["rounds", "drafted", "accepted"])
-def test_counters_that_move_as_none_can(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """As many requests as were asked, and fewer drafts than before, or more accepted than there were."""
-    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
-    server, _ = pair
-    own = server.answer
-
-    def twisted(prompt: str, most: int) -> list[str]:
-        server.moved[name] += 20 if name == "accepted" else -20
-        return own(prompt, most)
-
-    server.answer = twisted
-    found = run_benchmark(plan(prompts, server, warm_up=0))
-    assert all(window.disturbed for window in found.windows["server"])
-    assert found.total.sides["server"].drafted is None
-    checked(found)
-
-
 @pytest.mark.parametrize(
-    ("moves", "said"),
+    "moves",
     [
-        ({"drafted": 1 << 40, "accepted": 800}, "drafts where at most 8192 can be"),
-        ({"drafted": 900, "accepted": 800}, "accepted drafts where at most 72 can be"),
-        ({"rounds": 1 << 40}, "rounds where at most 9 can be"),
-        ({"tokens": 1 << 40}, "tokens where at most 8 can be"),
+        {"rounds": -20},
+        {"drafted": -20},
+        {"accepted": 20},
+        {"drafted": 1 << 40, "accepted": 800},
+        {"drafted": 900, "accepted": 800},
+        {"rounds": 1 << 40},
+        {"tokens": 1 << 40},
     ],
 )
-def test_counters_that_cannot_be_of_what_was_asked(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, moves: dict[str, int], said: str
+def test_counters_that_move_as_none_can(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, moves: dict[str, int]
 ) -> None:
-    """As many requests as were asked, and no drafts that these could have: a finding, and no figure."""
+    """As many requests as were asked, and drafts that these cannot have: nothing is computed with them."""
+    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
     server, baseline = pair
     own = server.answer
 
@@ -278,13 +259,10 @@ def test_counters_that_cannot_be_of_what_was_asked(
 
     server.answer = twisted
     found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
-    report = checked(found)
+    checked(found)
+    assert all(window.disturbed for window in found.windows["server"])
     assert drafts_of(found.total.sides["server"]) == (0, None, None, None)
-    assert report["findings"][0].startswith(f"{server.url} tells what cannot be, ")
-    assert said in report["findings"][0]
-    assert "drafts are not told" in report["verdict"]
-    assert not any("somebody else used it" in note for note in report["notes"])
-    # Their own count is right, and is used.
+    # The answers' own count is right, and is used.
     assert found.total.sides["server"].tokens == summed("tokens")
 
 
@@ -304,20 +282,6 @@ def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
     assert found.total.sides["server"].output_throughput == pytest.approx(25 / window["wall_s"])
     (row,) = [row for table in tables(found) if table.title == "Drafts" for row in table.rows if row[0] == "all"]
     assert row[-1] == "100.0 50.0 0.0 0.0"
-
-
-def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    """2^52 tokens of 8, of one text in five: no speed of that text, and none of all of them."""
-    server, baseline = pair
-    server.lies = {"import os": 1 << 52}
-    found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
-    report = checked(found)
-    assert found.total.sides["server"].tokens is None
-    assert found.total.sides["server"].output_throughput is None
-    rates = [of.sides["server"].tokens_per_s.value for of in (found.total, *found.workloads.values())]
-    assert all(rate is None or rate < 1e6 for rate in rates)
-    assert "4503599627370496 tokens of an answer" in report["findings"][0]
-    assert "1 times" in report["findings"][0]
 
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "[a](javascript:b)", "a|b", "`c`", "# d", "</summary><script>")
@@ -349,7 +313,7 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     assert "in 0 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
     drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))
-    assert (drawn.total.identical, drawn.total.compared, drawn.parted) == (None, 0, [])
+    assert (drawn.total.identical, drawn.parted) == (None, [])
     assert server.asked[-1][1]["temperature"] == 0.7
 
 
@@ -363,17 +327,16 @@ def test_a_baseline_that_is_none(prompts: Path) -> None:
     assert [note for note in report["notes"] if "call their models google/gemma-4-E4B-it and another" in note]
 
 
-def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, told: Counters | None = None) -> Request:
-    came = Answer("text", tokens, 1, first_s, seconds, (first_s or 0) + seconds, "length", told)
-    return Request("code", 0, 0, came)
+def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, counted: Counters | None = None) -> Request:
+    return Request("code", 0, Answer("text", tokens, 1, first_s, seconds, "length", counted))
 
 
 def window(*asked: Request, wall: float = 4.0, page: Counters | None = None) -> Window:
-    return Window(list(asked), wall, 0.1, page, False, [])
+    return Window(list(asked), wall, 0.1, page, False)
 
 
-def windows(*answers: Request, wall: float = 4.0, turn: int = 0) -> list[Window]:
-    return [window(replace(one, prompt=index, turn=turn), wall=wall) for index, one in enumerate(answers)]
+def windows(*answers: Request) -> list[Window]:
+    return [window(replace(one, prompt=index)) for index, one in enumerate(answers)]
 
 
 def side(*done: Window) -> Side:
@@ -381,17 +344,17 @@ def side(*done: Window) -> Side:
 
 
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
-    fast = windows(answer(11, 1.0), answer(21, 1.0, first_s=0.1)) + windows(answer(11, 3.0), turn=1)
-    slow = windows(answer(11, 4.0), answer(41, 6.0)) + windows(answer(6, 2.0), turn=1)
+    fast = windows(answer(11, 1.0), answer(21, 1.0, first_s=0.1))
+    slow = windows(answer(11, 4.0), answer(41, 6.0))
     found = figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
     server, baseline = found.sides["server"], found.sides["baseline"]
-    assert server.tokens_per_s.value == pytest.approx((10 + 20 + 10) / 5)
-    assert server.output_throughput == pytest.approx(43 / 12)
+    assert server.tokens_per_s.value == pytest.approx((10 + 20) / 2)
+    assert server.output_throughput == pytest.approx(32 / 8)
     assert server.ttft_ms is not None
-    assert server.ttft_ms.mean == pytest.approx(1e3 * 1.1 / 3)
-    assert baseline.tokens_per_s.value == pytest.approx((10 + 40 + 5) / 12)
-    # The first text: 6 s for 15 tokens where 20 were written, so 8; the second: 6 s for 40, so 3 for 20.
-    assert found.speedup.value == pytest.approx((8 + 3) / (4 + 1))
+    assert server.ttft_ms.mean == pytest.approx(1e3 * 0.6 / 2)
+    assert baseline.tokens_per_s.value == pytest.approx((10 + 40) / 10)
+    # The first text: 4 s for as many tokens; the second: 6 s for 40, so 3 for 20.
+    assert found.speedup.value == pytest.approx((4 + 3) / (1 + 1))
     assert (found.speedup.n, found.speedup.ci95) == (2, None), "two texts"
     more = [windows(*(answer(11, seconds * time) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
     faster = figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
@@ -417,7 +380,7 @@ def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
         answer(0, 0.0, None),
         answer(None, 1.0),
         answer(9, 0.0),
-        Request("code", 0, 0, Answer("text", 4, 4, 0.5, 1.0, 1.5)),
+        Request("code", 0, Answer("text", 4, 4, 0.5, 1.0)),
     ],
 )
 def test_answers_without_a_speed(odd: Request) -> None:
@@ -428,10 +391,10 @@ def test_answers_without_a_speed(odd: Request) -> None:
 
 
 def test_a_page_fills_in_what_the_answers_do_not_tell() -> None:
-    told = Counters(drafted=8, accepted=4, tokens=7)
+    counted = Counters(drafted=8, accepted=4, tokens=7)
     page = Counters(tokens=7, drafted=8, accepted=4, rounds=2)
-    assert drafts_of(side(window(answer(7, 1.0, told=told), page=page))) == (1, 8, 4, 2)
-    assert drafts_of(side(window(answer(7, 1.0, told=told)))) == (1, 8, 4, None)
+    assert drafts_of(side(window(answer(7, 1.0, counted=counted), page=page))) == (1, 8, 4, 2)
+    assert drafts_of(side(window(answer(7, 1.0, counted=counted)))) == (1, 8, 4, None)
 
 
 def test_a_page_that_contradicts_the_answers_is_of_others(
@@ -467,9 +430,7 @@ def test_a_client_that_is_the_limit_says_so(pair: tuple[ModelServer, ModelServer
         assert any("the client is the limit in 5 of 5 windows" in note for note in notes) is said
 
 
-@pytest.mark.parametrize(
-    "change", [{"max_tokens": 0}, {"concurrency": 0}, {"repeat": 0}, {"warm_up": -1}, {"timeout": 0}]
-)
+@pytest.mark.parametrize("change", [{"max_tokens": 0}, {"concurrency": 0}, {"warm_up": -1}, {"timeout": 0}])
 def test_plans_of_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path, change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
     with pytest.raises(MtpExtractError, match=f"expected {name} of at least .*, found {value}"):

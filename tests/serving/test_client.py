@@ -6,22 +6,40 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from time import sleep
 from typing import Any, Protocol
 
 import pytest
 from helpers.bounds import HANG
-from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
+from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, prompt_of, words_of
 
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.options import key_from
-from mtp_extract.serving.answer import Reading
-from mtp_extract.serving.client import Server, load
-from mtp_extract.serving.counters import KINDS, Counters, recognise
+from mtp_extract.serving.client import Answer, Question, Server, read_answer, timed_events
+from mtp_extract.serving.counters import KINDS, Counters
 
 PROMPT = "class Foo(object):"
+KIND = {kind.name: kind for kind in KINDS}
+
+
+def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = False, **more: Any) -> Answer:
+    """The answer to one question."""
+    (found,) = server.ask([Question(prompt, most, chat, more)])
+    return found
+
+
+def read(kind: str, *pieces: tuple[float, bytes], asked: int = 9) -> Answer:
+    """The answer that came in ``pieces``, each at its second."""
+    clock = iter([at for at, _ in pieces])
+
+    async def stream() -> AsyncIterator[bytes]:
+        for _, piece in pieces:
+            yield piece
+
+    events = timed_events(stream(), 1 << 20, clock.__next__)
+    return asyncio.run(read_answer(events, KIND[kind], 10.0, asked))
 
 
 class Connect(Protocol):
@@ -59,7 +77,7 @@ def test_each_kind_is_recognised(connect: Connect, any_server: ModelServer) -> N
 
 
 def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
-    answer = connect(any_server.url).ask(PROMPT, max_tokens=6, temperature=0)
+    answer = ask(connect(any_server.url), most=6, chat=True, temperature=0)
     (path, asked), tokens = any_server.asked[-1], words_of(PROMPT, 6)
     assert (path, asked["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": PROMPT}])
     assert (asked["model"], asked["max_tokens"], asked["temperature"], asked["stream"]) == (MODEL, 6, 0, True)
@@ -70,7 +88,7 @@ def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
     assert answer.prompt_tokens == (None if any_server.kind == "unknown" else 5)
     counted = account(6)
     drafts = {name: counted[name] for name in ("drafted", "accepted")}
-    assert answer.told == {
+    assert answer.counted == {
         "llama-server": Counters(tokens=6, **drafts),
         "mlx-vlm": Counters(tokens=6, rounds=counted["rounds"], **drafts),
         "SGLang": Counters(rounds=counted["rounds"], **drafts),
@@ -80,39 +98,38 @@ def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
 def test_vllm_tells_in_its_answers_if_it_was_started_so(connect: Connect, vllm: ModelServer) -> None:
     vllm.told = True
     counted = account(6)
-    told = connect(vllm.url).ask(PROMPT, max_tokens=6).told
+    told = ask(connect(vllm.url), most=6, chat=True).counted
     assert told == Counters(rounds=counted["rounds"], drafted=counted["drafted"], accepted=counted["accepted"])
 
 
 @pytest.mark.parametrize("kind", ["llama-server", "mlx-vlm"])
 def test_without_a_drafter_nothing_is_drafted(connect: Connect, kind: str) -> None:
     with model_server(kind, drafts=False) as server:
-        told = connect(server.url).ask(PROMPT, max_tokens=6).told
+        told = ask(connect(server.url), most=6, chat=True).counted
     assert told is not None
     assert (told.drafted, told.accepted, told.tokens) == (0, 0, 6)
 
 
 def test_a_completion_is_not_a_chat(connect: Connect, vllm: ModelServer) -> None:
     server = connect(vllm.url)
-    assert server.ask(PROMPT, max_tokens=3, chat=False).tokens == 3
+    assert ask(server).tokens == 3
     assert [(path, body.get("prompt")) for path, body in vllm.asked] == [("/v1/completions", PROMPT)]
 
 
 def test_tokens_of_the_first_text(connect: Connect, vllm: ModelServer) -> None:
     """Some send several at once: they took no time of their own."""
     vllm.burst = 4
-    answer = connect(vllm.url).ask(PROMPT, max_tokens=6)
+    answer = ask(connect(vllm.url), most=6, chat=True)
     assert (answer.tokens, answer.first_tokens) == (6, 4)
 
 
 def test_counters_of_the_pages() -> None:
     """The numbers that stand in the files, over all label sets."""
-    kinds = {kind.name: kind for kind in KINDS}
     pages = {name: (PAGES / manner.page).read_text() for name, manner in MANNERS.items() if manner.page}
-    assert kinds["vLLM"].of_page(pages["vLLM"]) == Counters(5, 493, 131, 524, 321, positions=(109, 91, 69, 52))
-    assert kinds["SGLang"].of_page(pages["SGLang"]) == Counters(requests=2, tokens=192, rounds=55)
+    assert KIND["vLLM"].of_page(pages["vLLM"]) == Counters(5, 493, 131, 524, 321, positions=(109, 91, 69, 52))
+    assert KIND["SGLang"].of_page(pages["SGLang"]) == Counters(requests=2, tokens=192, rounds=55)
     llama = dict(line.split(" ") for line in pages["llama-server"].splitlines() if not line.startswith("#"))
-    assert kinds["llama-server"].of_page(pages["llama-server"]) == Counters(
+    assert KIND["llama-server"].of_page(pages["llama-server"]) == Counters(
         tokens=int(llama["llamacpp:tokens_predicted_total"]),
         rounds=int(llama["llamacpp:spec_decode_num_drafts_total"]),
         drafted=int(llama["llamacpp:spec_decode_num_draft_tokens_total"]),
@@ -131,8 +148,7 @@ def test_counters_of_the_pages() -> None:
 )
 def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Counters) -> None:
     """Of drafts, but where none of their counters is there."""
-    (llama,) = (kind for kind in KINDS if kind.name == "llama-server")
-    assert llama.of_answer({"timings": timings}) == expected
+    assert KIND["llama-server"].of_answer({"timings": timings}) == expected
 
 
 def test_text_that_comes_at_once_has_no_speed(connect: Connect, vllm: ModelServer) -> None:
@@ -151,33 +167,24 @@ def test_text_that_comes_at_once_has_no_speed(connect: Connect, vllm: ModelServe
 
     server = connect(vllm.url)
     vllm.overrides["/v1/completions"] = answer
-    found = server.ask(PROMPT, max_tokens=3, chat=False)
+    found = ask(server)
     assert (found.tokens, found.seconds, found.text) == (3, 0.0, "a b c")
 
 
 def test_times_are_those_of_arrival() -> None:
     """Pieces may end anywhere; what comes in one came at one time."""
-    (kind,) = (kind for kind in KINDS if kind.name == "vLLM")
     events = [TEXT | used(2), TEXT, {"choices": [{"text": "b"}]} | used(4), FINISHED]
     data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
     second, third = (data.index(b"data", at) + 9 for at in (1, data.index(b'"b"')))
-    reading = Reading(kind, 10.0, 5)
-    for now, piece in ((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:])):
-        reading.take(now, piece)
-    answer = reading.answer()
+    answer = read("vLLM", (11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
     assert (answer.text, answer.tokens, answer.first_tokens) == ("aab", 4, 2)
-    assert (answer.first_s, answer.seconds, answer.whole_s) == (1.0, 2.0, 3.0)
+    assert (answer.first_s, answer.seconds) == (1.0, 2.0)
 
 
 def test_token_ids_are_taken_where_they_are_all_there() -> None:
-    (kind,) = (kind for kind in KINDS if kind.name == "vLLM")
-
     def ids(*given: Any) -> tuple[int, ...] | None:
-        reading = Reading(kind, 0.0, 9)
         events = [*({"choices": [{"text": "a", "token_ids": some}]} for some in given), used(3) | FINISHED]
-        for event in events:
-            reading.take(1.0, b"data: " + json.dumps(event).encode() + b"\n")
-        return reading.answer().token_ids
+        return read("vLLM", *((11.0, b"data: " + json.dumps(event).encode() + b"\n") for event in events)).token_ids
 
     assert ids([5], [7, 0]) == (5, 7, 0)
     assert ids([5], [7]) is None, "fewer than were counted"
@@ -187,7 +194,7 @@ def test_token_ids_are_taken_where_they_are_all_there() -> None:
 
 
 def test_what_a_page_rounds_is_not_taken() -> None:
-    kind = recognise("llama.cpp", [])
+    kind = KIND["llama-server"]
     page = "llamacpp:tokens_predicted_total 1.23457e+06\nllamacpp:spec_decode_num_drafts_total 999999\n"
     assert kind.of_page(page) == Counters(rounds=999999)
 
@@ -195,7 +202,7 @@ def test_what_a_page_rounds_is_not_taken() -> None:
 def test_counters_move(connect: Connect, vllm: ModelServer) -> None:
     server = connect(vllm.url)
     before = server.counters()
-    server.ask(PROMPT, max_tokens=6)
+    ask(server, most=6, chat=True)
     after = server.counters()
     assert before is not None
     assert after is not None
@@ -204,7 +211,7 @@ def test_counters_move(connect: Connect, vllm: ModelServer) -> None:
 
 
 def test_drafts_by_place() -> None:
-    kind = next(kind for kind in KINDS if kind.name == "vLLM")
+    kind = KIND["vLLM"]
     name = "vllm:spec_decode_num_accepted_tokens"
     page = f'{name}_total 7\n{name}_per_pos_total{{position="0"}} 4\n{name}_per_pos_total{{a="1",position="2"}} 3\n'
     found = kind.of_page(page)
@@ -215,7 +222,7 @@ def test_drafts_by_place() -> None:
 
 
 def test_the_value_of_a_line_stands_before_its_time_and_its_exemplar() -> None:
-    kind = next(kind for kind in KINDS if kind.name == "vLLM")
+    kind = KIND["vLLM"]
     lines = (
         'vllm:generation_tokens_total{model_name="a # } 7 b"} 493 # {trace_id="x"} 1',
         'vllm:generation_tokens_total{model_name="b\\" } 2"} 7 1795404470000',
@@ -250,7 +257,7 @@ def test_the_key_is_sent_and_shown_to_nobody(
 ) -> None:
     vllm.key = KEY
     monkeypatch.setenv("SOME_KEY", f" {KEY}\n")
-    assert connect(vllm.url, key=key_from("SOME_KEY")).ask(PROMPT, max_tokens=3).tokens == 3
+    assert ask(connect(vllm.url, key=key_from("SOME_KEY"))).tokens == 3
     assert {given for _, given in vllm.seen} == {f"Bearer {KEY}"}
     with pytest.raises(ServerError, match="wants a key") as caught:
         connect(vllm.url, key=KEY + "x")
@@ -276,7 +283,7 @@ def test_a_login_in_the_url_is_sent_and_shown_to_nobody(connect: Connect, vllm: 
         {"error": {"message": f"no: {handler.headers['authorization']}, user:pa ss"}}, 400
     )
     with pytest.raises(ServerError) as caught:
-        server.ask(PROMPT, max_tokens=3)
+        ask(server, chat=True)
     for secret in ("user", "pa ss", "pa%20ss", "dXNlcj", "secret"):
         assert secret not in str(caught.value)
 
@@ -347,6 +354,10 @@ TEXT = {"choices": [{"text": "a"}]}
 FINISHED = {"choices": [{"text": "", "finish_reason": "stop"}]}
 
 
+def used(tokens: Any) -> dict[str, Any]:
+    return {"usage": {"completion_tokens": tokens}}
+
+
 def told(**counters: Any) -> dict[str, Any]:
     return {"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 2, **counters}}}
 
@@ -356,7 +367,7 @@ def told(**counters: Any) -> dict[str, Any]:
     [
         (status(401), r"wants a key, or does not accept this one \(401\): because"),
         (status(403), r"refuses access \(403\)"),
-        (status(404), r"expected /v1/completions and the model .* found one missing \(404\)"),
+        (status(404), r"has no /v1/completions, or not this model.* \(404\): because"),
         (status(429), r"limits the rate of requests.* \(429\)"),
         (status(503, "Loading model"), r"may still be loading.* \(503\): Loading model"),
         (status(500, "x" * 5000), r"does not answer as .* \(500\): x+…"),
@@ -378,6 +389,15 @@ def told(**counters: Any) -> dict[str, Any]:
         (stream(TEXT, told(num_spec_steps="7")), "expected a count for num_spec_steps, found 7"),
         (stream(TEXT, told(num_draft_tokens=True)), "expected a count"),
         (stream(TEXT, told(num_draft_tokens=1 << 60)), "expected a count"),
+        (stream(TEXT, used(4), FINISHED), "expected counts of an answer of 1 to 3 tokens, found 4 tokens"),
+        (stream(TEXT, used(10**300), FINISHED), "expected counts of an answer"),
+        (stream(TEXT, used(0), FINISHED), "expected counts of an answer of 1 to 3 tokens, found 0 tokens"),
+        (stream(TEXT | used(3), used(2), FINISHED), "expected counts of an answer of 3 to 3 tokens, found 2 tokens"),
+        (stream(TEXT, told(num_accepted_draft_tokens=5)), "expected counts of an answer"),
+        (stream(TEXT, told(num_spec_steps=0)), "expected counts of an answer"),
+        (stream(TEXT, told(num_spec_steps=5)), "expected counts of an answer"),
+        (stream(TEXT, told(num_draft_tokens=1 << 52)), "expected counts of an answer"),
+        (stream(TEXT, told(num_draft_tokens=800, num_accepted_draft_tokens=800)), "expected counts of an answer"),
         (endless(b"a" * (1 << 16), "text/event-stream"), "too large"),
         (endless(b'data: {"choices": [{"text": "a"}]}\n' * 1000, "text/event-stream"), "too large"),
         (endless(b"a" * (1 << 16), "application/json"), "found application/json"),
@@ -389,54 +409,12 @@ def test_answers_that_are_none(
     server = connect(vllm.url)
     vllm.overrides["/v1/completions"] = answer
     with pytest.raises(ServerError, match=message) as caught:
-        server.ask(PROMPT, max_tokens=3, chat=False)
+        ask(server)
     text = str(caught.value)
     assert text.startswith(f"{vllm.url}: ")
     assert text.endswith(".")
     assert text.isprintable()
     assert len(text) < 600
-
-
-def used(tokens: Any) -> dict[str, Any]:
-    return {"usage": {"completion_tokens": tokens}}
-
-
-@pytest.mark.parametrize(
-    ("events", "tokens", "said"),
-    [
-        ([TEXT, used(3)], 3, ()),
-        ([TEXT, used(4)], None, ("4 tokens of an answer of 1 pieces and at most 3 tokens",)),
-        ([TEXT, used(1 << 52)], None, ("4503599627370496 tokens of an answer of 1 pieces and at most 3 tokens",)),
-        ([TEXT, used(10**300)], None, (f"1{'0' * 22}… tokens of an answer of 1 pieces and at most 3 tokens",)),
-        ([TEXT, used(-1)], None, ("-1 tokens of an answer of 1 pieces and at most 3 tokens",)),
-        ([TEXT, used(0)], None, ("0 tokens of an answer of 1 pieces and at most 3 tokens",)),
-        ([used(0)], 0, ()),
-        ([TEXT, used(2), {"usage": {"input_tokens": 9}}], 2, ()),
-        ([TEXT | used(3), used(2)], None, ("2 tokens of an answer of 1 pieces and at most 3 tokens",)),
-        ([TEXT, told(num_accepted_draft_tokens=5)], None, ("5 accepted drafts where at most 4 can be",)),
-        ([TEXT, told(num_spec_steps=0)], None, ("2 accepted drafts where at most 0 can be",)),
-        ([TEXT, told(num_spec_steps=5)], None, ("5 rounds where at most 4 can be",)),
-        (
-            [TEXT, told(num_draft_tokens=1 << 52, num_accepted_draft_tokens=800)],
-            None,
-            ("4503599627370496 drafts where at most 3072 can be", "800 accepted drafts where at most 67 can be"),
-        ),
-        (
-            [TEXT, used(3), told(num_draft_tokens=800, num_accepted_draft_tokens=800)],
-            3,
-            ("800 accepted drafts where at most 67 can be",),
-        ),
-    ],
-)
-def test_what_a_server_tells_is_bounded_by_what_was_asked(
-    connect: Connect, vllm: ModelServer, events: list[Any], tokens: int | None, said: tuple[str, ...]
-) -> None:
-    """What cannot be is kept apart, and nothing is computed with it."""
-    server = connect(vllm.url)
-    vllm.overrides["/v1/completions"] = stream(*events, FINISHED)
-    answer = server.ask(PROMPT, max_tokens=3, chat=False)
-    assert (answer.tokens, answer.impossible, answer.first_tokens >= 1) == (tokens, said, True)
-    assert answer.told is None
 
 
 @pytest.mark.parametrize(
@@ -452,8 +430,8 @@ def test_what_a_server_tells_is_bounded_by_what_was_asked(
 def test_events_of_other_forms(connect: Connect, vllm: ModelServer, event: dict[str, Any], expected: str) -> None:
     server = connect(vllm.url)
     vllm.overrides["/v1/completions"] = stream(event, FINISHED)
-    answer = server.ask(PROMPT, max_tokens=3, chat=False)
-    assert (answer.text, answer.tokens, answer.told, answer.finish_reason) == (expected, None, None, "stop")
+    answer = ask(server)
+    assert (answer.text, answer.tokens, answer.counted, answer.finish_reason) == (expected, None, None, "stop")
     assert answer.reasoning is bool(expected)
 
 
@@ -472,7 +450,7 @@ def test_events_of_other_types_are_refused(connect: Connect, vllm: ModelServer, 
     server = connect(vllm.url)
     vllm.overrides["/v1/completions"] = stream(event, FINISHED)
     with pytest.raises(ServerError, match="expected an event of an answer as JSON"):
-        server.ask(PROMPT, max_tokens=3, chat=False)
+        ask(server)
 
 
 @pytest.mark.parametrize(
@@ -505,9 +483,9 @@ def test_a_page_of_something_else(connect: Connect, vllm: ModelServer) -> None:
     [
         (b"<html></html>", "expected a JSON object, found <html>"),
         (b"[]", "expected a JSON object"),
-        (b"{}", "expected an OpenAI-compatible server, found none that lists its models"),
-        (b'{"data": {"id": "a"}}', "none that lists its models"),
-        (b'{"data": [{"id": 7}, null, "a"]}', "none that lists its models"),
+        (b"{}", "expected a server that lists its models at /v1/models, found none"),
+        (b'{"data": {"id": "a"}}', "found none"),
+        (b'{"data": [{"id": 7}, null, "a"]}', "found none"),
     ],
 )
 def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:
@@ -516,7 +494,7 @@ def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed
         connect(vllm.url)
     assert str(caught.value).startswith(f"{vllm.url}: ")
     vllm.overrides["/v1/models"] = status(404)
-    with pytest.raises(ServerError, match=r"expected an OpenAI-compatible server, found no /v1/models \(404\)"):
+    with pytest.raises(ServerError, match=r"has no /v1/models.* \(404\)"):
         connect(vllm.url)
 
 
@@ -532,7 +510,7 @@ def test_an_answer_that_takes_too_long(connect: Connect, vllm: ModelServer, monk
     monkeypatch.setattr(server, "_timeout", 0.1)
     vllm.overrides["/v1/completions"] = endless(b": still here\n", "text/event-stream", pause=0.01)
     with pytest.raises(ServerError, match=r"expected an answer within 0\.1 seconds") as caught:
-        server.ask(PROMPT, max_tokens=3, chat=False)
+        ask(server)
     assert caught.value.remedies == ("timeout",)
 
 
@@ -549,7 +527,7 @@ def test_a_head_that_trickles_in(connect: Connect, vllm: ModelServer, monkeypatc
 
     vllm.overrides["/v1/completions"] = trickle
     with pytest.raises(ServerError, match="expected an answer within") as caught:
-        server.ask(PROMPT, max_tokens=3, chat=False)
+        ask(server)
     assert str(caught.value).startswith(f"{vllm.url}: ")
 
 
@@ -567,22 +545,19 @@ def test_answers_of_a_real_vllm(
     name: str, asked: int, tokens: int, first_tokens: int, told: Counters, text: str
 ) -> None:
     """As vLLM 0.32.0 sent them from a CPU, in pieces of any size."""
-    kind = next(kind for kind in KINDS if kind.name == "vLLM")
     data = (RECORDED / f"{name}.txt").read_bytes().partition(b"\r\n\r\n")[2]
     for size in (1, 100, len(data)):
-        reading = Reading(kind, 0.0, asked)
-        for number, at in enumerate(range(0, len(data), size)):
-            reading.take(1.0 + number, data[at : at + size])
-        answer = reading.answer()
-        assert (answer.tokens, answer.first_tokens, answer.told) == (tokens, first_tokens, told)
+        pieces = [(11.0 + number, data[at : at + size]) for number, at in enumerate(range(0, len(data), size))]
+        answer = read("vLLM", *pieces, asked=asked)
+        assert (answer.tokens, answer.first_tokens, answer.counted) == (tokens, first_tokens, told)
         assert answer.text.startswith(text)
-        assert (len(answer.token_ids or ()), answer.impossible) == (tokens, ())
-    assert answer.prompt_tokens == {"chat_stream": 25, "completions_stream": 13}[name]
+        assert len(answer.token_ids or ()) == tokens
+    assert answer.prompt_tokens == len(answer.prompt_ids or ()) == {"chat_stream": 25, "completions_stream": 13}[name]
     assert answer.finish_reason == {"chat_stream": "stop", "completions_stream": "length"}[name]
 
 
 def test_counters_of_a_real_vllm() -> None:
-    kind = next(kind for kind in KINDS if kind.name == "vLLM")
+    kind = KIND["vLLM"]
     before, after = (kind.of_page((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after"))
     assert after - before == Counters(3, 60, 34, 102, 27, (15, 9, 3))
 
@@ -593,45 +568,34 @@ def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelSer
     vllm.answer = lambda prompt, most: (waiting.wait(HANG), own(prompt, most))[1]
     server = connect(vllm.url)
 
-    async def ask(number: int) -> str:
-        return (await server.answer("x" * number, max_tokens=3)).text
-
-    found = server.run(load(ask, 64, 64))
-    assert found == ["".join(words_of("x" * number, 3)) for number in range(64)]
+    found = server.ask([Question("x" * number, 3) for number in range(64)], 64)
+    assert [answer.text for answer in found] == ["".join(words_of("x" * number, 3)) for number in range(64)]
 
 
-def test_the_next_is_sent_as_soon_as_one_has_ended() -> None:
-    """Two at a time, by events alone: the third begins when the first ends, while the second is still under way."""
-    order: list[str] = []
+def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: ModelServer) -> None:
+    """Two at a time: the third is answered while the second is still under way; each is told of as it ends."""
+    third, own, ended = threading.Event(), vllm.answer, list[int]()
 
-    async def run() -> list[int]:
-        ends = [asyncio.Event() for _ in range(2)]
+    def answer(prompt: str, most: int) -> list[str]:
+        if prompt == "b":
+            assert third.wait(HANG)
+        if prompt == "c":
+            third.set()
+        return own(prompt, most)
 
-        async def ask(number: int) -> int:
-            order.append(f"+{number}")
-            if number != 1:
-                ends[number // 2].set()
-            await ends[number % 2].wait()
-            order.append(f"-{number}")
-            return number
-
-        return await asyncio.wait_for(load(ask, 3, 2), HANG)
-
-    assert asyncio.run(run()) == [0, 1, 2]
-    assert order.index("-0") < order.index("+2") < order.index("-1")
+    vllm.answer = answer
+    found = connect(vllm.url).ask([Question(prompt, 3) for prompt in "abc"], 2, lambda at, _: ended.append(at))
+    assert ended.index(0) == 0 and sorted(ended) == [0, 1, 2]
+    assert [one.text for one in found] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
 
 
-def test_the_first_error_ends_a_load() -> None:
-    ended = []
-
-    async def ask(number: int) -> None:
-        try:
-            if number == 1:
-                raise ServerError("no")
-            await asyncio.sleep(HANG)
-        finally:
-            ended.append(number)
-
-    with pytest.raises(ServerError, match="no"):
-        asyncio.run(asyncio.wait_for(load(ask, 5, 3), HANG))
-    assert sorted(ended) == [0, 1, 2]
+def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
+    """Others that are under way are not waited for."""
+    never, own = threading.Event(), vllm.answer
+    vllm.answer = lambda prompt, most: own(prompt, most) if prompt == "a" else [str(never.wait(HANG))]
+    vllm.lies = {"a": 1 << 40}
+    server = connect(vllm.url)
+    with pytest.raises(ServerError, match="expected counts of an answer"):
+        server.ask([Question(prompt, 3) for prompt in "abc"], 2)
+    assert "c" not in [prompt_of(asked) for _, asked in vllm.asked]
+    never.set()
