@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 
 from mtp_extract.architecture.config import DrafterConfig
@@ -43,7 +42,6 @@ class Checkpoint:
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
         activations: role of a matrix → the static quantization of what goes into it and what comes out, where a graph
             has one.
-        tokenizer: the directory of its base's tokenizer, for formats that keep one; None to leave it out.
     """
 
     architecture: str
@@ -54,7 +52,6 @@ class Checkpoint:
     activations: Mapping[str, tuple[Activation | None, Activation | None]] = field(
         default_factory=lambda: MappingProxyType({})
     )
-    tokenizer: Path | None = None
 
     @property
     def mtp(self) -> DrafterConfig:

@@ -28,7 +28,6 @@ class Listed:
     about: str  # one line for users
     library: str = ""  # what the Hub calls the library it is for
     rules: tuple[str, ...] = ()  # those of checkpoint.rounding.RULES whose codes it holds, the usual one first
-    tokenizer_inside: bool = False  # whether the weights file has room for the base's tokenizer
     activations: bool = False  # whether it holds the static quantization of activations
     architecture: str = GEMMA4_MTP
     variant_of: tuple[str, str] = ("", "")  # the format that it is, as an engine wants it; and that engine
@@ -69,7 +68,6 @@ FORMATS = {
         "one file for llama.cpp, with the stored integers",
         "gguf",
         ("q8_0", "q4_0"),
-        tokenizer_inside=True,
     ),
     "gemma": Listed(
         _INTEGERS,

@@ -37,10 +37,10 @@ from mtp_extract.formats.gguf_metadata import (
     notes_of_config,
     rope_frequency_factors,
 )
-from mtp_extract.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
 from mtp_extract.litertlm.storage import Packing
 
 _ROPE = "rope_freqs.weight"
+_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
 # llama_ftype, of the type that most matrices have.
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
@@ -82,7 +82,7 @@ class GgufFormat:
         return Kept(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint, config, origin = arranged.checkpoint, arranged.checkpoint.mtp, arranged.checkpoint.provenance
+        config, origin = arranged.checkpoint.mtp, arranged.checkpoint.provenance
         metadata = config_metadata(config)
         planned = [_plan(arranged.kept[role.name], role) for role in shapes_of(config) if self.name in role.names]
         factors = rope_frequency_factors(config)
@@ -100,8 +100,7 @@ class GgufFormat:
             **metadata,
             f"{OWN}version": __version__,
             **{OWN + key: text for key, text in origin.items()},
-            MODEL: NO_TOKENIZER,
-            **(tokenizer_metadata(checkpoint.tokenizer, config.vocab_size) if checkpoint.tokenizer else {}),
+            _TOKENIZER: "no_vocab",  # drafts are tokens of the base
         }
         name = f"mtp-{_base_of(origin)}-{most}.gguf"
         return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes_of_config(config))]
@@ -217,7 +216,7 @@ def _config(path: Path) -> tuple[Header, DrafterConfig]:
     header = read_gguf(path)
     name = next(role.names[FORMAT.name] for role in roles_of(1) if role.name == "lm_head")
     rows = header.tensors[name].shape[0] if name in header.tensors else 0
-    tokens = header.metadata.get(TOKENS)
+    tokens = header.metadata.get(_TOKENS)
     if isinstance(tokens, Texts) and rows and tokens.count != rows:
         raise CheckpointError(
             f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"

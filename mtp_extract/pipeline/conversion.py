@@ -25,7 +25,7 @@ from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.io.place import check_place, files_of, staged
+from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
 from mtp_extract.pipeline.identity import check_identity, drafter_for
@@ -53,7 +53,6 @@ def convert(
     codes: bool = False,
     exact: bool = False,
     quantize: str | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
     source: str | os.PathLike[str] | Opened | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
@@ -65,7 +64,7 @@ def convert(
             then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format: a name in :data:`mtp_extract.formats.EVERY`; None for the best that ``engine`` loads.
-        engine, dtype, codes, exact, quantize, tokenizer, overwrite, progress: as for extracting;
+        engine, dtype, codes, exact, quantize, overwrite, progress: as for extracting;
             exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
@@ -77,7 +76,7 @@ def convert(
     """
     if format is None and engine is None:
         raise ValueError("format: expected one, or an engine to choose it by; found neither.")
-    plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
+    plan = WritingPlan(engine, dtype, codes, exact, quantize)
     directory = Path(checkpoint_here(directory))
     place = with_record(directory)
     name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
@@ -86,7 +85,7 @@ def convert(
         opened = source if isinstance(source, Opened) else None
         if source is not None and not isinstance(source, Opened):
             opened = stack.enter_context(open_bundle(source, progress=progress))
-        inputs = place, None if opened is None else opened.source.path, *files_of(tokenizer)
+        inputs = place, None if opened is None else opened.source.path
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         read = ReadDirectory.of(place)
         made = prepare(read.checkpoint, name, plan)

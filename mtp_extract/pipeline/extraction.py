@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, SourceError, escape
 from mtp_extract.formats import EVERY, format_of
-from mtp_extract.io.place import check_place, files_of, staged
+from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
@@ -66,7 +66,6 @@ def extract(
     quantize: str | None = None,
     overwrite: bool = False,
     sliding_window: int | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
     section: int | None = None,
     signature: str | None = None,
     progress: Progress = lambda done, total: None,
@@ -87,17 +86,15 @@ def extract(
         quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
-        tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
         section, signature: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
         progress: called with bytes done and bytes in all.
 
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
-        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, a ``tokenizer`` for a format without room for one,
-            or an ``engine`` that does not load it.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, or an ``engine`` that does not load the format.
     """
-    plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
+    plan = WritingPlan(engine, dtype, codes, exact, quantize)
     name = plan.choose(format)
     require_no_checkpoint(source)
     with (
@@ -106,7 +103,7 @@ def extract(
         else open_bundle(source, progress=progress, section=section, signature=signature)
     ) as opened:
         target = Path(out) if out is not None else default_directory(opened.source.name)
-        inputs = opened.source.path, *files_of(tokenizer)
+        inputs = (opened.source.path,)
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         opened.prefetch()
         drafter = opened.drafter(sliding_window)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
@@ -43,10 +42,6 @@ class WritingPlan:
             choices=_every("rules"),
         ),
     ] = None
-    tokenizer: Annotated[
-        Path | None,
-        About("The base's tokenizer, to put into a gguf; llama.cpp drafts without.", metavar="DIR"),
-    ] = None
 
     def choose(self, format_: str | None, architecture: str = GEMMA4_MTP) -> str:
         """The name of the format that is to be written, which can be written so.
@@ -56,8 +51,7 @@ class WritingPlan:
             architecture: of the drafter, for that.
 
         Raises:
-            ValueError: an unknown name, type or rule, an engine that does not load the format, or a tokenizer for which
-                it has no room.
+            ValueError: an unknown name, type or rule, or an engine that does not load the format.
             UnsupportedError: rounding and exactness at once.
         """
         name = choose(format_, self.engine, architecture)
@@ -66,9 +60,6 @@ class WritingPlan:
                 f"Rounding by {self.quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
             )
         listed = EVERY[name]
-        if self.tokenizer is not None and not listed.tokenizer_inside:
-            having = either(key for key, one in FORMATS.items() if one.tokenizer_inside)
-            raise ValueError(f"tokenizer: the {name} format has no room for one. Choose {having}, or leave it out.")
         if self.dtype is not None and self.dtype not in listed.dtypes:
             held = either(listed.dtypes)
             raise ValueError(

@@ -65,7 +65,6 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
             f"{checkpoint.architecture}. Choose another format.",
             remedies=("format",),
         )
-    checkpoint = replace(checkpoint, tokenizer=plan.tokenizer)
     made = arrange(format_, checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
     if plan.quantize is not None:
         made = _quantized(made, plan.quantize)

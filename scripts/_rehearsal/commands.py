@@ -95,8 +95,6 @@ def commands(place: Place, shape: Shape, device: str) -> Iterator[Command]:
         more = ("--codes",) if form == "transformers" else ()
         arguments = (bundle, "--format", form, "-o", place.out(f"extract-{form}"), *more)
         yield Command(f"extract {form}", "extract", arguments, r"Proven")
-    arguments = (bundle, "--format", "gguf", "--tokenizer", base, "-o", place.out("tokenizer-gguf"))
-    yield Command("extract-tokenizer gguf", "extract", arguments, r"Proven")
     yield Command("inspect-drafter", "inspect", (drafter, "--against", bundle), "made anew from it: the same")
     for form in ("mlx", "gguf"):
         arguments = (drafter, "--format", form, "-o", place.out(f"convert-{form}"))

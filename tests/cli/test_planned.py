@@ -171,7 +171,7 @@ def test_a_plan_that_the_command_completes() -> None:
     ("command", "function", "named"),
     [
         (extract, extract_function, {"format", "codes", "exact", "overwrite", "sliding_window", "dtype"}),
-        (convert, convert_function, {"codes", "exact", "overwrite", "quantize", "tokenizer", "engine"}),
+        (convert, convert_function, {"codes", "exact", "overwrite", "quantize", "engine"}),
         (upload, hub_upload, {"private", "force", "dry_run"}),
         (insert, planned_insertion, {"graph_from", "section", "signature"}),
     ],

@@ -31,7 +31,7 @@ from mtp_extract.checkpoint.ggml_blocks import BLOCK_TYPES, blocks_of, steps_of,
 from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
 from mtp_extract.checkpoint.weight import RowCodes, Steps, filled, of_codes, row_codes, same_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
-from mtp_extract.formats import FORMATS, format_named, read_checkpoint
+from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.formats.gguf import _base_of, _name_parts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.check import verify
@@ -689,73 +689,6 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
         arranged.require_exact()
     write(tmp_path, shape)
     assert gguf.read_config(tmp_path) == config()
-
-
-# A tokenizer
-
-
-def tokenizer(folder: Path, count: int = 512, **changes: Any) -> Path:
-    """One of ``count`` tokens: four special ones, one that is added last, the rest ordinary and bytes."""
-    folder.mkdir()
-    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<0x0A>", *(f"t{n}" for n in range(count - 7))]
-    added = [{"id": n, "content": name, "special": True} for n, name in enumerate(names[:5])]
-    model = {"type": "BPE", "byte_fallback": True, "vocab": {name: n for n, name in enumerate(names)}}
-    model["merges"] = [["t", "0"], ["t", "1"]]
-    parsed = {"model": model, "added_tokens": [*added, {"id": count - 1, "content": "<new>", "special": False}]}
-    (folder / "tokenizer.json").write_text(json.dumps(parsed | {"decoder": {"type": "Sequence"}} | changes))
-    names = {"pad": "<pad>", "eos": "<eos>", "bos": {"content": "<bos>"}, "unk": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({f"{key}_token": value for key, value in names.items()}))
-    return folder
-
-
-def test_a_tokenizer_as_the_converter_writes_it(sample: Path, tmp_path: Path) -> None:
-    extract(sample, tmp_path / "out", format="gguf", tokenizer=tokenizer(tmp_path / "words"))
-    fields = {key: field.contents() for key, field in GGUFReader(file_in(tmp_path / "out")).fields.items()}
-    found = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer" in key}
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<0x0A>", *(f"t{n}" for n in range(505)), "<new>"]
-    assert found == {
-        "model": "gemma4",
-        "tokens": tokens,
-        "scores": [-1000.0] * 512,
-        "token_type": [3, 3, 3, 3, 4, 6, *[1] * 505, 4],
-        "merges": ["t 0", "t 1"],
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "unknown_token_id": 3,
-        "padding_token_id": 0,
-        "add_space_prefix": False,
-        "add_bos_token": True,
-    }
-    assert read_checkpoint(tmp_path / "out").config.vocab_size == 512
-    with open_bundle(sample) as opened:
-        assert verify_against(tmp_path / "out", opened).checks[2].passed
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (lambda folder: tokenizer(folder, 511), "expected 512 tokens, as the drafter has, found 511"),
-        (lambda folder: tokenizer(folder, model={"type": "WordPiece"}), "at `model.type`"),
-        (lambda folder: tokenizer(folder, model=[]), "got `array` at `model`"),
-        (lambda folder: tokenizer(folder, added_tokens=[3]), "got `int` at `added_tokens"),
-        (lambda folder: tokenizer(folder, added_tokens=[{"content": "x", "id": 7}]), "numbered from 0 on"),
-        (lambda folder: tokenizer(folder, added_tokens=[{"content": "x", "id": "7"}]), "expected `int`, got `str`"),
-        (lambda folder: tokenizer(folder, added_tokens=[{"content": "\ud800", "id": 511}]), "lone surrogate"),
-        (lambda folder: folder, "tokenizer.json"),
-    ],
-)
-def test_a_tokenizer_that_does_not_fit_is_refused(
-    sample: Path, tmp_path: Path, words: Callable[[Path], Path], what: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=what):
-        extract(sample, tmp_path / "out", format="gguf", tokenizer=words(tmp_path / "words"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_only_a_format_with_room_takes_a_tokenizer(sample: Path, tmp_path: Path) -> None:
-    without = next(name for name, listed in FORMATS.items() if not listed.tokenizer_inside)
-    with pytest.raises(ValueError, match="has no room"):
-        extract(sample, tmp_path / "out", format=without, tokenizer=tmp_path)
 
 
 # What it is called
