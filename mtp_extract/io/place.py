@@ -26,7 +26,6 @@ import shutil
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_extract.errors import OutputError, escape, few
@@ -42,8 +41,7 @@ Listed = Callable[[Path], Container[str]]
 
 _MARK, _NEW, _OLD = "mtp-extract", "new", "old"
 _STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
-_OF_PROGRAMS = frozenset({".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini"})
-_OF_DOWNLOADS = ".cache/huggingface/"
+_LEFT_BY_PROGRAMS = re.compile(r"(.*/)?(\.DS_Store|\.gitattributes|Thumbs\.db|desktop\.ini)|\.cache/huggingface/.*")
 """What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
 
 
@@ -79,7 +77,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
     Raises:
         OutputError: it may not; the message says why.
     """
-    with _held(_Place(_absolute(place), overwrite, tuple(inputs), listed)):
+    with _stage_of(_absolute(place), overwrite, inputs, listed):
         pass
 
 
@@ -96,15 +94,15 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     Raises:
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
     """
-    asked = _Place(_absolute(place), overwrite, tuple(inputs), listed)
-    with _held(asked) as stage:
+    target = _absolute(place)
+    with _stage_of(target, overwrite, inputs, listed) as stage:
         new = stage / _NEW
         if listed is not None:
             new.mkdir()
         yield new
-        asked.check()
+        _check_free(target, overwrite, listed)
         check_interrupted()
-        _put_in_place(new, asked.target, stage / _OLD)
+        _put_in_place(new, target, stage / _OLD)
 
 
 def shown(path: Path) -> str:
@@ -115,15 +113,15 @@ def shown(path: Path) -> str:
     return escape(path)
 
 
-def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
-    return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
-
-
 def unwritten(path: Path, error: OSError) -> OutputError:
     """What to tell the user when ``path`` cannot be written."""
     advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
     why = f"cannot be written: {error.strerror or escape(error)}. Nothing was kept."
     return _refusal(path, why, f"{advice} another place.")
+
+
+def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
+    return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
 
 
 def _absolute(place: PathLike) -> Path:
@@ -134,53 +132,68 @@ def _absolute(place: PathLike) -> Path:
     return Path(os.path.realpath(path.parent), path.name)
 
 
-# May it be replaced?
+@contextmanager
+def _stage_of(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None) -> Iterator[Path]:
+    """The directory in which the result for ``target`` is made, locked by this run, where it may be written at all.
+
+    It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
+    so are the directories above it that had to be made, unless something lies there.
+    """
+    stage = target.parent / f".{target.name}.partial"
+    try:
+        with ExitStack() as at_the_end:
+            _check_inputs(target, inputs)
+            missing = [parent for parent in target.parents if not os.path.lexists(parent)]
+            if not (nearest := target.parents[len(missing)]).is_dir():
+                raise _refusal(target, f"{shown(nearest)} is not a directory.")
+            at_the_end.callback(_remove_empty, missing)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            at_the_end.callback(os.close, _lock(stage, target))
+            at_the_end.callback(_clear, stage, target, finally_=True)
+            _clear(stage, target)
+            _check_free(target, overwrite, listed)
+            yield stage
+    except OSError as error:
+        raise unwritten(target, error) from error
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a result is to be, and what may be replaced for it: the arguments of :func:`check_place`."""
+def _check_inputs(target: Path, inputs: Inputs) -> None:
+    """Raise OutputError if the result would replace what is read, or lie in it."""
+    for read in inputs:
+        if read is None or not os.path.exists(read):
+            continue
+        found, shown_name = Path(os.path.realpath(read)), escape(read)
+        if _same(target, found):
+            why = "is read"
+        elif any(_same(target, parent) for parent in found.parents):
+            why = f"holds {shown_name}, which is read"
+        elif any(_same(parent, found) for parent in target.parents):
+            why = f"lies inside {shown_name}, which is read"
+        else:
+            continue
+        raise _refusal(target, f"{why} and stays as it is.")
 
-    target: Path
-    overwrite: bool
-    inputs: tuple[PathLike | None, ...]
-    listed: Listed | None  # of a directory; None for a file
 
-    def check_inputs(self) -> None:
-        """Raise OutputError if the result would replace what is read, or lie in it."""
-        for read in self.inputs:
-            if read is not None and os.path.exists(read) and (why := _conflict(self.target, Path(read))):
-                raise _refusal(self.target, f"{why} and stays as it is.")
+def _same(path: Path, other: Path) -> bool:
+    return path.exists() and os.path.samefile(path, other)
 
-    def check(self) -> None:
-        """Raise OutputError unless the result may have its name now."""
-        target = self.target
-        if not os.path.lexists(target):
+
+def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
+    """Raise OutputError unless the result may have its name now."""
+    if not os.path.lexists(target):
+        return
+    is_kind, kind = (target.is_file(), "file") if listed is None else (target.is_dir(), "directory")
+    if not is_kind or target.is_symlink():
+        raise _refusal(target, f"exists and is not a {kind}.")
+    if listed is not None:
+        if not any(target.iterdir()):
             return
-        is_kind = target.is_file() if self.listed is None else target.is_dir()
-        if not is_kind or target.is_symlink():
-            raise _refusal(target, f"exists and is not a {'file' if self.listed is None else 'directory'}.")
-        if self.listed is not None:
-            if not any(target.iterdir()):
-                return
-            if foreign := sorted(_foreign(target, self.listed(target))):
-                why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
-                raise _refusal(target, why, "Move that elsewhere, or choose another place.")
-        if not self.overwrite:
-            why = "exists. Replace it, or choose another place."
-            raise OutputError(f"{shown(target)}: {why}", remedies=("overwrite", "out"))
-
-
-def _conflict(target: Path, read: Path) -> str:
-    """Whether ``target`` is ``read``, holds it, or lies in it; empty if it does not."""
-    found = Path(os.path.realpath(read))
-    if target.exists() and os.path.samefile(found, target):
-        return "is read"
-    if target.exists() and any(os.path.samefile(parent, target) for parent in found.parents):
-        return f"holds {escape(read)}, which is read"
-    if any(parent.exists() and os.path.samefile(parent, found) for parent in target.parents):
-        return f"lies inside {escape(read)}, which is read"
-    return ""
+        if foreign := sorted(_foreign(target, listed(target))):
+            why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
+            raise _refusal(target, why, "Move that elsewhere, or choose another place.")
+    if not overwrite:
+        why = "exists. Replace it, or choose another place."
+        raise OutputError(f"{shown(target)}: {why}", remedies=("overwrite", "out"))
 
 
 def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
@@ -192,39 +205,9 @@ def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
     for root, folders, names in os.walk(folder, onerror=unreadable):
         for found in (Path(root, name) for name in (*folders, *names)):
             path, mode = found.relative_to(folder).as_posix(), found.lstat().st_mode
-            known = path in ours or found.name in _OF_PROGRAMS or path.startswith(_OF_DOWNLOADS)
-            if not (stat.S_ISDIR(mode) or (known and stat.S_ISREG(mode))):
+            known = stat.S_ISREG(mode) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))
+            if not (known or stat.S_ISDIR(mode)):
                 yield path
-
-
-# How it is replaced.
-
-
-@contextmanager
-def _held(place: _Place) -> Iterator[Path]:
-    """The directory in which a result is made, locked by this run, where the place may be written to.
-
-    It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
-    so are the directories above it that had to be made, unless something lies there.
-    """
-    target = place.target
-    stage = target.parent / f".{target.name}.partial"
-    try:
-        with ExitStack() as at_the_end:
-            place.check_inputs()
-            missing = [parent for parent in target.parents if not os.path.lexists(parent)]
-            if not (nearest := target.parents[len(missing)]).is_dir():
-                raise _refusal(target, f"{shown(nearest)} is not a directory.")
-            at_the_end.callback(_remove_empty, missing)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            at_the_end.callback(os.close, _lock(stage, target))
-            at_the_end.callback(_remove_stage, stage)
-            at_the_end.callback(_settle, stage, target)
-            _settle(stage, target)
-            place.check()
-            yield stage
-    except OSError as error:
-        raise unwritten(target, error) from error
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
@@ -234,44 +217,35 @@ def _remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _remove_stage(stage: Path) -> None:
-    """Remove a stage that holds its mark alone; one that cannot be removed now, the next run knows by the mark."""
-    with suppress(OSError):
-        if os.listdir(stage) == [_MARK]:
-            os.unlink(stage / _MARK)
-            os.rmdir(stage)
-
-
 def _lock(stage: Path, target: Path) -> int:
     """Make ``stage`` this run's own; the descriptor that locks it."""
     while True:
         with suppress(FileExistsError):
             stage.mkdir()
-        lock = -1
-        try:
-            lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # What was locked may be gone by now, and another's in its place.
-            if os.path.samestat(os.fstat(lock), stage.lstat()):
+        # A run that ends removes its stage.
+        with ExitStack() as if_not_locked, suppress(FileNotFoundError):
+            try:
+                lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                if_not_locked.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # What was locked may be gone by now, and another's in its place.
+                if not os.path.samestat(os.fstat(lock), stage.lstat()):
+                    continue
                 if (names := os.listdir(stage)) and _MARK not in names:
                     raise NotADirectoryError
                 (stage / _MARK).touch()
-                kept, lock = lock, -1
-                return kept
-        except FileNotFoundError:
-            pass  # a run that ends removes its stage
-        except BlockingIOError as error:
-            raise _refusal(target, "another run is writing there.", "Wait for it, or choose another place.") from error
-        except NotADirectoryError as error:
-            why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
-            raise _refusal(target, why, "Move it elsewhere, or choose another place.") from error
-        finally:
-            if lock >= 0:
-                os.close(lock)
+                if_not_locked.pop_all()
+                return lock
+            except BlockingIOError as error:
+                why = "another run is writing there."
+                raise _refusal(target, why, "Wait for it, or choose another place.") from error
+            except NotADirectoryError as error:
+                why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
+                raise _refusal(target, why, "Move it elsewhere, or choose another place.") from error
 
 
-def _settle(stage: Path, target: Path) -> None:
-    """Put back what was on its way out, and remove what was not to stay."""
+def _clear(stage: Path, target: Path, finally_: bool = False) -> None:
+    """Put back what was on its way out, and remove what was not to stay; ``finally_`` the stage itself, too."""
     new, old = stage / _NEW, stage / _OLD
     if os.path.lexists(new) and os.path.lexists(old):
         try:
@@ -282,13 +256,16 @@ def _settle(stage: Path, target: Path) -> None:
                 f"back: {error.strerror}. Move one of the two elsewhere."
             ) from error
         _sync(target.parent)
-    # What cannot be removed now, the next run removes.
-    for left in (new, old):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                left.unlink()
+    # What cannot be removed now, the next run removes: it knows the stage by its mark.
+    with suppress(OSError):
+        for left in (new, old):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+        if finally_ and os.listdir(stage) == [_MARK]:
+            os.unlink(stage / _MARK)
+            os.rmdir(stage)
 
 
 def _put_in_place(new: Path, target: Path, old: Path) -> None:
