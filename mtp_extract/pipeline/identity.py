@@ -29,14 +29,13 @@ from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError, escape, few
 from mtp_extract.formats import format_of
 from mtp_extract.formats.directory import static_scale
-from mtp_extract.pipeline import chains
-from mtp_extract.pipeline.chains import Chain, how_derived
+from mtp_extract.pipeline.chains import Chain, how_derived, in_words
 from mtp_extract.pipeline.check import Check, Verification, verify_record, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.unexpected import unexpected_in
 from mtp_extract.proof.proof import Proof, prove
-from mtp_extract.proof.words import in_words
+from mtp_extract.proof.words import in_words as proof_in_words
 
 NEEDED = ("config", "files", "tensors", "function")
 """The checks without which nothing is proven. The others refute as well, and may be left out."""
@@ -122,29 +121,24 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
         MtpExtractError: the bundle cannot be read.
     """
     original, format_ = checkpoint_of(source), format_of(directory)
-    found = require_mtp(format_.read_config(directory))
-    config = _check("config", _apart(_meaning(original.mtp), _meaning(found)), "every number agrees")
-    try:
-        files = _check("files", unexpected_in(directory, allowed), "all are the drafter's, or read by nobody")
-    except MtpExtractError as error:
-        files = _check("files", [_one_line(error)])
+    config = require_mtp(format_.read_config(directory))
     written: Checkpoint | None = None
-    compared: _Compared | None = None
+    derived: dict[str, Chain] = {}
     try:
         written = format_.read(directory)
         # Scales are read when they are asked for, and may turn out to be damaged.
-        compared = _tensors(directory, written, original, format_.name)
-        tensors = compared.check
+        tensors, derived = _tensors(directory, written, original, format_.name)
     except CheckpointError as error:
         tensors = _check("tensors", [_one_line(error)])
-    comparable = written is not None and _shape(found) == _shape(source.config)
+    comparable = written is not None and _shape(config) == _shape(source.config)
     function, proof = Check("function", _WHAT["function"], None, "not of the shape of the file's drafter"), None
-    if written is not None and compared is not None and comparable:
-        function, proof = _function(source, written, original, compared)
-    checks = (config, files, tensors, function)
+    if written is not None and comparable:
+        function, proof = _function(source, written, original, derived, refuted=not tensors.passed)
+    differences = _apart(_meaning(original.mtp), _meaning(config))
+    checks = (_check("config", differences, "every number agrees"), _files(directory, allowed), tensors, function)
     record, own = _record(directory, allowed)
-    if own and written and compared and proof and all(check.passed for check in checks):
-        wrong = [*_contradicted(own.record, source, proof), *_untold(own.record, written, compared.derived)]
+    if own and written and proof and all(check.passed for check in checks):
+        wrong = [*_contradicted(own.record, source, proof), *_untold(own.record, written, derived)]
         if wrong:
             record, own = _check("record", [f"{RECORD}: {few(wrong, separator='; ')}"]), None
     return Identity((*checks, record), comparable, proof, own)
@@ -182,45 +176,48 @@ def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
         yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """Every role of a directory, compared with the file's."""
-
-    check: Check  # whether all are the file's
-    different: tuple[str, ...]  # roles that are not, in the order of the table of roles
-    derived: Mapping[str, Chain]  # of those that are, what was done to them
+def _files(directory: Path, allowed: Container[str]) -> Check:
+    try:
+        return _check("files", unexpected_in(directory, allowed), "all are the drafter's, or read by nobody")
+    except MtpExtractError as error:
+        return _check("files", [_one_line(error)])
 
 
-def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout: str) -> _Compared:
-    """Derive every role from the file's again: what the format holds, and the codes that are kept beside it."""
-    wrong: dict[str, str] = {}
-    derived: dict[str, Chain] = {}
+def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout: str) -> tuple[Check, dict[str, Chain]]:
+    """Derive every role from the file's again, and the codes that are kept beside it; by role, what was done to it."""
     shapes = {role.name: shape for role, shape in shapes_of(original.config).items()}
-    names = {role.name: f"{role.name} ({role.names.get(layout, role.name)})" for role in shapes_of(written.config)}
     # Where there are none at all, none are claimed to be held.
     static = any(any(pair) for pair in written.activations.values())
+    wrong: list[str] = []
+    derived: dict[str, Chain] = {}
     # The table of roles is in the order in which a drafter computes.
-    for role in names:
-        there = written.tensors[role]
-        if there.shape != shapes.get(role):
-            wrong[role] = f"is {list(there.shape)}, which the file has not"
-            continue
-        chain = how_derived(original.tensors.get(role) or filled(there.shape), there)
-        if chain is None:
-            wrong[role] = _other(there)
-            continue
-        derived[role] = chain
-        scales = _static_scales(original, role) if there.scheme and static else [0, 0]
-        if _static_scales(written, role) != scales:
-            wrong[role] = "has other static scales of activations than the file's"
-    evidence = few((f"{names[role]} {what}" for role, what in wrong.items()), most=2, separator="; ")
-    if missing := [name for name in shapes if name not in names]:
-        evidence = f"the file has more: {', '.join(missing)}"
-    if not evidence:
-        evidence, kept = _codes_kept(directory, written, original)
-        if not evidence:
-            return _Compared(_check("tensors", (), _summary(written, derived) + kept), (), derived)
-    return _Compared(_check("tensors", [evidence]), tuple(wrong), derived)
+    for role in shapes_of(written.config):
+        there, why = written.tensors[role.name], ""
+        chain = how_derived(original.tensors.get(role.name) or filled(there.shape), there)
+        if there.shape != shapes.pop(role.name, None):
+            why = f"is {list(there.shape)}, which the file has not"
+        elif chain is None:
+            why = _other(there)
+        else:
+            derived[role.name] = chain
+            scales = _static_scales(original, role.name) if there.scheme and static else [0, 0]
+            if _static_scales(written, role.name) != scales:
+                why = "has other static scales of activations than the file's"
+        if why:
+            wrong.append(f"{role.name} ({role.names.get(layout, role.name)}) {why}")
+    if shapes:
+        wrong = [f"the file has more: {', '.join(shapes)}"]
+    if wrong:
+        return _check("tensors", [few(wrong, most=2, separator="; ")]), derived
+    coded = with_codes(directory, written).tensors
+    beside = {name: weight for name, weight in coded.items() if weight is not written.tensors[name]}
+    for name, there in beside.items():
+        own = original.tensors[name]
+        chain = how_derived(own, there)
+        if chain is None or (not chain and (own.scheme and own.scheme.bits) != (there.scheme and there.scheme.bits)):
+            return _check("tensors", [f"{CODES_FILE}: {name} {_other(there)}"]), derived
+    kept = f"; beside them {len(beside)} have the file's codes" if beside else ""
+    return _check("tensors", (), _summary(written, derived) + kept), derived
 
 
 def _other(there: Weight) -> str:
@@ -239,59 +236,40 @@ def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
     return [np.float32(static_scale(activation)) for activation in checkpoint.activations.get(role, (None, None))]
 
 
-def _codes_kept(directory: Path, written: Checkpoint, original: Checkpoint) -> tuple[str, str]:
-    """What is wrong with the codes that are kept beside the floats, and what to say of them.
-
-    Raises:
-        CheckpointError: they are not those of the floats.
-    """
-    coded = with_codes(directory, written).tensors
-    more = {role: there for role, there in coded.items() if there is not written.tensors[role]}
-    for role, there in more.items():
-        own = original.tensors[role]
-        chain = how_derived(own, there)
-        bits = (own.scheme and own.scheme.bits, there.scheme and there.scheme.bits)
-        if chain is None or (not chain and bits[0] != bits[1]):
-            return f"{CODES_FILE}: {role} {_other(there)}", ""
-    return "", f"; beside them {len(more)} have the file's codes" if more else ""
-
-
 def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> str:
     """What all tensors are: how many codes, in what the others are, and what was done to them."""
-    codes, made, done, types = 0, Counter[str](), Counter[Chain](), set[str]()
+    made, done, types = Counter[str](), Counter[Chain](), set[str]()
     for role, chain in derived.items():
-        tensor = written.tensors[role]
-        stored = stored_of(tensor)
-        rule = next((step for step in chain if step in RULES), None)
-        if tensor.scheme is not None:
-            codes += rule is None
-            made.update([rule] if rule else [])
+        stored = stored_of(written.tensors[role])
+        if written.tensors[role].scheme is not None:
+            made[next((step for step in chain if step in RULES), "")] += 1
         elif stored is not None:
             types.add(stored.tensor.dtype)
         # What is stored in a type has been rounded to it.
         told = bool(chain) and stored is not None and chain[-1].replace("FP16", "F16") in types
         done[chain[:-1] if told else chain] += 1
     floats, count = " and ".join(sorted(types)), len(derived)
+    codes = made.pop("", 0)
     parts = [f"{codes} of {count} tensors are the file's codes"] if codes else []
     parts += [
         f"{n} of {count} tensors are integers that {rule} makes of the file's numbers" for rule, n in made.items()
     ]
     parts = [*parts, f"the others in {floats}"] if parts else [f"{count} tensors in {floats}"]
-    parts += [f"{n} rounded {chains.in_words(chain)}" for chain, n in sorted(done.items()) if chain]
+    parts += [f"{n} rounded {in_words(chain)}" for chain, n in sorted(done.items()) if chain]
     return ", ".join([*parts, "every bit"])
 
 
 def _function(
-    source: Shard, written: Checkpoint, original: Checkpoint, compared: _Compared
+    source: Shard, written: Checkpoint, original: Checkpoint, derived: Mapping[str, Chain], refuted: bool
 ) -> tuple[Check, Proof | None]:
-    """Read the graph beside the checkpoint.
+    """Read the graph beside the checkpoint; ``refuted``: whether a tensor is none of the file's.
 
     A tensor that was derived from the file's, to the bit, counts as the file's; any other as it is.
     """
 
     def read(role: str) -> Weight:
         there: Weight = written.tensors[role]
-        return original.tensors.get(role, there) if compared.derived.get(role) else there
+        return original.tensors.get(role, there) if derived.get(role) else there
 
     try:
         with np.errstate(all="ignore"):
@@ -302,10 +280,10 @@ def _function(
         # The graph is none that a proof can be made of: nothing is shown of the directory.
         return Check("function", _WHAT["function"], None, str(error).split(". ")[0]), None
     except (ValueError, ArithmeticError):
-        if not compared.different:
+        if not refuted:
             raise
         return Check("function", _WHAT["function"], None, "its numbers cannot be computed with"), None
-    return _check("function", (), "; ".join(in_words(proof.as_json()))), proof
+    return _check("function", (), "; ".join(proof_in_words(proof.as_json()))), proof
 
 
 def _record(directory: Path, allowed: Container[str]) -> tuple[Check, Verification | None]:
