@@ -43,13 +43,6 @@ def command(
         About("Where to write; by default DIR's name + -FORMAT.", names=("-o", "--out"), metavar="OUT"),
     ] = None,
     plan: WritingPlan,
-    source: Annotated[
-        str | None,
-        About(
-            "The .litertlm that DIR was extracted from: run the proof again, and compare every tensor with it.",
-            metavar="SOURCE",
-        ),
-    ] = None,
     overwrite: Overwrite = False,
     print_json: AsJson = False,
 ) -> None:
@@ -75,7 +68,6 @@ def command(
             out,
             format=name,
             **vars(plan),
-            source=source,
             overwrite=overwrite,
             progress=tick,
         )

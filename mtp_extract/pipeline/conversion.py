@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.bundle import Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.arranged import INDICES, Arranged
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -21,18 +20,16 @@ from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import holds_tensors, sha256_of_file
 from mtp_extract.checkpoint.record import activations_of
 from mtp_extract.checkpoint.weight import Weight, same_weight
-from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress
-from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
-from mtp_extract.pipeline.identity import check_identity, drafter_for
+from mtp_extract.pipeline.check import files_in, verify, with_record
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import RECORD, recorded
 from mtp_extract.pipeline.unexpected import require_manifest
-from mtp_extract.pipeline.writing import ExtractionResult, Files, finish, prepare, record_of, write_and_read
+from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.report.files import REPORT_FILES
 
 
@@ -53,7 +50,6 @@ def convert(
     codes: bool = False,
     exact: bool = False,
     quantize: str | None = None,
-    source: str | os.PathLike[str] | Opened | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
@@ -66,12 +62,10 @@ def convert(
         format: a name in :data:`mtp_extract.formats.EVERY`; None for the best that ``engine`` loads.
         engine, dtype, codes, exact, quantize, overwrite, progress: as for extracting;
             exactness is towards ``directory``.
-        source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
-            derived again and compared.
 
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
-        UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
+        UnsupportedError, OutputError: as their names say; nothing is left behind.
         ValueError: an unknown ``format``, ``engine``, ``dtype`` or ``quantize``, or neither of the first two.
     """
     if format is None and engine is None:
@@ -81,28 +75,18 @@ def convert(
     place = with_record(directory)
     name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
     target = Path(out) if out is not None else default_directory(directory, name)
-    with ExitStack() as stack:
-        opened = source if isinstance(source, Opened) else None
-        if source is not None and not isinstance(source, Opened):
-            opened = stack.enter_context(open_bundle(source, progress=progress))
-        inputs = place, None if opened is None else opened.source.path
-        check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
-        read = ReadDirectory.of(place)
-        made = prepare(read.checkpoint, name, plan)
-        with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
-            files, back = write_and_read(made, stage, progress)
-            made.require_same(back)
-            proof = read.old_proof() if opened is None else _new_proof(stage, opened, read)
-            return finish(made, stage, read.record(made, files, proof), target, read.notes())
-
-
-def _new_proof(stage: Path, source: Opened, read: ReadDirectory) -> dict[str, Any]:
-    """Derive what was written into ``stage`` from the bundle again, and prove that it computes the same."""
-    source.prefetch()
-    found = check_identity(stage, drafter_for(source, read.checkpoint.mtp))
-    found.require(read.directory, source.source.name)
-    assert found.proof is not None
-    return {**found.proof.as_json(), "inherited": False}
+    check_place(target, overwrite=overwrite, inputs=(place,), listed=recorded)
+    read = ReadDirectory.of(place)
+    made = prepare(read.checkpoint, name, plan)
+    with staged(target, overwrite=overwrite, inputs=(place,), listed=recorded) as stage:
+        files, back = write_and_read(made, stage, progress)
+        made.require_same(back)
+        proof = read.old["proof"] if read.old is not None else None
+        inherited = {**proof, "inherited": True} if proof else None
+        more, notes = read.told_of(made), read.notes()
+        return finish(
+            made, stage, target, files, read.origin, inherited, converted_from=read.steps, more=more, notes=notes
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +97,7 @@ class ReadDirectory:
         checkpoint: with all codes there are.
         layout: name of its format.
         old: its record; None where it has none.
+        origin: what a record says of where everything came from.
         extra_codes: roles whose codes lie in a file of their own, besides their floats.
     """
 
@@ -120,6 +105,7 @@ class ReadDirectory:
     checkpoint: Checkpoint
     layout: str
     old: Mapping[str, Any] | None
+    origin: Mapping[str, Any]
     extra_codes: frozenset[str]
 
     @classmethod
@@ -137,85 +123,75 @@ class ReadDirectory:
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)
         extra = frozenset(role for role, tensor in checkpoint.tensors.items() if tensor is not floats.tensors[role])
+        origin = old or _unknown_origin(directory, checkpoint)
         if old is not None:
             tensors = _shared(checkpoint.tensors, old["shared"])
             checkpoint = replace(checkpoint, tensors=tensors, activations=activations_of(old))
-        read = cls(directory, checkpoint, format_.name, old, extra)
-        return replace(read, checkpoint=replace(checkpoint, provenance=record.provenance(read.origin["source"])))
+        checkpoint = replace(checkpoint, provenance=record.provenance(origin["source"]))
+        return cls(directory, checkpoint, format_.name, old, origin, extra)
 
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """What a record says of where everything came from."""
-        if self.old is not None:
-            return self.old
-        config = self.checkpoint.config
-        known = known_drafter(config) if isinstance(config, DrafterConfig) else None
-        return {
-            "source": {
-                "name": name_of(self.directory),
-                "size": sum(path.stat().st_size for path in self._weights),
-                "kind": record.CHECKPOINT,
-                "version": None,
-                "provenance": {},
-                "section": None,
-            },
-            "known_as": known["name"] if known else None,
-            "counts": {"stored": {}, "names_confirmed": 0, "set_aside": 0, "static": 0},
-            "shared": [],
-            "activations": {},
-        }
-
-    @property
+    @cached_property
     def sums(self) -> dict[str, str]:
         """By name: SHA-256 of each file with tensors."""
-        whole = self.directory
-        return {
-            path.relative_to(whole).as_posix() if path != whole else path.name: sha256_of_file(path)
-            for path in self._weights
-        }
+        return {name: sha256_of_file(path) for name, path in _weights(self.directory).items()}
 
     @property
-    def _weights(self) -> list[Path]:
-        if self.directory.is_file():
-            return [self.directory]
-        return [self.directory / name for name in files_in(self.directory) if holds_tensors(name)]
-
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of the directory."""
-        if self.old is None:
-            return ()
-        notes = []
-        done = {word for step in (*self.old["converted_from"], self.old) for word in _rounded(step)}
-        if done:
-            notes.append(
-                f"Before this, weights had been rounded ({', '.join(sorted(done))}); that is not undone; extracted "
-                "in this format right away, they would not have been."
-            )
-        if changed_card(self.directory) is not None:
-            notes.append(f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.")
-        return tuple(notes)
-
-    def record(self, made: Arranged, files: Files, proof: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The record of what was made of it, with ``proof``."""
-        old, checkpoint = self.old or {}, self.checkpoint
+    def steps(self) -> list[Mapping[str, Any]]:
+        """The directories that the weights have been in, this one last, as a record has them."""
+        old = self.old or {}
         step = {
             "layout": self.layout,
-            "dtype": old.get("dtype", checkpoint.dtype),
+            "dtype": old.get("dtype", self.checkpoint.dtype),
             "rounded": old.get("rounded", {}),
             "made_codes": old.get("made_codes"),
             "version": old["tool"]["version"] if old else None,
             "files": self.sums,
         }
-        steps = [*old.get("converted_from", []), step]
-        # Where the head is left out, so is what is said of it.
-        ordered = any(kept.how == INDICES for kept in made.kept.values())
-        told = [key for key in ("tuning", *(["ordered_head"] if ordered else [])) if key in old]
-        return {**record_of(made, files, self.origin, proof, steps), **{key: old[key] for key in told}}
+        return [*old.get("converted_from", []), step]
 
-    def old_proof(self) -> dict[str, Any] | None:
-        """The proof that its record has, marked as inherited."""
-        proof = self.old["proof"] if self.old is not None else None
-        return {**proof, "inherited": True} if proof else None
+    def told_of(self, made: Arranged) -> dict[str, Any]:
+        """What its record says of a tuning and an ordered head; of the latter nothing where ``made`` leaves it out."""
+        ordered = any(kept.how == INDICES for kept in made.kept.values())
+        keys = ("tuning", "ordered_head") if ordered else ("tuning",)
+        return {key: self.old[key] for key in keys if self.old is not None and key in self.old}
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the directory."""
+        steps = [*self.old["converted_from"], self.old] if self.old is not None else []
+        done = {word for step in steps for word in step["rounded"]}
+        done |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
+        if not done:
+            return ()
+        return (
+            f"Before this, weights had been rounded ({', '.join(sorted(done))}); that is not undone; extracted in this "
+            "format right away, they would not have been.",
+        )
+
+
+def _weights(directory: Path) -> dict[str, Path]:
+    """By name: the files with tensors."""
+    if directory.is_file():
+        return {directory.name: directory}
+    return {name: directory / name for name in files_in(directory) if holds_tensors(name)}
+
+
+def _unknown_origin(directory: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a record says of a directory that has none: its name, and what its geometry is known as."""
+    known = known_drafter(checkpoint.config) if isinstance(checkpoint.config, DrafterConfig) else None
+    return {
+        "source": {
+            "name": name_of(directory),
+            "size": sum(path.stat().st_size for path in _weights(directory).values()),
+            "kind": record.CHECKPOINT,
+            "version": None,
+            "provenance": {},
+            "section": None,
+        },
+        "known_as": known["name"] if known else None,
+        "counts": {"stored": {}, "names_confirmed": 0, "set_aside": 0, "static": 0},
+        "shared": [],
+        "activations": {},
+    }
 
 
 def _shared(tensors: Mapping[str, Weight], groups: Iterable[Sequence[str]]) -> Mapping[str, Weight]:
@@ -226,8 +202,3 @@ def _shared(tensors: Mapping[str, Weight], groups: Iterable[Sequence[str]]) -> M
             if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
                 shared[role] = tensors[first]
     return MappingProxyType(shared)
-
-
-def _rounded(step: Mapping[str, Any]) -> list[str]:
-    made = step["made_codes"]
-    return [*step["rounded"], *([made["rule"]] if made else [])]

@@ -23,7 +23,7 @@ from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
-from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, record_of, write_and_read
+from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.proof.proof import Proof, prove
 
 
@@ -118,8 +118,9 @@ def extract(
             unrounded = [role for role, kept in made.kept.items() if kept.how == FLOATS and not kept.rounded_to]
             read = {**original.tensors, **{role: back.tensors[role] for role in unrounded}}
             proof = prove_checkpoint(drafter, replace(back, tensors=MappingProxyType(read)))
-            made_of = record_of(made, files, origin, {**proof.as_json(), "inherited": False})
-            return finish(made, stage, made_of, target, _notes(drafter, original, made.format.name))
+            proven = {**proof.as_json(), "inherited": False}
+            notes = _notes(drafter, original, made.format.name)
+            return finish(made, stage, target, files, origin, proven, notes=notes)
 
 
 def require_no_checkpoint(source: object) -> None:
@@ -151,28 +152,18 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
         return prove(drafter.graph, drafter.walk, checkpoint.mtp, tensors.__getitem__)
 
 
-def _notes(drafter: Shard, checkpoint: Checkpoint, layout: str) -> tuple[str, ...]:
+def _notes(drafter: Shard, checkpoint: Checkpoint, layout: str) -> list[str]:
+    """What a user should know of the file."""
     notes: list[str] = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
-    absent = [name for name in scalars if name not in checkpoint.tensors]
-    if absent:
-        notes.append(
-            f"The graph has no layer scalar in {len(absent)} layers; 1.0 was written, which is what it computes."
-        )
-    folded = [r.role for r in drafter.walk.roles if r.factor != 1.0]
-    if folded:
-        notes.append(f"The soft cap's factor was folded into {', '.join(folded)}; it was divided out.")
+    if absent := [name for name in scalars if name not in checkpoint.tensors]:
+        notes.append(f"The graph has no layer scalar in {len(absent)} layers, as if it were 1; 1 was written.")
     if not drafter.names.confirmed:
-        notes.append(
-            "The names in the file are not those of Google's published files; the roles rest on the graph alone."
-        )
+        notes.append("The file has none of the names of Google's published files; the roles rest on the graph alone.")
     notes += [
         f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
         for role, others in drafter.names.contradicted.items()
     ]
-    if any(r.input is not None for r in drafter.walk.roles) and not EVERY[layout].activations:
-        notes.append(
-            "The graph quantizes activations statically; extraction.json records their scales, which this "
-            "format does not hold."
-        )
-    return tuple(notes)
+    if any(found.input is not None for found in drafter.walk.roles) and not EVERY[layout].activations:
+        notes.append("The graph quantizes activations statically; their scales are in extraction.json alone.")
+    return notes

@@ -1,7 +1,7 @@
 """Is a directory the drafter of a bundle? Asked of its config, its files, its tensors, what both compute, its record.
 
 Everything is derived from the bundle again; nothing that the directory says of itself is believed. Commands that hold a
-directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``, ``mtp-convert --source``) ask here.
+directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``) ask here.
 """
 
 from __future__ import annotations

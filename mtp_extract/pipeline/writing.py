@@ -5,7 +5,6 @@ Arrange (what is kept of every weight), write into the stage, read back, require
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +19,12 @@ from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.planned import OutputFile, json_text
-from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
+from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import round_matrices, rounding_of
-from mtp_extract.errors import OutputError, UnsupportedError, either, escape
+from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named, variant_for
 from mtp_extract.io.source import Progress, counter
-from mtp_extract.pipeline.check import changed_card, files_in
+from mtp_extract.pipeline.check import files_in, read_record
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.report.card import model_card
@@ -116,20 +115,33 @@ def write_and_read(
     return files, made.format.read(stage)
 
 
-def record_of(
+def finish(
     made: Arranged,
+    stage: Path,
+    target: Path,
     files: Files,
     origin: Mapping[str, Any],
     proof: Mapping[str, Any] | None,
+    *,
     converted_from: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """The record of what was written.
+    more: Mapping[str, Any] = MappingProxyType({}),
+    notes: Iterable[str] = (),
+) -> ExtractionResult:
+    """Write the card and the record of what was made into ``stage``, which is to be ``target``.
 
     Args:
-        origin: where it came from, as :func:`mtp_extract.checkpoint.record.of_bundle` has it.
+        files: of the weights, as :func:`write_and_read` returns them.
+        origin: where they came from, as :func:`mtp_extract.checkpoint.record.of_bundle` has it.
+        converted_from: the directories that they have been in since, the last one last.
+        more: what else the record says: of a tuning, or of an ordered head.
+        notes: for the user, besides those on how weights are kept.
+
+    Raises:
+        OutputError: they cannot be written, or read back differently.
+        CheckpointError: the record is none that is read again.
     """
-    counts = {key: count for key, count in origin["counts"].items() if key != "held"}
-    return {
+    written = dict(files)
+    record_ = {
         "format_version": FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
         "source": origin["source"],
@@ -140,52 +152,31 @@ def record_of(
         "rounded": record.rounded(made, files),
         "made_codes": record.made_codes(made.checkpoint),
         "geometry": made.checkpoint.config.as_json(),
-        "files": dict(files),
-        "counts": {"held": record.held(made), **counts},
+        "files": written,
+        "counts": {"held": {}, **origin["counts"]} | {"held": record.held(made)},
         "shared": origin["shared"],
         "activations": origin["activations"],
         "notes": list(made.files[0].notes),
         "proof": proof,
+        **more,
     }
-
-
-def finish(
-    made: Arranged, stage: Path, record_: dict[str, Any], target: Path, notes: Iterable[str] = ()
-) -> ExtractionResult:
-    """Write the card and the record into ``stage``, which is to be ``target``.
-
-    Args:
-        notes: for the user, besides those on how weights are kept.
-
-    Raises:
-        OutputError: they cannot be written, or read back differently.
-    """
-    changed = changed_card(target) is not None
-    replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
     # The card is made of the record, which lists it.
-    record_["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record_)))
-    text = json_text(record_)
-    try:
-        check_extraction(json.loads(text))
-    except ValueError as error:
-        raise OutputError(
-            f"{escape(target / RECORD)}: expected a record that can be read again, found {escape(error)}. Nothing was "
-            "written; please report it."
-        ) from error
-    write_file(stage, OutputFile(RECORD, text=text))
+    written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record_)))
+    write_file(stage, OutputFile(RECORD, text=json_text(record_)))
+    read_record(stage)
+    rule = record_["made_codes"]
+    made_codes = (
+        ()
+        if rule is None
+        else (
+            f"Codes were made here, by {rule['rule']}, of {rule['matrices']} matrices that had none: at worst "
+            f"{rule['rms']:.2g} of a matrix's range off (rms), {rule['largest']:.2g} at one place.",
+        )
+    )
     return ExtractionResult(
         directory=target,
         files={name: (stage / name).stat().st_size for name in files_in(stage)},
         record=record_,
         parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-        notes=(*notes, *_of_codes(record_["made_codes"]), *made.notes(), *made.files[0].notes, *replaced),
-    )
-
-
-def _of_codes(made: Mapping[str, Any] | None) -> Sequence[str]:
-    if made is None:
-        return ()
-    return (
-        f"Codes were made here, by {made['rule']}, of {made['matrices']} matrices that had none: at worst "
-        f"{made['rms']:.2g} of a matrix's range off (rms), {made['largest']:.2g} at one place.",
+        notes=(*notes, *made_codes, *made.notes(), *made.files[0].notes),
     )

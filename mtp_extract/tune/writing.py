@@ -101,14 +101,14 @@ def write_made(
         arranged.require_same(back)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(stage, back)
-        # What was proven was proven of other weights, or another head.
-        record = origin.record(arranged, files, proof=None)
         if key == "tuning":
             own = {"tuned_from": origin.sums, "changed": _changed(origin.checkpoint, made, arranged.files[0])}
         else:
             own = {"made_from": origin.sums}
-        record[key] = {**about, **own}
-        return finish(arranged, stage, record, target)
+        more = {**origin.told_of(arranged), key: {**about, **own}}
+        # What was proven was proven of other weights, or another head.
+        proof = None
+        return finish(arranged, stage, target, files, origin.origin, proof, converted_from=origin.steps, more=more)
 
 
 def _changed(origin: Checkpoint, tuned: Checkpoint, weights: OutputFile) -> dict[str, int]:

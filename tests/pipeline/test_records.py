@@ -13,10 +13,10 @@ from helpers.schemas import schema, validator
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
+from mtp_extract.checkpoint import record as records
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.data import sample_bundle
-from mtp_extract.errors import CheckpointError, OutputError
-from mtp_extract.pipeline import extraction
+from mtp_extract.errors import CheckpointError
 from mtp_extract.pipeline.check import files_in, read_record
 from mtp_extract.pipeline.staging import RECORD
 
@@ -108,8 +108,7 @@ def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> No
 
 def test_a_record_that_its_reader_refuses_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that no other command takes is no result."""
-    made = extraction.record_of
-    monkeypatch.setattr(extraction, "record_of", lambda *given, **more: {**made(*given, **more), "notes": [1]})
-    with pytest.raises(OutputError, match=r"extraction\.json: expected a record that can be read again, .*notes"):
+    monkeypatch.setattr(records, "held", lambda made: {"F32": 0})
+    with pytest.raises(CheckpointError, match=r"extraction\.json: not what mtp-extract writes: .*counts\.held"):
         extract(sample_bundle(), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,6 @@ import pytest
 from helpers.report_document import REPORT
 from typer.testing import CliRunner
 
-from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import upload as upload_command
 from mtp_extract.errors import CheckpointError, HubError
@@ -46,8 +45,7 @@ def test_it_decides_nothing(edited: Path, sample: Path, tmp_path: Path) -> None:
         verify_against(edited, opened)
     with planned_insertion(edited, sample):
         pass
-    result = convert(edited, tmp_path / "out", format="litert")
-    assert any("changed by hand; the new one is written anew" in note for note in result.notes)
+    convert(edited, tmp_path / "out", format="litert")
     assert "license: mit" in sent(edited)[0]
     (edited / "README.md").unlink()
     verify(edited)
@@ -66,12 +64,6 @@ def test_words_are_not_put_on_a_card_that_was_changed(edited: Path) -> None:
     # As the message says: without it, the card is made anew.
     (edited / "README.md").unlink()
     assert 'base_model: ["org/base"]' in sent(edited, WORDS)[0]
-
-
-def test_replacing_says_so(edited: Path, sample: Path) -> None:
-    result = extract(sample, edited, overwrite=True)
-    assert any("its card had been changed by hand, and was replaced" in note for note in result.notes)
-    assert not any("by hand" in note for note in extract(sample, edited, overwrite=True).notes)
 
 
 def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
