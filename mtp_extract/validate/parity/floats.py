@@ -2,54 +2,82 @@
 
 Constants become the numbers that their codes stand for, activations and caches lose their scales, and QUANTIZE and
 DEQUANTIZE between two floats become CAST, which does nothing. What Google's interpreter computes of it is the graph's
-function, rounded nowhere but in float additions.
-
-The old flatbuffer stands whole behind a :class:`~mtp_extract.litertlm.graft.Graft` of the tables that change; float32
-constants follow it, 16-byte aligned. They are written some rows at a time: what this needs is disk, not memory.
+function, rounded nowhere but in float additions. Google's own classes of the schema take the section apart and write
+it again. The float32 constants follow the flatbuffer, some rows at a time: what they need is disk, not memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mtp_extract.io.files import aligned
-from mtp_extract.io.laid import Laid, Piece, made
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
-from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
-from mtp_extract.litertlm.graft import Graft, copied_places
-from mtp_extract.litertlm.rebuild import BUFFER, MODEL, OPERATOR, SUBGRAPH, TENSOR, moved_section
 from mtp_extract.litertlm.storage import QuantizedTensor
-from mtp_extract.litertlm.tflite import Operator, Subgraph, Tensor, TensorType, TfliteModel
+from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
 
-_OPERATOR_CODE, _CAST = "boii", 53
+_CAST = 53
 _ALIGNMENT = 16
 _ELEMENTS = 1 << 20  # numbers that are made at a time
 
 
-def in_floats(model: TfliteModel) -> Laid:
-    """The section of ``model`` in floats; nothing is written yet.
+def write_in_floats(model: TfliteModel, path: Path) -> None:
+    """Write the section of ``model`` in floats to ``path``.
 
     Raises:
-        UnsupportedError: it has codes that this release cannot read, or tables with unknown fields.
+        UnsupportedError: it has codes that this release cannot read.
         FormatError: damaged quantization.
     """
-    coded = [tensor for graph in model.subgraphs for tensor in graph.tensors if is_coded(tensor)]
-    constants = [QuantizedTensor.of(model, tensor) for tensor in coded if model.has_data(tensor)]
-    # No number of a graft changes its length.
-    shift = len(_front(model, constants, [0] * len(constants)))
-    at, pieces = shift + model.region.size, list[Piece]()
-    for constant in constants:
-        at = aligned(at, _ALIGNMENT)
-        pieces.append(Piece(at, 4 * constant.tensor.elements, produce=partial(_floats, constant)))
-        at = pieces[-1].end
-    front = _front(model, constants, [piece.at for piece in pieces])
-    return Laid(at, (made(0, front), *moved_section(model, shift), *pieces))
+    from ai_edge_litert import schema_py_generated as schema
+
+    made = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
+    cast, constants = len(made.operatorCodes), list[tuple[Any, QuantizedTensor]]()
+    made.operatorCodes.append(schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST))
+    for graph, known in zip(made.subgraphs, model.subgraphs, strict=True):
+        for tensor, was in zip(graph.tensors, known.tensors, strict=True):
+            if is_coded(was):
+                tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
+                if model.has_data(was):
+                    tensor.buffer = len(made.buffers)
+                    made.buffers.append(schema.BufferT(offset=1, size=4 * was.elements))
+                    constants.append((made.buffers[-1], QuantizedTensor.of(model, was)))
+        for node, operator in zip(graph.operators, known.operators, strict=True):
+            ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
+            if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
+                node.opcodeIndex, node.builtinOptionsType, node.builtinOptions = cast, 0, None
+    _keep_what_is_read(made, model)
+    end = len(_packed(made))  # no number changes its length
+    for buffer, _ in constants:
+        buffer.offset = aligned(end, _ALIGNMENT)
+        end = buffer.offset + buffer.size
+    with path.open("wb") as file:
+        file.write(_packed(made))
+        for buffer, constant in constants:
+            file.seek(buffer.offset)
+            for at in range(0, constant.tensor.elements, _ELEMENTS):
+                file.write(constant.floats(at, min(at + _ELEMENTS, constant.tensor.elements)).data)
 
 
-def _floats(constant: QuantizedTensor) -> Iterator[bytes]:
-    count = constant.tensor.elements
-    return (constant.floats(at, min(at + _ELEMENTS, count)).tobytes() for at in range(0, count, _ELEMENTS))
+def _keep_what_is_read(made: Any, model: TfliteModel) -> None:
+    """Leave out data that nothing reads any more, and bring in what lies behind the old flatbuffer."""
+    read = {tensor.buffer for graph in made.subgraphs for tensor in graph.tensors}
+    read |= {entry.buffer for entry in made.metadata or ()}
+    for index, buffer in enumerate(made.buffers):
+        if index not in read:
+            buffer.data, buffer.offset, buffer.size = None, 0, 0
+        elif buffer.data is None and buffer.offset > 1:
+            buffer.data = np.frombuffer(model.region.read(buffer.offset, buffer.size), np.uint8)
+            buffer.offset = buffer.size = 0
+
+
+def _packed(made: Any) -> bytes:
+    import flatbuffers
+
+    builder = flatbuffers.Builder(1 << 20)
+    builder.Finish(made.Pack(builder), TFLITE_IDENTIFIER)
+    return bytes(builder.Output())
 
 
 def is_coded(tensor: Tensor) -> bool:
@@ -57,54 +85,3 @@ def is_coded(tensor: Tensor) -> bool:
     scales = tensor.quantization
     integers = tensor.type not in (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
     return integers and scales is not None and (scales.scales.count > 0 or scales.details != "none")
-
-
-def _front(model: TfliteModel, constants: Sequence[QuantizedTensor], places: Sequence[int]) -> bytes:
-    """The tables that change; ``places`` are where the float32 ``constants`` lie in the file."""
-    graft, root = Graft(), FlatBuffer(model.region).root()
-    what = f"{model.region.source.name}: {model.region.what}"
-    old_codes, old_buffers, old_graphs = (list(root.tables(slot)) for slot in (1, 4, 2))
-    buffers = {(c.tensor.subgraph, c.tensor.index): len(old_buffers) + n for n, c in enumerate(constants)}
-    new = [
-        graft.table(BUFFER, {1: place, 2: 4 * constant.tensor.elements})
-        for place, constant in zip(places, constants, strict=True)
-    ]
-    graphs = {
-        graph.index: _subgraph(graft, graph, old_graphs[graph.index], buffers, len(old_codes), what)
-        for graph in model.subgraphs
-    }
-    cast = graft.table(_OPERATOR_CODE, {0: _CAST, 2: 1, 3: _CAST})
-    changes = {
-        1: graft.offsets([*copied_places(old_codes, {}), cast]),
-        2: graft.offsets(copied_places(old_graphs, graphs)),
-        4: graft.offsets([*copied_places(old_buffers, {}), *new]),
-    }
-    return graft.finish(graft.copy(root, MODEL, changes, what), TFLITE_IDENTIFIER)
-
-
-def _subgraph(
-    graft: Graft, graph: Subgraph, table: Table, buffers: Mapping[tuple[int, int], int], cast: int, what: str
-) -> int:
-    """The place of ``graph`` in floats; ``buffers`` of its constants, and the index of CAST among operator codes."""
-    tensors, operators = list(table.tables(0)), list(table.tables(3))
-    floats = {}
-    for tensor in filter(is_coded, graph.tensors):
-        fields: dict[int, int | None] = {1: int(TensorType.FLOAT32), 4: None, 10: None}
-        if (key := (graph.index, tensor.index)) in buffers:
-            fields[2] = buffers[key]
-        floats[tensor.index] = graft.copy(tensors[tensor.index], TENSOR, fields, what)
-    casts = {
-        op.index: graft.copy(operators[op.index], OPERATOR, {0: cast, 3: None, 4: None}, what)
-        for op in graph.operators
-        if op.kind in ("QUANTIZE", "DEQUANTIZE") and _joins_floats(op, graph)
-    }
-    changes = {
-        0: graft.offsets(copied_places(tensors, floats)),
-        3: graft.offsets(copied_places(operators, casts)),
-    }
-    return graft.copy(table, SUBGRAPH, changes, what)
-
-
-def _joins_floats(op: Operator, graph: Subgraph) -> bool:
-    ends = (graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]])
-    return all(tensor.type is TensorType.FLOAT32 or is_coded(tensor) for tensor in ends)

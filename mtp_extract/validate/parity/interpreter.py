@@ -11,33 +11,25 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluate.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
-from mtp_extract.io.laid import copied, write_laid
+from mtp_extract.io.typed import Count, Record
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.pipeline.check import Check
-from mtp_extract.validate.parity.cases import (
-    Case,
-    codes_of,
-    random_cases,
-    reference_arguments,
-    signature_inputs,
-)
-from mtp_extract.validate.parity.control import known_good
-from mtp_extract.validate.parity.floats import in_floats
+from mtp_extract.validate.parity.cases import Case, Codes, random_cases, reference_arguments, signature_inputs
+from mtp_extract.validate.parity.floats import write_in_floats
+from mtp_extract.validate.parity.known import why_no_judge
 
 IN_FLOATS = 1e-5
 """Largest difference of an output in floats, as a share of its range, that counts as the same function."""
@@ -53,23 +45,21 @@ Outputs = tuple[Floats, Floats]
 """Logits [vocabulary] and projected state [base width] of one case."""
 
 
-@dataclass(frozen=True)
-class Apart:
+class Apart(Record):
     """Two programs' outputs over all cases."""
 
-    logits: float  # largest difference, as a share of that case's range
-    state: float  # likewise
-    correlation: float  # mean over the cases, of the output where it is less
-    top1: int  # cases with the same largest logit
+    logits: float  #: largest difference, as a share of that case's range
+    state: float  #: likewise
+    correlation: float  #: mean over the cases, of the output where it is less
+    top1: Count  #: cases with the same largest logit
 
 
-@dataclass(frozen=True)
-class Parity:
+class Parity(Record):
     """A drafter beside Google's interpreter."""
 
-    in_floats: Apart  # with every tensor of codes as floats
-    as_it_is: Apart  # with the file's integers, which round activations
-    cases: tuple[str, ...]  # where the inputs are from
+    in_floats: Apart  #: with every tensor of codes as floats
+    as_it_is: Apart  #: with the file's integers, which round activations
+    cases: list[str]  #: where the inputs are from
 
     @property
     def agrees(self) -> bool:
@@ -87,16 +77,12 @@ def measure_parity(drafter: MtpDrafter, source: Shard, cases: Sequence[Case]) ->
     Raises:
         UnsupportedError: the interpreter is not there, or cannot run the section.
     """
-    quiet = [
-        replace(case, embedding=case.embedding * _QUIET, hidden=case.hidden * _QUIET)
-        for case in cases
-        if case.position < _NEAR
-    ]
+    near = [case for case in cases if case.position < _NEAR]
+    quiet = [replace(case, embedding=case.embedding * _QUIET, hidden=case.hidden * _QUIET) for case in near]
     ours = reference_outputs(drafter, [*cases, *quiet])
-    theirs = interpreted(source, [*cases, *quiet], floats=True)
-    rounded = interpreted(source, cases, floats=False)
-    labels = tuple(case.label for case in cases)
-    return Parity(apart(ours, theirs), apart(ours[: len(cases)], rounded), labels)
+    exact = apart(ours, interpreted(source, [*cases, *quiet], floats=True))
+    rough = apart(ours[: len(cases)], interpreted(source, cases, floats=False))
+    return Parity(exact, rough, [case.label for case in cases])
 
 
 def check_interpreter(
@@ -109,12 +95,18 @@ def check_interpreter(
     """
     try:
         parity = measure_parity(drafter, source, [*random_cases(source, samples, seed), *cases])
+        figures, passed = _in_words(parity), parity.agrees
+        if not passed and why_no_judge(lambda _, known, file: _judged(known, file, 2)):
+            wrong = "Google's interpreter computes another thing of a drafter that is known to be right, too"
+            return parity, Check("interpreter", _WHAT, None, f"{wrong}; {figures}")
     except UnsupportedError as error:
         return None, Check("interpreter", _WHAT, None, str(error))
-    figures = _in_words(parity)
-    if not parity.agrees and (why := _unreliable()):
-        return parity, Check("interpreter", _WHAT, None, f"{why}; {figures}")
-    return parity, Check("interpreter", _WHAT, parity.agrees, figures)
+    return parity, Check("interpreter", _WHAT, passed, figures)
+
+
+def _judged(drafter: MtpDrafter, source: Shard, samples: int) -> tuple[bool, str]:
+    parity = measure_parity(drafter, source, random_cases(source, samples, 0))
+    return parity.agrees, _in_words(parity)
 
 
 def _in_words(parity: Parity) -> str:
@@ -126,24 +118,11 @@ def _in_words(parity: Parity) -> str:
     )
 
 
-def _unreliable() -> str:
-    """Why Google's interpreter is no judge here; empty where it is one."""
-    with known_good() as (_, drafter, source):
-        try:
-            agrees = measure_parity(drafter, source, random_cases(source, 2, 0)).agrees
-        except UnsupportedError as error:
-            return str(error)
-    return "" if agrees else "Google's interpreter computes another thing of a drafter that is known to be right, too"
-
-
 @torch.inference_mode()
 def reference_outputs(drafter: MtpDrafter, cases: Sequence[Case]) -> list[Outputs]:
     """What ``drafter`` computes of each of ``cases``."""
-    found = []
-    for case in cases:
-        logits, projected = drafter(*reference_arguments(case, drafter.config))
-        found.append((logits.numpy().reshape(-1), projected.numpy().reshape(-1)))
-    return found
+    found = (drafter(*reference_arguments(case, drafter.config)) for case in cases)
+    return [(logits.numpy().reshape(-1), projected.numpy().reshape(-1)) for logits, projected in found]
 
 
 def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[Outputs]:
@@ -155,7 +134,7 @@ def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[O
     Raises:
         UnsupportedError: the interpreter is not there, or cannot run the section.
     """
-    name = source.model.region.source.name
+    name, region = source.model.region.source.name, source.model.region
     if why := unusable("ai_edge_litert.interpreter", "Interpreter"):
         raise UnsupportedError(f"{name}: Google's interpreter (ai-edge-litert) cannot be asked: {why}.")
     if source.model.weights is not None:
@@ -163,40 +142,31 @@ def interpreted(source: Shard, cases: Sequence[Case], *, floats: bool) -> list[O
             f"{name}: the drafter's weights lie in a section of their own, which the interpreter cannot be given. "
             "Parity is possible for files that hold them in the drafter's section."
         )
-    inputs = (signature_inputs(source, case, floats=floats) for case in cases)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "drafter.tflite"
-        region = source.model.region
-        write_laid(path, in_floats(source.model) if floats else copied(region.source, region.begin, region.size))
-        return _run(source, path, inputs)
-
-
-def _run(source: Shard, path: Path, inputs: Iterable[dict[str, NDArray[Any]]]) -> list[Outputs]:
-    """Run the section in ``path``, one of ``inputs`` at a time: the caches of a published file are 130 MB."""
     from ai_edge_litert.interpreter import Interpreter
 
     try:
-        with _quiet():
+        with tempfile.TemporaryDirectory() as folder, _quiet():
+            path = Path(folder) / "drafter.tflite"
+            if floats:
+                write_in_floats(source.model, path)
+            else:
+                path.write_bytes(region.read(0, region.size))
             interpreter = Interpreter(model_path=str(path), num_threads=1)
             interpreter.allocate_tensors()
             run = interpreter.get_signature_runner(source.signature.key)
-            return [_outputs(source, run(**given)) for given in inputs]
+            # One case at a time: the caches of a published file are 130 MB.
+            made = (run(**signature_inputs(source, case, floats=floats)) for case in cases)
+            return [(_output(source, LOGITS, given), _output(source, PROJECTED, given)) for given in made]
     except UnsupportedError:
         raise
     except Exception as error:  # What a tool of another release raises has no class of its own.
-        name = source.model.region.source.name
         raise UnsupportedError(f"{name}: Google's interpreter cannot run the drafter: {escape(error)}.") from error
 
 
-def _outputs(source: Shard, given: dict[str, NDArray[Any]]) -> Outputs:
-    """Logits and projected state in float32, flat."""
-
-    def floats(name: str) -> Floats:
-        codes = codes_of(source.model.tensor(source.signature.subgraph, source.signature.outputs[name]))
-        values = given[name].reshape(-1)
-        return codes.decode(values) if codes is not None and values.dtype != np.float32 else values
-
-    return floats(LOGITS), floats(PROJECTED)
+def _output(source: Shard, name: str, given: dict[str, Floats]) -> Floats:
+    """The output ``name`` of those ``given``, in float32, flat."""
+    codes, values = Codes.of(source, name), given[name].reshape(-1)
+    return codes.decode(values) if codes is not None and values.dtype != np.float32 else values
 
 
 @contextmanager

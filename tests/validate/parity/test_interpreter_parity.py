@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import flatbuffers
 import numpy as np
 import pytest
 import torch
 from helpers.first_pair import first_bundle
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
+from seam import model_of
 
 import mtp_extract
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.io.laid import write_laid
-from mtp_extract.litertlm.tflite import TensorType, read_model
+from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.validate.parity import interpreter
 from mtp_extract.validate.parity.cases import random_cases
-from mtp_extract.validate.parity.floats import in_floats, is_coded
+from mtp_extract.validate.parity.floats import is_coded, write_in_floats
 from mtp_extract.validate.parity.interpreter import (
     IN_FLOATS,
     Outputs,
@@ -205,23 +206,43 @@ def test_recorded_calls(source: Shard, tmp_path: Path, monkeypatch: pytest.Monke
         assert np.abs(state - stored[f"{sample}/litert/projected_activations"].reshape(-1)).max() < 1e-5
 
 
-def test_a_section_in_floats_has_no_codes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["torch_static8_mix48_kv8", "torch_blockwise32"])
+def test_a_section_in_floats_has_no_codes(name: str, tmp_path: Path) -> None:
     """Its tensors, and what reads them, are as before."""
-    from mtp_extract.io.source import LocalSource, Region
-
-    with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
+    with mtp_extract.open(variant(name)) as opened:
         model = opened.drafter().model
-        write_laid(tmp_path / "floats.tflite", in_floats(model))
-        with LocalSource(tmp_path / "floats.tflite") as file:
-            floats = read_model(Region(file, 0, file.size, "the model"), None)
-            for before, after in zip(model.subgraphs, floats.subgraphs, strict=True):
-                assert not any(map(is_coded, after.tensors))
-                assert [(t.name, t.shape) for t in before.tensors] == [(t.name, t.shape) for t in after.tensors]
-                assert [op.inputs for op in before.operators] == [op.inputs for op in after.operators]
-                kinds = [(a.kind, b.kind) for a, b in zip(before.operators, after.operators, strict=True)]
-                assert {pair for pair in kinds if pair[0] != pair[1]} <= {("QUANTIZE", "CAST"), ("DEQUANTIZE", "CAST")}
-            assert any(map(is_coded, model.subgraphs[0].tensors))
-            assert sum(t.type is TensorType.FLOAT32 for t in floats.subgraphs[0].tensors) > 48
+        write_in_floats(model, tmp_path / "floats.tflite")
+        floats = model_of((tmp_path / "floats.tflite").read_bytes())
+        for before, after in zip(model.subgraphs, floats.subgraphs, strict=True):
+            assert not any(map(is_coded, after.tensors))
+            assert [(t.name, t.shape) for t in before.tensors] == [(t.name, t.shape) for t in after.tensors]
+            assert [op.inputs for op in before.operators] == [op.inputs for op in after.operators]
+            kinds = [(a.kind, b.kind) for a, b in zip(before.operators, after.operators, strict=True)]
+            assert {pair for pair in kinds if pair[0] != pair[1]} <= {("QUANTIZE", "CAST"), ("DEQUANTIZE", "CAST")}
+        assert any(map(is_coded, model.subgraphs[0].tensors))
+        assert sum(t.type is TensorType.FLOAT32 for t in floats.subgraphs[0].tensors) > 48
+
+
+def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard, tmp_path: Path) -> None:
+    """As a model of more than 2 GB has them: a place and a size in the file."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    region = source.model.region
+    moved = schema.ModelT.InitFromPackedBuf(region.read(0, region.size))
+    behind, at = b"", 0
+    for wanted in (False, True):
+        for buffer in moved.buffers:
+            if not wanted and buffer.data is not None and len(buffer.data):
+                buffer.offset, buffer.size = 1 << 40, len(buffer.data)
+                behind, buffer.data = behind + bytes(buffer.data), None
+            elif buffer.size and wanted:
+                buffer.offset, at = at, at + buffer.size
+        builder = flatbuffers.Builder(1 << 20)
+        builder.Finish(moved.Pack(builder), b"TFL3")
+        at = len(builder.Output())
+    write_in_floats(model_of(bytes(builder.Output()) + behind), tmp_path / "behind.tflite")
+    write_in_floats(source.model, tmp_path / "inside.tflite")
+    assert (tmp_path / "behind.tflite").read_bytes() == (tmp_path / "inside.tflite").read_bytes()
 
 
 def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:

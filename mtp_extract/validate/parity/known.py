@@ -1,9 +1,9 @@
-"""A drafter that is known to be right, for when a tool calls one wrong: does it call every one so?"""
+"""Whether another program may judge a drafter: it may while it calls one right that is known to be right."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +16,19 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.formats import format_named
 from mtp_extract.pipeline.extraction import checkpoint_of
 
+Examine = Callable[[Path, MtpDrafter, Shard], tuple[bool, str]]
+"""Of a directory, its drafter in F32, and that in its file: whether it is right, and the evidence."""
+
+
+def why_no_judge(examine: Examine) -> str:
+    """The evidence by which ``examine`` calls the drafter of the packaged sample wrong; empty where it does not."""
+    with _sample() as known:
+        passed, evidence = examine(*known)
+    return "" if passed else evidence
+
 
 @contextmanager
-def known_good() -> Iterator[tuple[Path, MtpDrafter, Shard]]:
-    """The drafter of the packaged sample: its directory in the transformers format, F32; loaded; and in its file."""
+def _sample() -> Iterator[tuple[Path, MtpDrafter, Shard]]:
     with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
         place, source = Path(folder), opened.drafter()
         for file in arrange(format_named("transformers"), checkpoint_of(source), "f32").files:
