@@ -10,8 +10,9 @@
     mtp_extract.extract("gemma-4-E4B-it.litertlm", "drafter")   # a directory that transformers loads
     mtp_extract.convert("drafter", "gguf", format="gguf")       # the same for llama.cpp
 
-Every command is a function of its name: ``inspect``, ``extract``, ``convert``, ``validate``, ``tune``, ``insert``,
-``bench`` and ``upload``. Names are imported when they are first used: ``import mtp_extract`` alone loads nothing heavy.
+Every command is a function of its name: ``inspect``, ``extract``, ``convert``, ``insert`` and ``upload`` take
+arguments, ``validate``, ``tune`` and ``bench`` a ValidationPlan, a TuningPlan and a BenchPlan. Names are imported when
+they are first used: ``import mtp_extract`` alone loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,15 +34,21 @@ if TYPE_CHECKING:
     from mtp_extract.pipeline.extraction import extract
     from mtp_extract.pipeline.writing import ExtractionResult
     from mtp_extract.report.card import CardWords
+    from mtp_extract.serving.plan import BenchPlan
+    from mtp_extract.tune.plan import TuningPlan
+    from mtp_extract.validate.plan import Validating as ValidationPlan
 
 __all__ = [
+    "BenchPlan",
     "CardWords",
     "CheckpointInspection",
     "ExtractionResult",
     "MtpExtractError",
     "Opened",
     "Shard",
+    "TuningPlan",
     "UploadResult",
+    "ValidationPlan",
     "__version__",
     "bench",
     "convert",
@@ -57,6 +64,9 @@ __all__ = [
 # Public name -> module and the name there.
 _HOMES = {
     **{name: ("mtp_extract.api", name) for name in ("bench", "insert", "inspect", "tune", "validate")},
+    "BenchPlan": ("mtp_extract.serving.plan", "BenchPlan"),
+    "TuningPlan": ("mtp_extract.tune.plan", "TuningPlan"),
+    "ValidationPlan": ("mtp_extract.validate.plan", "Validating"),
     "CardWords": ("mtp_extract.report.card", "CardWords"),
     "CheckpointInspection": ("mtp_extract.api", "CheckpointInspection"),
     "UploadResult": ("mtp_extract.hub.upload", "UploadResult"),

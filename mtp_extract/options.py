@@ -35,6 +35,8 @@ class About:
     choices: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
     """Makes the value of what the user types, of a sequence all of it at once; raises ValueError for wrong usage."""
+    option: bool = True
+    """Whether the command has it; else it is for Python alone."""
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -175,7 +175,7 @@ def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple
     """
     out = work / "out"
     words = {"f32": ("--dtype", "f32")} | {
-        name: ("--format", name) for name, listed in FORMATS.items() if "codes" in listed.dtypes and not listed.variant
+        name: ("--for", name) for name, listed in FORMATS.items() if "codes" in listed.dtypes and not listed.read_as
     }
     runs = {name: command(entry("extract"), str(source), "-o", str(out), *options) for name, options in words.items()}
     times = alternately(runs, repeats, lambda: shutil.rmtree(out, ignore_errors=True))
@@ -187,7 +187,7 @@ def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple
         peak = peak_memory(entry("extract"), str(source), "-o", str(out), *options)
         size = next(out.glob(format_named(name).weights_file)).stat().st_size / 1e6
         figures = f"{times[name]:.3f} s, {times[name] / times['f32']:.2f} ×; {size:.1f} MB; {peak:.0f} MB"
-        rows.append((f"`--format {name}`: time, over that of F32; size; peak memory", figures))
+        rows.append((f"`--for {name}`: time, over that of F32; size; peak memory", figures))
     return rows
 
 

@@ -81,8 +81,7 @@ def look(
 
 def extract(
     source: str,
-    engine: str,
-    format_: str,
+    choice: str,
     token: gr.OAuthToken | None,
     profile: gr.OAuthProfile | None,
     request: gr.Request,
@@ -93,8 +92,8 @@ def extract(
     session, began = str(request.session_hash), time.monotonic()
     folder = FOLDERS.new(session)
     try:
-        asked = {"source": job.address_of(source), "token": token and token.token, "engine": engine}
-        asked |= {"format": job.format_for(format_, engine), "folder": str(folder)}
+        asked = {"source": job.address_of(source), "token": token and token.token}
+        asked |= {"format": choice, "folder": str(folder)}
         made = job.run("extract", asked, job.LONGEST_JOB, told_by(progress, "Fetching and writing"))
         if FOLDERS.of(session) != folder:
             raise mtp_extract.MtpExtractError("The page was left meanwhile. Nothing was kept.")
@@ -155,9 +154,7 @@ def page() -> gr.Blocks:
             placeholder="litert-community/gemma-4-E4B-it-litert-lm",
             elem_id="source",
         )
-        with gr.Row():
-            engine = gr.Dropdown(job.ENGINE_CHOICES, value="vllm", label="What will serve it", elem_id="engine")
-            format_ = gr.Dropdown(job.FORMAT_CHOICES, value=job.BY_ENGINE, label="Format", elem_id="format")
+        choice = gr.Dropdown(job.CHOICES, value="vllm", label="What will serve it, or a format", elem_id="engine")
         with gr.Row():
             looking = gr.Button("See what it holds", elem_id="look")
             extracting = gr.Button("Extract", variant="primary", elem_id="extract")
@@ -175,7 +172,7 @@ def page() -> gr.Blocks:
 
         gr.on([looking.click, source.submit], look, source, [holds, held, status], show_progress_on=status)
         results = [status, files, shown, card, publishing, name, published, held]
-        extracting.click(extract, [source, engine, format_], results, show_progress_on=status)
+        extracting.click(extract, [source, choice], results, show_progress_on=status)
         publish_button.click(publish, [name, private], published)
         blocks.unload(leave)
     return blocks.queue(max_size=job.IN_LINE)

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
-from mtp_extract.formats import ENGINES, FORMATS, choose
+from mtp_extract.formats import HEADS, NAMES
 from mtp_extract.io.address import HubAddress, as_address, parse_address
 from mtp_extract.report.markdown import plain, table
 
@@ -39,9 +39,7 @@ LIMITS = (
     f"when you leave or reload the page, and {KEPT // 60} minutes after they were made."
 )
 
-BY_ENGINE = "automatic"
-FORMAT_CHOICES = [BY_ENGINE, *(name for name, listed in FORMATS.items() if not listed.variant)]
-ENGINE_CHOICES = list(ENGINES)
+CHOICES = [name for name in NAMES if name not in HEADS]
 _WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -64,18 +62,6 @@ def address_of(text: str) -> str:
         "Expected ORG/NAME or ORG/NAME/FILE of the Hugging Face Hub, or a URL of its site, found "
         f"{escape(text.partition('?')[0]) or 'nothing'}."
     )
-
-
-def format_for(choice: str, engine: str) -> str:
-    """The format to write.
-
-    Raises:
-        MtpExtractError: the engine loads none, or not this one.
-    """
-    try:
-        return choose(None if choice == BY_ENGINE else choice, engine)
-    except ValueError as error:
-        raise MtpExtractError(str(error)) from None
 
 
 def check_size(drafter: Mapping[str, Any], most: int) -> None:

@@ -46,7 +46,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
         bundle.drafter()
         check_size(inspect(bundle).as_json["drafter"], request["largest"])
         out = Path(request["folder"], default_directory(bundle.source.name))
-        made = mtp_extract.extract(bundle, out, format=request["format"], engine=request["engine"], progress=told)
+        made = mtp_extract.extract(bundle, out, format=request["format"], progress=told)
     return {
         "directory": str(made.directory),
         "files": made.files,

@@ -79,7 +79,7 @@ NOT_RUN_PYTHON: dict[str, str] = {}
 
 SHORTER = {
     "validate": ["--prompts", "few.json", "--new-tokens", "4", "--draft-steps", "1"],
-    "bench": ["--prompts", "few.json", "--max-tokens", "4", "--warm-up", "0"],
+    "bench": ["--prompts", "few.json", "--max-tokens", "4"],
 }
 """Beside a base or a server: less to do, for what says nothing that is shown."""
 

@@ -19,17 +19,18 @@ parser.add_argument("--new-tokens", type=int, default=32)
 arguments = parser.parse_args()
 
 made = mtp_extract.extract(arguments.source, "drafter", overwrite=True)
-mtp_extract.validate(
+plan = mtp_extract.ValidationPlan(
     made.directory,
     source=arguments.source,
     base=arguments.base,
     prompts=arguments.prompts,
     draft_steps=(1, 3),
     new_tokens=arguments.new_tokens,
-    report="report",
+    report=Path("report"),
     overwrite=True,
     say=print,
 )
+mtp_extract.validate(plan)
 
 report = json.loads(Path("report/report.json").read_text(encoding="utf-8"))
 print(report["verdict"])

@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import Any
 
 COMMANDS = {
-    "inspect": "What a bundle or a checkpoint holds.",
-    "extract": "The drafter of a bundle, as a checkpoint that engines load.",
-    "convert": "A checkpoint in another format.",
-    "validate": "Is it the drafter of its file, and does it draft what its base would say?",
-    "tune": "A drafter, fitted to its base; or a new one.",
-    "insert": "A checkpoint back into a bundle.",
-    "bench": "How fast a running server is, with and without its drafter.",
-    "doctor": "Why acceptance is what it is; and whether a bundle holds a drafter.",
-    "upload": "A checkpoint on the Hugging Face Hub.",
+    "inspect": "Show what a bundle or a checkpoint holds.",
+    "extract": "Write a bundle's drafter as a checkpoint that engines load.",
+    "convert": "Write a checkpoint in another format.",
+    "validate": "Check a drafter against its bundle, and measure acceptance with its base.",
+    "tune": "Fit a drafter to its base, or make a new head.",
+    "insert": "Put a checkpoint back into a bundle.",
+    "bench": "Measure a running server with and without its drafter.",
+    "doctor": "Find out why a server rejects drafts.",
+    "upload": "Publish a checkpoint on the Hugging Face Hub.",
 }
 """Each command and what it is for, in the order in which a user meets them; a module of this folder has its name."""
 

@@ -6,10 +6,8 @@ from typing import Annotated
 
 from mtp_extract.options import About
 
-SignatureKey = Annotated[
-    str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
-]
 SlidingWindow = Annotated[
     int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
 ]
 AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
+Verbose = Annotated[bool, About("Print the proof, sizes and files, too.", names=("-v", "--verbose"))]

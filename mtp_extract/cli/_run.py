@@ -19,7 +19,6 @@ import typer
 from typer.main import get_command
 
 from mtp_extract.cli import terminal
-from mtp_extract.cli._help import Command, epilog_of, settings
 from mtp_extract.cli._planned import planned
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
@@ -33,13 +32,23 @@ def new_app(command: Callable[..., None], examples: Mapping[str, str], more: str
 
     Args:
         command: its parameters are as :func:`~mtp_extract.cli._planned.planned` reads them.
-        examples: for its help: what follows the command's name → what that does.
+        examples: for its help: a command line → what that does.
         more: what the help ends with.
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    made = app.command(cls=Command, context_settings=settings(), no_args_is_help=True, epilog=epilog_of(examples, more))
-    made(planned(command))
+    app.command(context_settings=SETTINGS, no_args_is_help=True, epilog=epilog_of(examples, more))(planned(command))
     return app
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Of the context of every command."""
+
+
+def epilog_of(examples: Mapping[str, str], more: str = "") -> str:
+    """An epilog of examples, and ``more``, as they are: typer folds no paragraph that begins with a backspace."""
+    lines = [f"  {line}\n      {about}" for line, about in examples.items()]
+    parts = ["\n".join(["Examples:", *lines]), *([more.rstrip()] if more else [])]
+    return "\n\n".join(f"\b\n{part}" for part in parts)
 
 
 def run(

@@ -1,74 +1,71 @@
-"""What the commands that write a checkpoint share: options, and what they say of the result."""
+"""What the commands that write a checkpoint print of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
+from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli._drafter import say_geometry, say_proof
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY, FORMATS, HEADS
-from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.formats import EVERY
+from mtp_extract.report.serving import shell_word
 
 if TYPE_CHECKING:
     from mtp_extract.pipeline.writing import ExtractionResult
 
-CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
-FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in CHOICES.items())
-HEADS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in HEADS.items())
+NEXT = {
+    "transformers": 'model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("DIR"))',
+    "vllm": 'vllm serve BASE --speculative-config \'{"method":"mtp","model":"DIR","num_speculative_tokens":4}\'',
+    "sglang": "python -m sglang.launch_server --model-path BASE --speculative-algorithm NEXTN "
+    "--speculative-draft-model-path DIR --speculative-num-steps 5 --speculative-num-draft-tokens 6 "
+    "--speculative-eagle-topk 1",
+    "mlx-vlm": "python -m mlx_vlm generate --model BASE --draft-model DIR --draft-kind mtp --draft-block-size 4",
+    "llama.cpp": "llama-server -m BASE.gguf -md DIR/mtp-*.gguf --spec-type draft-mtp --spec-draft-n-max 4",
+}
+"""Engine → the command that serves DIR with it, an MTP drafter's."""
 
 
-def checked_format(plan: WritingPlan, format_: str | None, architecture: str = GEMMA4_MTP) -> str:
-    """The format that ``plan`` chooses; refuses, as wrong usage, what that has no room for."""
-    try:
-        return plan.choose(format_, architecture)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise typer.BadParameter(f"{'--for' if name == 'engine' else f'--{name}'} {rest}") from None
-
-
-def chosen_by(plan: WritingPlan, format_: str | None, name: str) -> list[str]:
-    """What to say of a format that the user did not name."""
-    return [] if format_ or not plan.engine else [f"For {plan.engine}: the {name} format"]
-
-
-def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]) -> None:
-    """All of ``result`` as JSON, or for people: ``head``, geometry, what was written, its proof, files and notes."""
+def show_written(
+    result: ExtractionResult, engine: str | None, head: str, details: Sequence[str], *, verbose: bool, print_json: bool
+) -> None:
+    """What was written, whether it is verified, and the command for ``engine``; ``verbose`` all that is known of it."""
     if print_json:
-        write_json(
-            {
-                "directory": str(result.directory),
-                "files": result.files,
-                "notes": result.notes,
-                "extraction": result.record,
-            }
-        )
+        made = {"directory": result.directory, "files": result.files, "notes": result.notes}
+        write_json(made | {"extraction": result.record})
         return
-    record = result.record
-    say(head[0])
-    say_geometry(record["geometry"], result.parameters)
-    for line in head[1:]:
-        say(line)
-    say(f"Wrote {escape(result.directory)}/ ({record['layout']} format, {holds(record)}), read back and compared")
-    if EVERY[record["layout"]].architecture != EAGLE3:
-        _say_proof(record)
-    table([[file, size(length)] for file, length in result.files.items()])
+    record, where = result.record, escape(result.directory)
+    say(head)
+    if verbose:
+        say_geometry(record["geometry"], result.parameters)
+        for line in details:
+            say(line)
+    total = size(sum(result.files.values()))
+    say(f"Wrote {where}/ ({record['layout']} format, {holds(record)}, {total}), read back and compared")
+    is_head = EVERY[record["layout"]].architecture == EAGLE3
+    if not is_head:
+        _say_proof(record, verbose)
+    if verbose:
+        table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
-    if record["layout"] == "transformers":
-        say(f"Load it: AutoModelForCausalLM.from_pretrained({str(result.directory)!r}). Its README.md shows engines.")
+    if engine in NEXT and not is_head:
+        say(f"Next: {NEXT[engine].replace('DIR', shell_word(result.directory))}")
+    else:
+        say(f"{where}/README.md shows how engines load it.")
 
 
-def _say_proof(record: Mapping[str, Any]) -> None:
+def _say_proof(record: Mapping[str, Any], verbose: bool) -> None:
     proof = record["proof"]
     if proof is None:
-        say("Not proven: nothing here says which file it came from")
+        say("Not verified: no record says which file it came from")
         return
-    by, before = " by the extraction" if proof["inherited"] else "", " before rounding" if is_rounded(record) else ""
-    say_proof(f"Proven{by}{before}", proof)
+    by = " when it was extracted" if proof["inherited"] else ""
+    before = "before rounding, " if is_rounded(record) else ""
+    if verbose:
+        say_proof(f"Verified{by}: {before}".rstrip(" :,"), proof)
+    else:
+        say(f"Verified{by}: {before}the checkpoint computes what the bundle computes, for every input, in real numbers")
 
 
 def is_rounded(record: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 from mtp_extract.cli._options import AsJson
@@ -23,8 +24,7 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     from mtp_extract.serving.page import tables
 
     with progress_of("window", print_json) as show:
-        asked = {**vars(plan), "say": doing_unless(print_json), "show": show}
-        found = bench(asked.pop("url"), **asked)
+        found = bench(replace(plan, say=doing_unless(print_json), show=show))
     if print_json:
         write_json(plain_json(found))
         return
@@ -34,8 +34,8 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
 
 
 _EXAMPLES = {
-    "http://localhost:8000 --baseline http://localhost:8001": "A server with its drafter, against one without.",
-    "http://localhost:8000 --concurrency 8 --report bench": "Eight requests at a time; tables and a page in bench/.",
+    "mtp-bench http://localhost:8000 --baseline http://localhost:8001": "With its drafter, and without.",
+    "mtp-bench http://localhost:8000 --concurrency 8 --report bench": "Eight at a time; a page in bench/.",
 }
 
 app = new_app(command, _EXAMPLES)

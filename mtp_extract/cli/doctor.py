@@ -85,8 +85,8 @@ def _file(source: str, print_json: bool) -> None:
 
 
 _EXAMPLES = {
-    "drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "What is expected, what is served, and why.",
-    "gemma-4-E4B-it.litertlm": "Does it hold a drafter, and for which base?",
+    "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Expected, served, and why.",
+    "mtp-doctor gemma-4-E4B-it.litertlm": "Does it hold a drafter, and for which base?",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtp_extract.cli._drafter import say_proof
-from mtp_extract.cli._options import AsJson, SignatureKey
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mtp_extract.insert.plan import InsertionPlan
     from mtp_extract.io.source import Progress
 
-_OF_DRAFTER = ("graph_from", "section", "signature", "base", "prompts")
+_OF_DRAFTER = ("graph_from", "section", "base", "prompts")
 
 
 def command(
@@ -64,7 +64,6 @@ def command(
         int | None,
         About("Index of the drafter's section in BUNDLE; asked for only where there are several.", least=0),
     ] = None,
-    signature: SignatureKey = None,
     dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
     overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
@@ -105,9 +104,7 @@ def command(
         say_step = doing_unless(print_json)
         with progress_of("batch", print_json) as show:
             ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say_step, show=show)
-    planned = planned_insertion(
-        source, bundle, ranges=ranges, graph_from=graph_from, section=section, signature=signature
-    )
+    planned = planned_insertion(source, bundle, ranges=ranges, graph_from=graph_from, section=section)
     _carry_out(lambda progress: planned, out, overwrite, print_json)
 
 
@@ -156,8 +153,8 @@ def _show_plan(plan: InsertionPlan) -> None:
 
 
 _EXAMPLES = {
-    "tuned gemma-4-E4B-it.litertlm -o tuned.litertlm": "The bundle, with the drafter in tuned/.",
-    "tuned gemma-4-E4B-it.litertlm --dry-run": "What would become of each weight, and its error.",
+    "mtp-insert tuned gemma-4-E4B-it.litertlm -o tuned.litertlm": "The bundle, with the drafter in tuned/.",
+    "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "What would become of each weight, and its error.",
 }
 
 app = new_app(command, _EXAMPLES)

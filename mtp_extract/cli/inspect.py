@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
 from mtp_extract.cli._options import AsJson, SlidingWindow
-from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 
 if TYPE_CHECKING:
+    from mtp_extract.api import CheckpointInspection
     from mtp_extract.base.comparison import BaseComparison
-    from mtp_extract.pipeline.check import Verification
-
-_SINGLE = ".gguf"
-"""Ends the name of a checkpoint that is one file."""
 
 
 def command(
     *,
-    context: typer.Context,
     source: Annotated[
         str,
         About(
@@ -55,53 +47,28 @@ def command(
     print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
-    from mtp_extract.io.opening import checkpoint_here
-
-    source = checkpoint_here(source, or_bundle=True)
-    is_checkpoint = os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source))
-    if is_checkpoint or against is not None:
-        if wrong := given(context, "graph", "section", "sliding_window"):
-            why = "with --against" if against is not None else f"and {escape(source)} is a checkpoint"
-            raise typer.BadParameter(
-                f"{', '.join(wrong)}: describes a bundle or a model, {why}. Name the file alone, or leave it out."
-            )
-        if is_checkpoint:
-            _checkpoint(Path(source), tensors, against, print_json)
-        elif against is not None:
-            _hold_against(source, against, print_json)
-        return
     if section is not None and graph:
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
-    from mtp_extract.bundle import open_bundle
-    from mtp_extract.pipeline.inspection import inspect
+    from mtp_extract.api import CheckpointInspection, inspect
+    from mtp_extract.pipeline.inspection import Inspection
 
-    with progress(quiet=print_json) as tick, open_bundle(source, progress=tick) as opened:
-        found = inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
-    (write_json if print_json else _show)(found.as_json)
-    if found.problem is not None:
-        raise found.problem
-
-
-def _hold_against(source: str, directory: str, print_json: bool) -> None:
-    """A bundle against a directory: a base's checkpoint, or a drafter's the other way round."""
-    if not os.path.isdir(directory):
-        raise typer.BadParameter(
-            f"--against: a bundle is held against a checkpoint's directory, and {escape(directory)} is none. Name one."
+    with progress(quiet=print_json) as tick:
+        found = inspect(
+            source,
+            tensors=tensors,
+            graph=graph,
+            section=section,
+            against=against,
+            sliding_window=sliding_window,
+            progress=tick,
         )
-    from mtp_extract.base.checkpoint import holds_drafter
-    from mtp_extract.base.comparison import compare_base
-    from mtp_extract.bundle import open_bundle
-
-    if holds_drafter(Path(directory)):
-        if not print_json:
-            say(f"{escape(directory)} is a drafter's checkpoint: it is checked against the drafter of the bundle")
-        _checkpoint(Path(directory), False, source, print_json)
-        return
-    with progress(quiet=print_json) as tick, open_bundle(source, progress=tick) as opened:
-        found = compare_base(opened, Path(directory), tick)
-    if print_json:
+    if isinstance(found, Inspection):
+        (write_json if print_json else _show_bundle)(found.as_json)
+    elif print_json:
         write_json(found.as_json())
+    elif isinstance(found, CheckpointInspection):
+        _show_checkpoint(found)
     else:
         _show_comparison(found)
     if found.problem is not None:
@@ -124,73 +91,31 @@ def _show_comparison(found: BaseComparison) -> None:
     say("  Weights are compared, not what the graphs compute with them.")
 
 
-def _checkpoint(place: Path, tensors: bool, against: str | None, print_json: bool) -> None:
-    from mtp_extract.bundle import open_bundle
-    from mtp_extract.errors import CheckpointError
-    from mtp_extract.pipeline.check import verify, with_record
-    from mtp_extract.pipeline.identity import verify_against
-    from mtp_extract.pipeline.inspection import inspect_checkpoint
-    from mtp_extract.pipeline.staging import RECORD
-    from mtp_extract.pipeline.unexpected import require_manifest
-    from mtp_extract.report.files import REPORT_FILES
-
-    place = with_record(place)
-    result: Verification | None = None
-    if against is not None:
-        with progress(quiet=print_json) as tick, open_bundle(against, progress=tick) as opened:
-            result = verify_against(place, opened, REPORT_FILES)
-    elif (place / RECORD).exists():
-        result = verify(place, REPORT_FILES)
-    found = inspect_checkpoint(place, tensors=tensors)
-    wrong = sum(finding["is_error"] for finding in found.get("findings", ()))
-    if print_json:
-        write_json(
-            {
-                "directory": str(place),
-                "files": result.files if result else None,
-                "tensors": found["weights"],
-                "against": result.against if result else None,
-                "checks": [asdict(check) for check in result.checks] if result else [],
-                "ok": not wrong,
-                "extraction": (result.record or None) if result else None,
-                "holds": found,
-            }
-        )
-    else:
-        _show_checkpoint(place, found, result)
-    if wrong:
-        raise CheckpointError(
-            f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
-            "Convert it, or change its config as said."
-        )
-    if result is None:
-        require_manifest(place, REPORT_FILES)
-
-
-def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification | None) -> None:
-    if result is not None and result.record:
-        record = result.record
-        say(f"{escape(place)}: {result.files} files match extraction.json")
+def _show_checkpoint(found: CheckpointInspection) -> None:
+    holds, place, checked = found.holds, escape(found.directory), found.verification
+    if checked is not None and checked.record:
+        record = checked.record
+        say(f"{place}: {checked.files} files match extraction.json")
         tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
         for line in _made(record):
             say(f"  {line}")
     else:
-        say(f"{escape(place)}: without extraction.json")
-    if result is None or result.against is None:
+        say(f"{place}: without extraction.json")
+    if checked is None or checked.against is None:
         say("  Not compared with a bundle (use --against BUNDLE).")
     else:
-        say(f"  derived from {escape(result.against)} again:")
-        for check in result.checks:
+        say(f"  derived from {escape(checked.against)} again:")
+        for check in checked.checks:
             say(f"    {check.name}: {escape(check.evidence)}")
-    say_geometry(found["geometry"], found["parameters"])
-    say(f"  {found['format']} format: {found['weights']} weights ({_counts(found['stored_types'])})")
-    for finding in found.get("findings", ()):
+    say_geometry(holds["geometry"], holds["parameters"])
+    say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
+    for finding in holds.get("findings", ()):
         say(f"  {finding['engine']} {finding['effect']}: {finding['what']}")
-    if "tensors" in found:
+    if "tensors" in holds:
         say("Tensors")
-        rows = [[t["role"], t["type"], t["shape"], _blocks(t), t["name"]] for t in found["tensors"]]
+        rows = [[t["role"], t["type"], t["shape"], _blocks(t), t["name"]] for t in holds["tensors"]]
         table(rows, ["role", "stored", "shape", "scales", "name"])
 
 
@@ -218,15 +143,12 @@ def headline(report: Mapping[str, Any]) -> str:
     return f"{what}; holds the {drafter['known_as'] or 'MTP'} drafter for {base}"
 
 
-def _show(report: Mapping[str, Any]) -> None:
+def _show_bundle(report: Mapping[str, Any]) -> None:
     say_all(headline(report))
-    table([[k, v] for k, v in report["items"].items()])
-    if report["sections"]:
-        say(f"{len(report['sections'])} sections")
-        rows = [
-            [s["index"], s["type"], s["model_type"] or "", s["begin"], s["size"], _items(s["items"])]
-            for s in report["sections"]
-        ]
+    table(list(report["items"].items()))
+    if sections := report["sections"]:
+        say(f"{len(sections)} sections")
+        rows = [[s["index"], s["type"], s["model_type"] or "", s["begin"], s["size"], _items(s)] for s in sections]
         table(rows, ["#", "type", "model type", "begin", "bytes", "items"])
     if "model" in report:
         _show_model(report["model"])
@@ -236,39 +158,41 @@ def _show(report: Mapping[str, Any]) -> None:
         say(f"No drafter: {report['no_drafter']}")
 
 
-def _items(items: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k}={v}" for k, v in items.items() if k != "model_type")
+def _items(section: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in section["items"].items() if key != "model_type")
 
 
 def _show_drafter(drafter: Mapping[str, Any]) -> None:
-    name = drafter["known_as"] or "MTP"
-    say(f"{name} drafter: {found_in(drafter['section'], drafter['found_by'])}, {size(drafter['size'])}")
+    where = found_in(drafter["section"], drafter["found_by"])
+    say(f"{drafter['known_as'] or 'MTP'} drafter: {where}, {size(drafter['size'])}")
     say_geometry(drafter["geometry"], drafter["parameters"])
     say(
         f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
-        f"confirmed by published names; {drafter['set_aside_count']} other constants, each with its reason"
+        f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"
     )
     _show_model(drafter["model"])
-    if "roles" in drafter:
-        say("Roles")
-        rows = [
-            [r["role"], r["type"] or "implied", r["shape"], "yes" if r["name_confirms"] else "-", r["why"]]
-            for r in drafter["roles"]
-        ]
-        table(rows, ["role", "stored", "shape", "name", "evidence"])
-        say("Caches of the base model")
-        rows = [
-            [name, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
-            for name, c in drafter["kv_inputs"].items()
-        ]
-        table(rows, ["input", "type", "shape", "scale", "read by"])
-        say_proof("Proof", drafter["proof"])
-        scores = ", ".join(f"{score:g}" for score in drafter["proof"]["largest_scores"])
-        say(f"  |q · K| of each layer is at most {scores}; hidden slots lie further below than that")
-        say("Set aside")
-        aside = drafter["set_aside"]
-        rows = [[f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]] for a in aside]
-        table(rows, ["tensor", "type", "shape", "reason", "read by"])
+    if "roles" not in drafter:
+        return
+    say("Roles")
+    rows = [
+        [r["role"], r["type"] or "implied", r["shape"], "yes" if r["name_confirms"] else "-", r["why"]]
+        for r in drafter["roles"]
+    ]
+    table(rows, ["role", "stored", "shape", "name", "evidence"])
+    say("Caches of the base model")
+    rows = [
+        [name, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
+        for name, c in drafter["kv_inputs"].items()
+    ]
+    table(rows, ["input", "type", "shape", "scale", "read by"])
+    say_proof("Proof", drafter["proof"])
+    scores = ", ".join(f"{score:g}" for score in drafter["proof"]["largest_scores"])
+    say(f"  |q · K| of each layer is at most {scores}; hidden slots lie further below than that")
+    say("Other constants")
+    rows = [
+        [f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]] for a in drafter["set_aside"]
+    ]
+    table(rows, ["tensor", "type", "shape", "reason", "read by"])
 
 
 def _show_model(model: Mapping[str, Any]) -> None:
@@ -288,15 +212,11 @@ def _show_model(model: Mapping[str, Any]) -> None:
 
 def _bytes(tensor: Mapping[str, Any]) -> str:
     data = tensor["data"]
-    if not data:
-        return ""
-    return "unreadable" if "problem" in data else str(data["length"])
+    return "" if not data else "unreadable" if "problem" in data else str(data["length"])
 
 
 def _scales(tensor: Mapping[str, Any]) -> str:
-    made = tensor["quantization"]
-    if not made:
-        return ""
+    made = tensor["quantization"] or {"block_size": 0, "scales": 0}
     return _blocks(made) or (f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else "")
 
 
@@ -309,8 +229,8 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 _EXAMPLES = {
-    "gemma-4-E4B-it.litertlm": "Its sections and its drafter; only headers are read.",
-    "gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Whether all bits are those of the bundle.",
+    "mtp-inspect gemma-4-E4B-it.litertlm": "Its sections and its drafter; only headers are read.",
+    "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Are all bits those of the bundle?",
 }
 
 app = new_app(command, _EXAMPLES)

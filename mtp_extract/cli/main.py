@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
+from typer.core import TyperGroup
 
 from mtp_extract.cli import COMMANDS, module_of
-from mtp_extract.cli._help import Commands, epilog_of, settings, version_option
-from mtp_extract.cli._run import run
+from mtp_extract.cli._planned import version_option
+from mtp_extract.cli._run import SETTINGS, epilog_of, run
 
 _EXAMPLES = {
-    "extract gemma-4-E4B-it.litertlm": "The drafter, in a directory that transformers, vLLM and SGLang load.",
-    "validate gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "How many of its drafts the base takes.",
+    "mtp extract gemma-4-E4B-it.litertlm": "The drafter, in a directory that transformers, vLLM and SGLang load.",
+    "mtp validate gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "How many of its drafts the base takes.",
 }
 
-app = typer.Typer(cls=Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """All of them, each imported when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # What typer suggests for a misspelt name.
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return typer.main.get_command(module_of(cmd_name).app) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
-@app.callback(context_settings=settings(), no_args_is_help=True, epilog=epilog_of(_EXAMPLES))
+app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(context_settings=SETTINGS, no_args_is_help=True, epilog=epilog_of(_EXAMPLES))
 def _commands(version: Annotated[bool, version_option()] = False) -> None:
     """Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles, prove it, convert it, fit it, serve it."""
 

@@ -6,6 +6,7 @@ in JSON they are strings like any other.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,7 +16,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -129,29 +129,29 @@ def size(count: float) -> str:
 def table(
     rows: Sequence[Sequence[object]], head: Sequence[str] = (), indent: str = "  ", longest: int = LONGEST_NAME
 ) -> None:
-    """``rows`` in columns; numbers to the right. Cells are cut after ``longest`` characters.
-
-    Where the terminal is narrower, cells go on in the next line between words, those of the widest columns first. If
-    that is not enough, the last columns follow below, beside the first one again.
-    """
+    """``rows`` in columns that fit the terminal; numbers to the right. Cells are cut after ``longest`` characters."""
     if not rows:
         return
-    cells = [[escape(c, longest) for c in row] for row in rows]
-    shown = [list(head), *cells] if head else cells
-    numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(rows[0]))]
-    for part in _side_by_side(shown, _room(indent)):
-        widths = _widths([[row[i] for i in part] for row in shown], _room(indent))
-        for row in shown:
-            lines = [textwrap.wrap(row[i], width, **_WHOLE_WORDS) for i, width in zip(part, widths, strict=True)]
-            for line in zip_longest(*lines, fillvalue=""):
-                columns = (
-                    text.rjust(width) if numeric[i] else text.ljust(width)
-                    for i, text, width in zip(part, line, widths, strict=True)
-                )
-                _line(sys.stdout, (indent + _GAP.join(columns)).rstrip())
+    # Half a tenth of a second to import: for who sees it alone.
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(box=None, show_header=bool(head), pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for index, title in enumerate(head or [""] * len(rows[0])):
+        numeric = all(isinstance(row[index], (int, float)) for row in rows)
+        grid.add_column(Text(title), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(escape(cell, longest)) for cell in row))
+    room = _room(indent)
+    console = Console(width=int(room) if room < inf else _UNBOUNDED, file=io.StringIO(), force_terminal=False)
+    with console.capture() as shown:
+        console.print(grid)
+    for line in shown.get().splitlines():
+        _line(sys.stdout, (indent + line).rstrip())
 
 
-_GAP = "  "
+_UNBOUNDED = 1 << 16  # columns of what is no terminal
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
@@ -161,36 +161,6 @@ def _room(indent: str = "") -> float:
     if not told.isdecimal() and not sys.stdout.isatty():
         return inf
     return max(shutil.get_terminal_size().columns - len(indent), 1)
-
-
-def _longest_word(texts: Iterable[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
-
-
-def _side_by_side(rows: Sequence[Sequence[str]], room: float) -> list[list[int]]:
-    """The columns in parts that fit into ``room`` with every word whole; each part begins with the first column."""
-    least = [_longest_word(column) for column in zip(*rows, strict=True)]
-    parts = [[0]]
-    for index in range(1, len(least)):
-        part = parts[-1]
-        if len(part) > 1 and sum(least[i] + len(_GAP) for i in part) + least[index] > room:
-            part = [0]
-            parts.append(part)
-        part.append(index)
-    return parts
-
-
-def _widths(rows: Sequence[Sequence[str]], room: float) -> list[int]:
-    """Widths of the columns: as wide as they want to be, the widest made narrower until all fit or no word gives."""
-    columns = list(zip(*rows, strict=True))
-    widths, least = [max(map(len, column)) for column in columns], [max(_longest_word(c), 1) for c in columns]
-    widths = [max(pair) for pair in zip(widths, least, strict=True)]
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > room:
-        giving = [i for i, width in enumerate(widths) if width > least[i]]
-        if not giving:
-            break
-        widths[max(giving, key=lambda i: widths[i])] -= 1
-    return widths
 
 
 @contextmanager

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from mtp_extract.tune.run import Outcome
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
-_OF_EAGLE3, _OF_ORDERED = ("draft_vocab",), ("centroids", "top_k")
-_OF_TRAINING = ("objective", "anchors", "learning_rate")
-"""Fields of a plan that not every mode has a use for."""
-
 _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 
 
@@ -65,9 +61,8 @@ def command(
     directory, mode = plan["directory"], plan["mode"]
     if (directory is None) != (mode == EAGLE3):
         raise typer.BadParameter("name a DIR, or make a new head (--mode eagle3); one of the two.")
-    unused = {EAGLE3: _OF_ORDERED, ORDERED: (*_OF_EAGLE3, *_OF_TRAINING)}.get(mode, (*_OF_EAGLE3, *_OF_ORDERED))
-    if wrong := given(context, *unused):
-        raise typer.BadParameter(f"--mode {mode} has no use for {wrong[0]}. Leave it out.")
+    if mode != EAGLE3 and given(context, "draft_vocab"):
+        raise typer.BadParameter(f"--mode {mode} has no use for --draft-vocab. Leave it out.")
     target = out or default_directory(directory, plan["base"])
     made = TuningPlan(**plan, out=target, work=work or target.with_name(target.name + ".work"))
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
@@ -192,8 +187,8 @@ def _lengths(found: Comparison) -> list[Any]:
 
 
 _EXAMPLES = {
-    "gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "Fit it on what the base writes for our prompts.",
-    "drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
+    "mtp-tune gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "On what the base writes for our prompts.",
+    "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -93,8 +93,8 @@ def _show(result: UploadResult) -> None:
 
 
 _EXAMPLES = {
-    "gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --dry-run": "What would be sent.",
-    "gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "A GGUF, beside that of its base.",
+    "mtp-upload gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --dry-run": "What would be sent.",
+    "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "A GGUF, beside that of its base.",
 }
 
 app = new_app(command, _EXAMPLES)

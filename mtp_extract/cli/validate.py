@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,29 +58,29 @@ def command(
 
     asked = sample_plan(plan) if sample else plan
     asked.check()
-    out = plan.report
-    to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
-    if out is not None:
+    to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": asked.inputs}
+    if asked.report is not None:
         require("matplotlib")
 
+    from mtp_extract.api import validate
     from mtp_extract.io.place import check_place
     from mtp_extract.report.files import REPORT_LISTED
     from mtp_extract.report.page import as_json
     from mtp_extract.validate.page import write_validation
-    from mtp_extract.validate.run import run_validation
 
-    if out is not None:
-        check_place(out, **to, listed=REPORT_LISTED)
+    if asked.report is not None:
+        check_place(asked.report, **to, listed=REPORT_LISTED)
     with progress_of("batch", print_json) as show:
-        found = run_validation(asked, doing_unless(print_json), show)
+        found = validate(replace(asked, report=None, say=doing_unless(print_json), show=show))
     # Before it is written: what took hours is then seen where a disk is full.
     if print_json:
         write_json(json.loads(as_json(found)))
     else:
         _show(found, controls)
-    files = write_validation(found, out, **to) if out is not None else []
-    if files and not print_json:
-        say(f"Wrote {escape(out)}/: {', '.join(files)}")
+    if asked.report is not None:
+        files = write_validation(found, asked.report, **to)
+        if not print_json:
+            say(f"Wrote {escape(asked.report)}/: {', '.join(files)}")
     if found.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)
@@ -104,8 +105,8 @@ def _show(found: Validation, controls: bool) -> None:
 
 
 _EXAMPLES = {
-    "drafter --source gemma-4-E4B-it.litertlm": "Is it what the bundle holds?",
-    "drafter --base google/gemma-4-E4B-it --report report": "How many drafts the base takes; pages in report/.",
+    "mtp-validate drafter --source gemma-4-E4B-it.litertlm": "Is it what the bundle holds?",
+    "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Acceptance; a page in report/.",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -39,5 +39,5 @@ class DoctorPlan:
     ] = None
     chat_template: ChatTemplate = True
     device: Device = "auto"
-    batch: Annotated[int, About("Texts at a time, in the reference.", least=1)] = 16
-    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
+    batch: Annotated[int, About("Texts at a time, in the reference.", least=1, option=False)] = 16
+    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1, option=False)] = 300.0

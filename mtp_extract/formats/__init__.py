@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
-from mtp_extract.errors import CheckpointError, either, escape, nearest
+from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape, nearest
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.arranged import Format
@@ -30,12 +30,7 @@ class Listed:
     rules: tuple[str, ...] = ()  # those of checkpoint.rounding.RULES whose codes it holds, the usual one first
     activations: bool = False  # whether it holds the static quantization of activations
     architecture: str = GEMMA4_MTP
-    variant_of: tuple[str, str] = ("", "")  # the format that it is, as an engine wants it; and that engine
-
-    @property
-    def variant(self) -> bool:
-        """Whether it is chosen by engine and not by name."""
-        return bool(self.variant_of[0])
+    read_as: str = ""  # the format whose reader reads what this one writes, if not its own
 
 
 _CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
@@ -56,10 +51,10 @@ FORMATS = {
         _INTEGERS,
         "SGLANG",
         _CODES,
-        "the same with a head of floats",
+        "the same with a head of floats, for SGLang",
         "transformers",
         _POSITIVE,
-        variant_of=("compressed-tensors", "sglang"),
+        read_as="compressed-tensors",
     ),
     "gguf": Listed(
         f"{__name__}.gguf",
@@ -107,9 +102,9 @@ class Engine:
 
 
 ENGINES = {
-    "transformers": Engine(("transformers", "compressed-tensors", "gemma")),
-    "vllm": Engine(("transformers", "compressed-tensors", "speculators", "eagle3")),
-    "sglang": Engine(("transformers", "compressed-tensors", "eagle3")),
+    "transformers": Engine(("transformers", "compressed-tensors", "compressed-tensors-sglang", "gemma")),
+    "vllm": Engine(("transformers", "compressed-tensors", "compressed-tensors-sglang", "speculators", "eagle3")),
+    "sglang": Engine(("transformers", "compressed-tensors-sglang", "eagle3")),
     # The bundle's integers, which it runs on as they are, in a third of the bytes.
     "mlx-vlm": Engine(("mlx", "transformers")),
     "llama.cpp": Engine(("gguf",)),
@@ -126,17 +121,13 @@ ENGINES = {
 }
 """What a user may call what is to serve the drafter → what that loads."""
 
-
-def variant_for(name: str, engine: str | None) -> str:
-    """The name under which the format ``name`` is written for ``engine``: mostly its own."""
-    return next((variant for variant, listed in FORMATS.items() if listed.variant_of == (name, engine)), name)
+NAMES = tuple(dict.fromkeys((*ENGINES, *EVERY)))
+"""By which a user chooses a format: its own, or an engine's."""
 
 
 def engines_for(name: str) -> tuple[str, ...]:
-    """The engines that load what is written under ``name``; none where there is no format of that name."""
-    asked = EVERY[name].variant_of[0] or name if name in EVERY else ""
-    loads = (engine for engine, known in ENGINES.items() if asked in known.formats)
-    return tuple(engine for engine in loads if variant_for(asked, engine) in (asked, name))
+    """The engines that load the format ``name``; none where there is no format of that name."""
+    return tuple(engine for engine, known in ENGINES.items() if name in known.formats)
 
 
 def format_named(name: str) -> Format:
@@ -146,34 +137,31 @@ def format_named(name: str) -> Format:
         ValueError: there is none of that name.
     """
     if name not in EVERY:
-        choices = [name for name, listed in [*FORMATS.items(), *HEADS.items()] if not listed.variant]
-        raise ValueError(f"format {escape(name)!r}: expected {either(choices)}.{nearest(name, choices)}")
+        raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
     listed = EVERY[name]
     found: Format = getattr(import_module(listed.module), listed.instance)
     return found
 
 
-def choose(name: str | None, engine: str | None, architecture: str = GEMMA4_MTP) -> str:
-    """The name of the format to write: the one called ``name``, or where that is None the best for ``engine``.
+def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
+    """The format to write: the one called ``name``, or the best for the engine called so.
 
-    Without either it is the first of the architecture's.
+    Without a name it is the first of the architecture's.
 
     Raises:
-        ValueError: there is no format or engine of that name, or the engine loads none such.
+        ValueError: there is no format and no engine of that name.
+        UnsupportedError: the engine loads no drafter of that architecture, or none at all.
     """
-    if name is not None:
-        format_named(name)
-    if engine is None:
-        return name or next(known for known, listed in EVERY.items() if listed.architecture == architecture)
-    if engine not in ENGINES:
-        raise ValueError(f"engine {escape(engine)!r}: expected {either(ENGINES)}.{nearest(engine, ENGINES)}")
-    if none := ENGINES[engine].none:
-        raise ValueError(f"engine {engine!r}: {none}")
-    loads = [known for known in ENGINES[engine].formats if name or EVERY[known].architecture == architecture]
-    if not loads or (name is not None and name not in loads):
-        what = f"loads {either(loads)}, and {name} is none of them" if loads else f"loads no {architecture}"
-        raise ValueError(f"engine {engine!r}: {what}. Leave one of the two out.")
-    return name or loads[0]
+    if name is not None and name in EVERY:
+        return name
+    if name is not None and name not in ENGINES:
+        raise ValueError(f"format {escape(name)!r}: expected {either(NAMES)}.{nearest(name, NAMES)}")
+    if name is not None and (none := ENGINES[name].none):
+        raise UnsupportedError(f"{name}: {none}", remedies=("format",))
+    for known in EVERY if name is None else ENGINES[name].formats:
+        if EVERY[known].architecture == architecture:
+            return known
+    raise UnsupportedError(f"{name} loads no drafter of the architecture {architecture}.", remedies=("format",))
 
 
 def format_of(directory: Path) -> Format:

@@ -154,7 +154,7 @@ def _mismatch(folder: Path, wrong: Sequence[str]) -> CheckpointError:
 def _otherwise(folder: Path, record: dict[str, Any]) -> Iterator[str]:
     """Where ``record`` calls what lies in ``folder`` by the name of another format, or of another drafter."""
     found, layout = format_of(folder), record["layout"]
-    if found.name not in (layout, EVERY[layout].variant_of[0]):
+    if found.name not in (layout, EVERY[layout].read_as):
         yield f"the layout is {found.name}, not {layout}"
         return
     config = json.loads(json.dumps(found.read_config(folder).as_json()))

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.arranged import INDICES, Arranged
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -45,7 +44,6 @@ def convert(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
-    engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
     exact: bool = False,
@@ -59,21 +57,21 @@ def convert(
         directory: what :func:`~mtp_extract.pipeline.extraction.extract` or this function wrote, which is
             then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format: a name in :data:`mtp_extract.formats.EVERY`; None for the best that ``engine`` loads.
-        engine, dtype, codes, exact, quantize, overwrite, progress: as for extracting;
+        format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
+        dtype, codes, exact, quantize, overwrite, progress: as for extracting;
             exactness is towards ``directory``.
 
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
         UnsupportedError, OutputError: as their names say; nothing is left behind.
-        ValueError: an unknown ``format``, ``engine``, ``dtype`` or ``quantize``, or neither of the first two.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, or no format.
     """
-    if format is None and engine is None:
-        raise ValueError("format: expected one, or an engine to choose it by; found neither.")
-    plan = WritingPlan(engine, dtype, codes, exact, quantize)
+    if format is None:
+        raise ValueError("format: expected one, or the engine that is to load it; found none.")
+    plan = WritingPlan(format, dtype, codes, exact, quantize)
     directory = Path(checkpoint_here(directory))
     place = with_record(directory)
-    name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
+    name = plan.choose(architecture_of(place))
     target = Path(out) if out is not None else default_directory(directory, name)
     check_place(target, overwrite=overwrite, inputs=(place,), listed=recorded)
     read = ReadDirectory.of(place)

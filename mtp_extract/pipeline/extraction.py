@@ -59,7 +59,6 @@ def extract(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
-    engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
     exact: bool = False,
@@ -76,9 +75,8 @@ def extract(
         source: a path, an id of the Hub, a URL, or something already opened, as
             :func:`~mtp_extract.bundle.open_source` takes it.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format: a name in :data:`mtp_extract.formats.FORMATS`; by default the best that ``engine`` loads, and without
-            an engine "transformers".
-        engine: a name in :data:`mtp_extract.formats.ENGINES`: what is to serve the drafter.
+        format: a name in :data:`mtp_extract.formats.FORMATS`, or an engine's in
+            :data:`mtp_extract.formats.ENGINES`, whose best it then is; by default "transformers".
         dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
         codes: write the integers, scales and zero points of what is written in floats, too
             (``codes/codes.safetensors``).
@@ -92,10 +90,10 @@ def extract(
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
-        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, or an ``engine`` that does not load the format.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
     """
-    plan = WritingPlan(engine, dtype, codes, exact, quantize)
-    name = plan.choose(format)
+    plan = WritingPlan(format, dtype, codes, exact, quantize)
+    name = plan.choose()
     require_no_checkpoint(source)
     with (
         nullcontext(source)

@@ -7,11 +7,12 @@ from typing import Annotated
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import UnsupportedError, either
-from mtp_extract.formats import ENGINES, EVERY, FORMATS, choose
+from mtp_extract.formats import ENGINES, EVERY, FORMATS, HEADS, NAMES, choose
 from mtp_extract.options import About, check_values
 
+_FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in (FORMATS | HEADS).items())
 _RULES = "; ".join(
-    f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules and not listed.variant
+    f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules and not listed.read_as
 )
 
 
@@ -24,9 +25,14 @@ def _every(field: str) -> tuple[str, ...]:
 class WritingPlan:
     """As :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
 
-    engine: Annotated[
+    format: Annotated[
         str | None,
-        About("Choose the format by what is to serve the drafter.", names=("--for",), choices=tuple(ENGINES)),
+        About(
+            f"The engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
+            names=("--for",),
+            metavar="NAME",
+            choices=NAMES,
+        ),
     ] = None
     dtype: Annotated[
         str | None,
@@ -43,27 +49,30 @@ class WritingPlan:
         ),
     ] = None
 
-    def choose(self, format_: str | None, architecture: str = GEMMA4_MTP) -> str:
+    def __post_init__(self) -> None:
+        """Raise ValueError where a name is none of its choices."""
+        check_values(self)
+
+    def choose(self, architecture: str = GEMMA4_MTP) -> str:
         """The name of the format that is to be written, which can be written so.
 
         Args:
-            format_: as the user has it; None for the engine's best.
-            architecture: of the drafter, for that.
+            architecture: of the drafter; an engine loads each in a format of its own.
 
         Raises:
-            ValueError: an unknown name, type or rule, or an engine that does not load the format.
-            UnsupportedError: rounding and exactness at once.
+            UnsupportedError: the engine loads no such drafter, the format has no such type, or rounding and exactness
+                are asked for at once.
         """
-        name = choose(format_, self.engine, architecture)
+        name = choose(self.format, architecture)
+        listed = EVERY[name]
         if self.exact and self.quantize:
             raise UnsupportedError(
                 f"Rounding by {self.quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
             )
-        listed = EVERY[name]
         if self.dtype is not None and self.dtype not in listed.dtypes:
-            held = either(listed.dtypes)
-            raise ValueError(
-                f"dtype {self.dtype!r}: the {name} format is written in {held}. Choose that, or another format."
+            raise UnsupportedError(
+                f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another of the "
+                "two.",
+                remedies=("format", "dtype"),
             )
-        check_values(self)
         return name

@@ -22,7 +22,7 @@ from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import round_matrices, rounding_of
 from mtp_extract.errors import UnsupportedError, either
-from mtp_extract.formats import EVERY, format_named, variant_for
+from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.pipeline.check import files_in, read_record
 from mtp_extract.pipeline.plan import WritingPlan
@@ -57,7 +57,7 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
     Raises:
         UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
     """
-    format_ = format_named(variant_for(name, plan.engine))
+    format_ = format_named(name)
     if (architecture := EVERY[format_.name].architecture) != checkpoint.architecture:
         raise UnsupportedError(
             f"The {format_.name} format holds drafters of the architecture {architecture}, and this is one of "

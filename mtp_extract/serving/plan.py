@@ -22,8 +22,8 @@ class BenchPlan:
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=1)] = 128
     temperature: Annotated[float, About("0 is greedy; then texts are compared.", least=0)] = 0.0
     concurrency: Annotated[int, About("Requests in flight: the next when one has ended.", least=1, most=64)] = 1
-    warm_up: Annotated[int, About("Requests to each server that are not measured.", least=0)] = 1
-    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
+    warm_up: Annotated[int, About("Requests to each server that are not measured.", least=0, option=False)] = 1
+    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1, option=False)] = 300.0
     chat_template: Annotated[bool, About("Send prompts as chats, or to be continued.")] = True
     report: Annotated[Path | None, About("Write bench.json and a page of it there.", metavar="DIR")] = None
     overwrite: Replace = False

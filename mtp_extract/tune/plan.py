@@ -74,6 +74,7 @@ class TuningPlan:
         About(
             "ce for greedy serving alone, tv or kl for sampled alone; mixed (ce and tv) for both.",
             choices=("mixed", "ce", "kl", "tv"),
+            option=False,
         ),
     ] = "mixed"
     """A name in :data:`~mtp_extract.tune.loss.OBJECTIVES`."""
@@ -85,7 +86,7 @@ class TuningPlan:
         int,
         About("Texts a step, of all processes together; each writes and measures as many at a time.", least=1),
     ] = 16
-    anchors: Annotated[int, About("Positions of each text to draft from.", least=1)] = 24
+    anchors: Annotated[int, About("Positions of each text to draft from.", least=1, option=False)] = 24
     learning_rate: Annotated[float | None, About("By default the mode's own, by the drafter's width.", least=0)] = None
     draft_vocab: Annotated[
         int,
@@ -93,7 +94,7 @@ class TuningPlan:
     ] = 32000
     centroids: Annotated[
         int | None,
-        About("Of ordered: clusters; by default 128 tokens each, in a small vocabulary 16.", least=2),
+        About("Of ordered: clusters; by default 128 tokens each, in a small vocabulary 16.", least=2, option=False),
     ] = None
     top_k: Annotated[
         int | None,
@@ -101,9 +102,10 @@ class TuningPlan:
             "Of ordered: clusters it looks into; by default the fewest that keep 99.875 % of the dense head's choices "
             "on watched text, up to half of its rows.",
             least=1,
+            option=False,
         ),
     ] = None
-    seed: Annotated[int, About("The same seed, texts and machine give the same bytes.", least=0)] = 0
+    seed: Annotated[int, About("The same seed, texts and machine give the same bytes.", least=0, option=False)] = 0
     device: Device = "auto"
     force: Annotated[bool, About("Save also what is not better.")] = False
     overwrite: Overwrite = False

@@ -58,12 +58,13 @@ class ValidationPlan:
             "At how many positions drafters that are broken on purpose draft; by default as many as take minutes.",
             metavar="N",
             least=1,
+            option=False,
         ),
     ] = None
     """They are spread over all texts."""
-    samples: Annotated[int, About("Random inputs for parity.", least=1)] = 16
+    samples: Annotated[int, About("Random inputs for parity.", least=1, option=False)] = 16
     timed: int = 5  # prompts to time
-    seed: Annotated[int, About("Of the random inputs.")] = 0
+    seed: Annotated[int, About("Of the random inputs.", option=False)] = 0
     chat_template: ChatTemplate = True
 
     @property
@@ -115,7 +116,7 @@ class Validating(ValidationPlan):
     show: Show = silent
 
 
-def sample_plan(plan: ValidationPlan) -> ValidationPlan:
+def sample_plan(plan: Validating) -> Validating:
     """``plan`` for the sample that is shipped, with the base it was trained for and, unless given, prompts for that."""
     from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 

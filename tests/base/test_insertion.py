@@ -288,7 +288,7 @@ def test_a_drafter_s_directory_is_told_from_a_base_s(
 ) -> None:
     extract(sample, tmp_path / "drafter")
     status, out, _ = run(capsys, inspect_command, sample, "--against", tmp_path / "drafter")
-    assert status == 0 and "is a drafter's checkpoint" in out and "every bit" in out
+    assert status == 0 and "every bit" in out
 
 
 def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,4 +306,4 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.C
     status, _, err = run(capsys, insert_command, base, sample, "--base-weights", other, "-o", new)
     assert status == 2 and "for a drafter" in err
     status, _, err = run(capsys, inspect_command, sample, "--against", sample)
-    assert status == 2 and "is none" in err
+    assert status == 1 and "found none" in err

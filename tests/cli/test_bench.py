@@ -560,7 +560,6 @@ def test_help_and_server_load_nothing_heavy() -> None:
         "--prompts",
         "--api-key-env",
         "--concurrency",
-        "--timeout",
         "--report",
         "--json",
     ):

@@ -13,29 +13,30 @@ from typer.testing import CliRunner
 from mtp_extract import extract
 from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli import convert, inspect
-from mtp_extract.formats import ENGINES, FORMATS, choose, engines_for, variant_for
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.formats import ENGINES, FORMATS, choose, engines_for
 
 RUNNER = CliRunner()
 
 
 def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: Path) -> None:
-    result = run("convert", extracted, "--format", "compressed-tensors", cwd=tmp_path)
+    result = run("convert", extracted, "--for", "compressed-tensors", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "from its transformers format" in result.stdout
     assert "23 of 48 weights as integers, the others in F32" in result.stdout
-    assert "Proven by the extraction: every operator was read" in result.stdout
+    assert "Verified when it was extracted: the checkpoint computes what the bundle" in result.stdout
     shown = run("inspect", f"{extracted.name}-compressed-tensors", "--against", sample, cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "every bit" in shown.stdout
     assert "compressed-tensors format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
-    again = run("convert", extracted, "--format", "compressed-tensors", cwd=tmp_path)
+    again = run("convert", extracted, "--for", "compressed-tensors", cwd=tmp_path)
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
 
 
 def test_json(extracted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = RUNNER.invoke(convert.app, [str(extracted), "--format", "litert", "-o", str(out), "--json"])
+    result = RUNNER.invoke(convert.app, [str(extracted), "--for", "litert", "-o", str(out), "--json"])
     document = json.loads(result.stdout)
     assert document["extraction"] == json.loads((out / "extraction.json").read_text())
     assert document["directory"] == str(out)
@@ -44,11 +45,11 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--format", "litert", "--quantize", "q3_k"], 2, "--quantize"),
-        (["--for", "litert-lm"], 2, "put a drafter into the bundle"),
-        (["--for", "lama.cpp"], 2, "Did you mean llama.cpp?"),
-        (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
-        (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
+        (["--for", "litert", "--quantize", "q3_k"], 2, "--quantize"),
+        (["--for", "litert-lm"], 1, "put a drafter into the bundle"),
+        (["--for", "lama.cpp"], 2, "not one of"),
+        (["--for", "litert", "--quantize", "q4_0"], 1, "(--for)"),
+        (["--for", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
     ],
 )
 def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
@@ -59,17 +60,11 @@ def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], 
     assert not (tmp_path / "out").exists()
 
 
-def test_variants_are_no_choice_of_their_own() -> None:
-    help_text = RUNNER.invoke(convert.app, ["--help"]).stdout
-    for name, listed in FORMATS.items():
-        assert (f"{name}: {listed.about}" in " ".join(help_text.split())) != listed.variant
-
-
-@pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if not listed.variant])
+@pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if not listed.read_as])
 def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) -> None:
     """With its record it is checked, without it is shown all the same."""
     out = tmp_path / "out"
-    assert RUNNER.invoke(convert.app, [str(extracted), "--format", name, "-o", str(out)]).exit_code == 0
+    assert RUNNER.invoke(convert.app, [str(extracted), "--for", name, "-o", str(out)]).exit_code == 0
     with_record = json.loads(RUNNER.invoke(inspect.app, [str(out), "--json", "--tensors"]).stdout)
     for own in ("extraction.json", "README.md"):
         (out / own).unlink()
@@ -85,7 +80,7 @@ def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) ->
 
 
 def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
-    RUNNER.invoke(convert.app, [str(extracted), "--format", "gguf", "-o", str(tmp_path / "out")])
+    RUNNER.invoke(convert.app, [str(extracted), "--for", "gguf", "-o", str(tmp_path / "out")])
     alone = shutil.copy(tmp_path / "out" / "mtp-sample-Q4_0.gguf", tmp_path / "some.gguf")
     shown = RUNNER.invoke(inspect.app, [str(alone)])
     assert "gguf format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
@@ -97,11 +92,11 @@ def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
 def test_floats_alone(sample: Path, tmp_path: Path) -> None:
     """A format of integers says how to come by some; one that has room for both says what it holds."""
     extract(sample, tmp_path / "f32", dtype="f32")
-    arguments = [str(tmp_path / "f32"), "-o", str(tmp_path / "out"), "--format"]
+    arguments = [str(tmp_path / "f32"), "-o", str(tmp_path / "out"), "--for"]
     refused = run("convert", *arguments, "mlx", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.endswith("(--quantize, --format transformers).\n")
-    assert "(gguf format, F32)" in RUNNER.invoke(convert.app, [*arguments, "gguf"]).stdout
+    assert refused.stderr.endswith("(--quantize, --for transformers).\n")
+    assert "(gguf format, F32, " in RUNNER.invoke(convert.app, [*arguments, "gguf"]).stdout
 
 
 def test_what_was_rounded_is_not_called_equal_as_it_is(extracted: Path, sample: Path, tmp_path: Path) -> None:
@@ -114,36 +109,34 @@ def test_what_was_rounded_is_not_called_equal_as_it_is(extracted: Path, sample: 
 
 
 @pytest.mark.parametrize(
-    ("engine", "format_", "written"),
+    ("name", "written", "next_"),
     [
-        ("llama.cpp", None, "gguf"),
-        ("mlx-vlm", None, "mlx"),
-        ("tensorrt-llm", None, "transformers"),
-        ("ollama", None, "transformers"),
-        ("sglang", "compressed-tensors", "compressed-tensors-sglang"),
-        ("vllm", "compressed-tensors", "compressed-tensors"),
+        ("llama.cpp", "gguf", "Next: llama-server -m BASE.gguf -md "),
+        ("mlx-vlm", "mlx", "Next: python -m mlx_vlm generate --model BASE --draft-model "),
+        ("vllm", "transformers", "Next: vllm serve BASE --speculative-config "),
+        ("ollama", "transformers", "README.md shows how engines load it."),
+        ("compressed-tensors-sglang", "compressed-tensors-sglang", "README.md shows how engines load it."),
     ],
 )
-def test_the_format_is_what_the_engine_is_served_best_with(
-    extracted: Path, tmp_path: Path, engine: str, format_: str | None, written: str
+def test_a_format_or_the_best_for_an_engine(
+    extracted: Path, tmp_path: Path, name: str, written: str, next_: str
 ) -> None:
-    named = ["--format", format_] if format_ else []
-    result = RUNNER.invoke(convert.app, [str(extracted), "--for", engine, *named, "-o", str(tmp_path / "out")])
+    result = RUNNER.invoke(convert.app, [str(extracted), "--for", name, "-o", str(tmp_path / "out")])
     assert result.exit_code == 0
     assert json.loads((tmp_path / "out" / "extraction.json").read_text())["layout"] == written
-    assert (f"For {engine}: the {written} format" in result.stdout) == (format_ is None)
+    assert next_ in result.stdout.splitlines()[-1]
 
 
 def test_what_is_written_for_an_engine_is_what_it_loads() -> None:
     for engine, known in ENGINES.items():
-        assert all(engine in engines_for(variant_for(name, engine)) for name in known.formats)
+        assert all(engine in engines_for(name) for name in known.formats)
     assert engines_for("compressed-tensors") == ("transformers", "vllm")
     assert engines_for("compressed-tensors-sglang") == ("transformers", "vllm", "sglang")
     assert engines_for("litert") == engines_for("another") == ()
 
 
 def test_an_engine_chooses_a_layout_for_a_head() -> None:
-    assert choose(None, "vllm", EAGLE3) == "speculators"
-    assert choose(None, "sglang", EAGLE3) == "eagle3"
-    with pytest.raises(ValueError, match=r"engine 'llama.cpp': loads no eagle3"):
-        choose(None, "llama.cpp", EAGLE3)
+    assert choose("vllm", EAGLE3) == "speculators"
+    assert choose("sglang", EAGLE3) == "eagle3"
+    with pytest.raises(UnsupportedError, match=r"llama.cpp loads no drafter of the architecture eagle3"):
+        choose("llama.cpp", EAGLE3)

@@ -12,7 +12,7 @@ from helpers.schemas import validator
 from typer.testing import CliRunner
 
 import mtp_extract
-from mtp_extract.cli import convert, extract, inspect, tune, validate
+from mtp_extract.cli import convert, inspect, tune, validate
 from mtp_extract.data import sample_base
 from mtp_extract.errors import UnsupportedError
 
@@ -27,7 +27,7 @@ def test_a_head_is_shown_and_converted(tmp_path: Path) -> None:
     assert "backbone 32, 24 of 40 tokens" in shown.output
     assert "reads what enters layers 1, 3, 5 of org/base; fc_norm" in shown.output
     assert "midlayer.self_attn.q_proj.weight" in shown.output
-    made = RUNNER.invoke(convert.app, [str(directory), "--format", "speculators", "-o", str(tmp_path / "out")])
+    made = RUNNER.invoke(convert.app, [str(directory), "--for", "speculators", "-o", str(tmp_path / "out")])
     assert made.exit_code == 0, made.output
     assert made.output.startswith("EAGLE-3 head of head, from its eagle3 format\n")
     validator("extraction")(json.loads((tmp_path / "out" / "extraction.json").read_text()))
@@ -53,8 +53,6 @@ def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_bundle_holds_no_head(sample: Path, tmp_path: Path) -> None:
-    result = RUNNER.invoke(extract.app, [str(sample), "--format", "eagle3", "-o", str(tmp_path / "out")])
-    assert result.exit_code == 2
     with pytest.raises(UnsupportedError, match="format holds drafters of the architecture eagle3"):
         mtp_extract.extract(sample, tmp_path / "out", format="eagle3")
     assert not (tmp_path / "out").exists()

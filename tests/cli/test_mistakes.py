@@ -240,9 +240,10 @@ def test_what_a_mistake_says(
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     lines = (done.stderr.replace(url, shown) if url else done.stderr).splitlines()
-    (said,) = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    # Wrong usage is said by typer, after how it is called.
+    begins = "Error: " if mistake.status == 2 else "error: "
+    (said,) = [line.removeprefix(begins) for line in lines if line.startswith(begins)]
     assert re.fullmatch(".+".join(map(re.escape, mistake.says.split("…"))), said), said
     assert done.returncode == mistake.status
-    # Behind wrong usage stands how it is called.
-    assert lines[-1].startswith("Usage: " if mistake.status == 2 else "error: ")
+    assert lines[-1].startswith(begins)
     assert sorted((path, path.lstat().st_size) for path in folder.rglob("*")) == before

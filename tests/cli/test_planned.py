@@ -30,20 +30,6 @@ MODES = ("fast", "good")
 
 
 @dataclass(frozen=True)
-class Words:
-    title: Annotated[str | None, About("Title.", metavar="TEXT")] = None
-
-    def __post_init__(self) -> None:
-        if self.title == "":
-            raise ValueError("title '': expected a word.")
-
-
-@dataclass(frozen=True)
-class Other:
-    title: Annotated[str | None, About("Another.")] = None
-
-
-@dataclass(frozen=True)
 class Plan:
     directory: Annotated[Path | None, About("Where.", metavar="DIR")]
     base: Annotated[str, About("The base.", names=("--base",), metavar="MODEL")]
@@ -57,9 +43,13 @@ class Plan:
     exact: Annotated[bool, About("Nothing rounded.")] = False
     private: Annotated[bool, About("Who sees it.", names=("--private/--public",))] = True
     out: Annotated[Path | None, About("Where to.", names=("-o", "--out"), metavar="OUT")] = None
-    words: Words = Words()
+    title: Annotated[str | None, About("Title.", metavar="TEXT")] = None
     timed: int = 5
-    loud: str = field(default="no", repr=False)
+    loud: Annotated[str, About("Python alone.", option=False)] = field(default="no", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.title == "":
+            raise ValueError("title '': expected a word.")
 
 
 def call(*given: str) -> tuple[int, Any, str]:
@@ -95,7 +85,7 @@ def test_what_is_given_reaches_the_plan() -> None:
         exact=True,
         private=False,
         out=Path("out"),
-        words=Words("T"),
+        title="T",
     )
     assert (status, got) == (0, (expected, True, True))
     assert type(got[0].mode) is str
@@ -123,29 +113,18 @@ def test_wrong_usage_is_two(options: str, said: str) -> None:
 
 def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
     _, _, output = call("--help")
-    order = """[DIR]|Do it.|--base MODEL|--beside DIR|--mode fast|good|--for vllm|--steps K,…|--batch|--share|
+    order = """DIR|Do it.|--base MODEL|--beside DIR|--mode <fast|good>|--for <vllm>|--steps K,…|--batch|--share|
     --chat / --no-chat|--exact|--private / --public|-o, --out OUT|--title TEXT|--again|--json"""
-    places = [output.index(word.strip()) for word in re.split(r"\|(?!good)", order)]
+    places = [output.index(word.strip()) for word in re.split(r"\|(?!good>)", order)]
     assert places == sorted(places)
-    for shown in ("[required]", "[default: 1,2", "[default: 4; 1 to 8]", "[default: good]", "[default: private]"):
+    for shown in ("[required]", "[default: (1,2)]", "[default: 4; 1<=x<=8]", "[default: good]", "[default: private]"):
         assert shown in output
     assert "timed" not in output and "loud" not in output
-
-
-def test_fields_of_one_name_are_one_option() -> None:
-    got = list[Any]()
-
-    def command(first: Words, second: Other) -> None:
-        got.append((first.title, second.title))
-
-    assert CliRunner().invoke(new_app(command, {}), ["--title", "both"]).exit_code == 0
-    assert got == [("both", "both")]
 
 
 @dataclass(frozen=True)
 class Unfinished:
     work: Path
-    words: Words
     steps: Annotated[int, About("Steps.", least=1)] = 3
     batch: Annotated[int | None, About("At a time.")] = None
 
@@ -171,9 +150,9 @@ def test_a_plan_that_the_command_completes() -> None:
     ("command", "function", "named"),
     [
         (extract, extract_function, {"format", "codes", "exact", "overwrite", "sliding_window", "dtype"}),
-        (convert, convert_function, {"codes", "exact", "overwrite", "quantize", "engine"}),
+        (convert, convert_function, {"codes", "exact", "overwrite", "quantize", "format"}),
         (upload, hub_upload, {"private", "force", "dry_run"}),
-        (insert, planned_insertion, {"graph_from", "section", "signature"}),
+        (insert, planned_insertion, {"graph_from", "section"}),
     ],
 )
 def test_a_command_has_the_defaults_of_its_function(

@@ -131,14 +131,12 @@ def test_it_is_known_for_what_it_is(sample: Path, tmp_path: Path, format_: str) 
 
 
 def test_an_engine_that_wants_it_otherwise(sample: Path, tmp_path: Path) -> None:
-    extract(sample, tmp_path / "out", format="compressed-tensors", engine="sglang")
+    extract(sample, tmp_path / "out", format="compressed-tensors-sglang")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is True
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["model.embed_tokens.weight"].dtype == np.float32
     assert not any("lm_head" in name for name in stored)
-    with pytest.raises(ValueError, match=r"^engine 'sglang': .*transformers"):
-        extract(sample, tmp_path / "other", format="mlx", engine="sglang")
     with pytest.raises(ValueError, match="quantize 'q3_k': expected"):
         extract(sample, tmp_path / "other", format="mlx", quantize="q3_k")
 

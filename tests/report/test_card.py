@@ -52,7 +52,7 @@ def test_what_the_card_states() -> None:
         "model.generate(**inputs, assistant_model=drafter",
         '\'{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}\'',
         "--speculative-algorithm NEXTN",
-        "--format gguf -o drafter-gguf",
+        "--for gguf -o drafter-gguf",
         "-md drafter-gguf/mtp-*.gguf --spec-type draft-mtp",
         "--draft-kind mtp --draft-block-size 4",
         "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm@" + "c" * 40,
@@ -128,7 +128,7 @@ def test_an_unknown_bundle_of_the_hub_names_its_repository() -> None:
 def test_the_litert_layout_is_not_advertised_to_engines() -> None:
     text = card(layout="litert")
     assert "vllm serve" not in text
-    assert "--format transformers" in text
+    assert "--for transformers" in text
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,6 @@ def test_a_path_that_reads_as_an_id_is_an_id(job: ModuleType, tmp_path: Path, mo
     assert job.address_of(REPO) == f"hf://{REPO}"
 
 
-def test_the_format_by_engine(job: ModuleType) -> None:
-    assert job.format_for(job.BY_ENGINE, "llama.cpp") == "gguf"
-    assert job.format_for("compressed-tensors", "vllm") == "compressed-tensors"
-    with pytest.raises(MtpExtractError, match="loads gguf, and mlx is none of them"):
-        job.format_for("mlx", "llama.cpp")
-
-
 @pytest.mark.parametrize("drafter", [{"size": 11, "parameters": 1}, {"size": 1, "parameters": 3}])
 def test_by_bytes_or_by_numbers_it_may_be_too_large(job: ModuleType, drafter: dict[str, int]) -> None:
     job.check_size({"size": 10, "parameters": 2}, 10)
@@ -86,14 +79,14 @@ def test_a_job_is_done_elsewhere(
     hub.add(REPO, "gemma.litertlm", first_bundle().read_bytes())
     asked: dict[str, Any] = {"source": f"hf://{REPO}", "token": None}
     told: list[tuple[int, int]] = []
-    more = {"folder": str(tmp_path / "out"), "format": "gguf", "engine": "llama.cpp"}
+    more = {"folder": str(tmp_path / "out"), "format": "gguf"}
     made = job.run("extract", asked | more, HANG, lambda done, total: told.append((done, total)))
     written = Path(made["directory"])
     assert verify(written).record["files"].keys() == {"README.md", *(path.name for path in written.glob("*.gguf"))}
     assert any(0 < done <= total for done, total in told)
     assert "every operator was read" in made["proof"][0]
     assert made["rounded"]  # the scales, to FP16
-    others = {"folder": str(tmp_path / "exact"), "format": "litert", "engine": None}
+    others = {"folder": str(tmp_path / "exact"), "format": "litert"}
     exact = job.run("extract", asked | others, HANG, lambda done, total: None)
     assert not exact["rounded"]
     assert {request.authorization for request in hub.requests} == {None}
