@@ -166,8 +166,7 @@ def _over_all(
 
 
 def _joined(parts: Sequence[Found]) -> Found:
-    kind = type(parts[0])
-    return kind(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(kind)))
+    return type(parts[0]).joined(parts)
 
 
 def at_every(agreement: Agreement, continuations: Continuations, every: int) -> Agreement:
@@ -176,7 +175,7 @@ def at_every(agreement: Agreement, continuations: Continuations, every: int) -> 
         return agreement
     first = torch.tensor([text.anchors.start for text in continuations.texts])[agreement.text]
     kept = (agreement.anchor - first) % every == 0
-    return Agreement(*(getattr(agreement, f.name)[kept] for f in dataclasses.fields(Agreement)))
+    return agreement.where(kept)
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workload:
@@ -196,6 +195,7 @@ def _step(part: Agreement, step: int) -> Step:
     counted = part.counted(step)
     found = {}
     for name in ("top1", "top5", "conditional"):
-        (hit, among), rate = counted[name], part.rate(name, step)
-        found[name] = figure(rate.value, rate.trials, share_over_texts(part.text[among], hit[among]))
+        hit, among = counted[name]
+        interval = share_over_texts(part.text[among], hit[among])
+        found[name] = figure(part.rate(name, step), int(among.sum()), interval)
     return Step(step + 1, **found)

@@ -1,11 +1,7 @@
-"""Speculative decoding with an MTP drafter: generation, teacher-forced agreement, and the arithmetic of both.
+"""Speculative decoding with a drafter: generation, teacher-forced agreement, and the arithmetic of both.
 
 >>> generator = SpeculativeGenerator(base, drafter, tokenizer)                 # doctest: +SKIP
 >>> generator.generate("def main():", drafts=4).text                           # doctest: +SKIP
->>> generator.generate([{"role": "user", "content": "Hello"}])                 # doctest: +SKIP
->>> generator.generate("def main():", drafts=AdaptiveDrafts(), temperature=1)  # doctest: +SKIP
->>> generator.generate("def main():", drafts=Tree.parse("4x2x1")).text         # doctest: +SKIP
->>> for r in generator.rounds(tokens): ...                                     # doctest: +SKIP
 >>> teacher_forced(generator.base, drafter, [Text(tokens, prompt_length)], 4)  # doctest: +SKIP
 
 How acceptance is counted. A round drafts K tokens (fewer when fewer could still be emitted, as in

@@ -7,9 +7,7 @@ at the first rejection, or after the last draft.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
 def expected_tokens(conditional: Sequence[float]) -> float:
@@ -24,7 +22,7 @@ def expected_tokens(conditional: Sequence[float]) -> float:
     """
     total = reached = 1.0
     for rate in conditional:
-        # Of what is never reached there is no rate.
+        # A step that is never reached has no rate.
         reached = reached and reached * rate
         total += reached
     return total
@@ -48,21 +46,8 @@ def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int
 
     >>> best_draft_length([0.8] * 8, draft_cost=0.1)
     6
-    >>> best_draft_length([0.3] * 8, draft_cost=0.2)
-    1
     >>> best_draft_length([0.1] * 8, draft_cost=0.2)
     0
     """
     gains = [speedup(conditional[:drafts], draft_cost=draft_cost) for drafts in range(len(conditional) + 1)]
     return gains.index(max(gains))
-
-
-@dataclass(frozen=True)
-class Proportion:
-    successes: int
-    trials: int
-
-    @property
-    def value(self) -> float:
-        """The ratio; NaN when nothing was tried."""
-        return self.successes / self.trials if self.trials else math.nan

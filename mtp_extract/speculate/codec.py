@@ -16,8 +16,7 @@ class Codec:
     """The base's tokenizer; with None prompts are token ids, and results have no text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.tokenizer, self._vocab_size = tokenizer, vocab_size
 
     @property
     def has_template(self) -> bool:
@@ -61,14 +60,14 @@ class Codec:
         return None if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
-        self._require("a text prompt")
+        if self.tokenizer is None:
+            raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")
         return self._checked(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _written(self, messages: Sequence[Any]) -> str:
-        self._require("messages")
         if not self.has_template:
             raise PairError(
-                "expected a tokenizer with a chat template for messages, found one without; give the instruction-tuned "
+                "expected a tokenizer with a chat template for messages, found none; give the instruction-tuned "
                 "base's tokenizer, or plain text"
             )
         if odd := [message for message in messages if not isinstance(message, Mapping) or "role" not in message]:
@@ -77,16 +76,7 @@ class Codec:
             return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and raises what it likes
             reason = escape(str(error).split("\n")[0])
-            raise PairError(
-                f"expected messages that the base's chat template takes, found: {reason}; see which roles it knows, "
-                "and in what order"
-            ) from error
-
-    def _require(self, what: str) -> None:
-        if self.tokenizer is None:
-            raise PairError(
-                f"expected a tokenizer for {what}, found none; pass the base's tokenizer, or token ids alone"
-            )
+            raise PairError(f"expected messages that the base's chat template takes, found: {reason}") from error
 
     def _checked(self, ids: Iterable[Any]) -> tuple[int, ...]:
         tokens = tuple(count("a token", found, least=0) for found in ids)

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
-from mtp_extract.errors import DrafterError, MtpExtractError, escape
+from mtp_extract.errors import DrafterError, MtpExtractError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.codec import Codec, Prompt
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, draw, judge
 from mtp_extract.speculate.target import Base, check_pair
-from mtp_extract.speculate.trees import Tree, followed, grow
+from mtp_extract.speculate.trees import Tree, grow
 
 Drafts = int | AdaptiveDrafts | Tree
 """What is drafted a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
@@ -124,19 +124,20 @@ class SpeculativeGenerator:
             MtpExtractError: an option out of range.
         """
         tokens = self.codec.encode(prompt, chat_template=chat_template)
-        sampling = Sampling(temperature, top_k, top_p)
+        stops = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
         first, *rounds = self.rounds(
             tokens,
             max_new_tokens=max_new_tokens,
             drafts=drafts,
-            sampling=sampling,
-            stop_token_ids=stop_token_ids,
+            sampling=Sampling(temperature, top_k, top_p),
+            stop_token_ids=stops,
             seed=seed,
         )
         new = tuple(token for r in (first, *rounds) for token in r.tokens)
-        reason = "stop" if new[-1] in self._stops(stop_token_ids) else "length"
+        reason = "stop" if new[-1] in stops else "length"
         return Generation(tokens, new, self.codec.decode(new), reason, tuple(rounds), first.verify_ms)
 
+    @torch.inference_mode()
     def rounds(
         self,
         prompt: Sequence[int],
@@ -155,110 +156,96 @@ class SpeculativeGenerator:
             MtpExtractError: an option out of range.
             DrafterError: a token cannot be drawn, as logits are no numbers.
         """
-        count("max_new_tokens", max_new_tokens, least=1)
+        left, sampling = count("max_new_tokens", max_new_tokens, least=1), sampling or Sampling()
+        stops = frozenset(self.base.stop_token_ids if stop_token_ids is None else stop_token_ids)
         random = torch.Generator(self.base.device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
-        text = _Text(self.base, self.drafter, sampling or Sampling(), random)
         adaptive = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        fixed = _checked(drafts, self.base.vocab_size) if not isinstance(drafts, AdaptiveDrafts) else 0
-        stops = self._stops(stop_token_ids)
-        last, left = text.begin(prompt), max_new_tokens - 1
-        yield last
-        while left and last.tokens[-1] not in stops:
-            # Of n tokens that are left, one is the base's own.
-            made = text.round(_shortened(adaptive.value if adaptive else fixed, left - 1))
+        fixed = 0 if isinstance(drafts, AdaptiveDrafts) else self._checked(drafts)
+        base, layers, cache, start = self.base, self.drafter.needs.layers, self.base.new_cache(), self._clock()
+        fed = base.keep(cache, base.feed(self._tensor(prompt), cache, layers), range(len(prompt)))
+        new = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
+        yield Round(tuple(new), 0, 0, 0.0, 1e3 * (self._clock() - start))
+        previous: DraftState = None
+        while (left := left - len(new)) and new[-1] not in stops:
+            start = middle = self._clock()
+            nodes, q = self._tensor(new[-1:]), list[Tensor]()
+            # Of the tokens that are left, one is the base's own.
+            if now := _shortened(adaptive.value if adaptive else fixed, left - 1):
+                known = BaseState.after(fed, fed.positions[:, -1:] + 1, base.embed, previous)
+                state = self.drafter.start(known)
+                previous = state if self.drafter.needs.own_cache else None
+                nodes, q = self._drafted(state, nodes, now, sampling, random)
+                middle = self._clock()
+            tree = now if isinstance(now, Tree) else None
+            fed = base.feed(nodes, cache, layers, tree=tree)
+            way, new = _judged(nodes[0], base.logits(fed.hidden[0]), q, tree, sampling, random)
+            fed = base.keep(cache, fed, way)
+            draft_ms, verify_ms = 1e3 * (middle - start), 1e3 * (self._clock() - middle)
+            drafted, accepted = tree.depth if tree else nodes.shape[1] - 1, len(way) - 1
             if adaptive:
-                adaptive.observe(made.drafted, made.accepted, made.draft_ms, made.verify_ms)
-            last = _until(made, stops)
-            left -= len(last.tokens)
-            yield last
+                adaptive.observe(drafted, accepted, draft_ms, verify_ms)
+            ends = next((place + 1 for place, token in enumerate(new) if token in stops), len(new))
+            new = new[:ends]
+            yield Round(tuple(new), drafted, min(accepted, ends), draft_ms, verify_ms)
 
-    def _stops(self, given: Sequence[int] | None) -> frozenset[int]:
-        stops = self.base.stop_token_ids if given is None else given
-        return frozenset(count("a stop token", token, least=0) for token in stops)
-
-
-class _Text:
-    """One text as it grows: the base's cache, what the base was fed last, and where the text stands."""
-
-    def __init__(self, base: Base, drafter: Drafter, sampling: Sampling, random: torch.Generator) -> None:
-        self._base, self._drafter, self._sampling, self._random = base, drafter, sampling, random
-        self._cache = base.new_cache()
-        self._previous: DraftState = None
-
-    @torch.inference_mode()
-    def begin(self, prompt: Sequence[int]) -> Round:
-        """Feed the prompt, and choose the first token."""
-        start = self._clock()
-        tokens = torch.tensor([list(prompt)], device=self._base.device)
-        fed = self._base.feed(tokens, self._cache, self._drafter.needs.layers)
-        self._fed = self._base.keep(self._cache, fed, range(len(prompt)))
-        self._at = len(prompt)  # the position of the pending token
-        self._pending = self._sampling.choose(self._base.logits(fed.hidden[0, -1:]), self._random)
-        return Round(tuple(_to_host(self._pending)), 0, 0, 0.0, 1e3 * (self._clock() - start))
-
-    @torch.inference_mode()
-    def round(self, drafts: int | Tree) -> Round:
-        """Draft, verify, accept."""
-        start, tree = self._clock(), drafts if isinstance(drafts, Tree) else None
-        levels, q = [self._pending[None]], list[Tensor]()
-        if isinstance(drafts, Tree):
-            levels = grow(self._drafter, self._start(), self._pending[None], drafts)
-        elif drafts:
-            levels, q = self._chain(drafts)
-        tokens, middle = torch.cat(levels, dim=1), self._clock()
-        fed = self._base.feed(tokens, self._cache, self._drafter.needs.layers, tree=tree)
-        logits = self._base.logits(fed.hidden[0])
-        if tree is not None:
-            way, new = self._judge_tree(tree, tokens[0], logits)
-        else:
-            way, new = self._judge_chain(tokens[0, 1:], logits, q)
-        self._fed = self._base.keep(self._cache, fed, way)
-        self._at += len(way)
-        self._pending = torch.tensor(new[-1:], device=self._base.device)
-        draft_ms = 1e3 * (middle - start) if drafts else 0.0
-        return Round(tuple(new), len(levels) - 1, len(way) - 1, draft_ms, 1e3 * (self._clock() - middle))
-
-    def _chain(self, drafts: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The pending token and the drafts int64 [1, 1] each, and the distributions the drafts were drawn from."""
-        state, tokens, q = self._start(), [self._pending[None]], list[Tensor]()
-        for _ in range(drafts):
-            logits, state = self._drafter.step(state, tokens[-1])
-            scores = logits[0].to(self._base.device)
-            if self._sampling.greedy:
+    def _drafted(
+        self, state: DraftState, pending: Tensor, shape: int | Tree, sampling: Sampling, random: torch.Generator
+    ) -> tuple[Tensor, list[Tensor]]:
+        """``pending`` and the drafts after it, int64 [1, n]; and the distributions a chain's drafts were drawn from."""
+        if isinstance(shape, Tree):
+            return grow(self.drafter, state, pending, shape), []
+        tokens, q = [pending], list[Tensor]()
+        for _ in range(shape):
+            logits, state = self.drafter.step(state, tokens[-1])
+            scores = logits[0].to(self.base.device)
+            if sampling.greedy:
                 tokens.append(scores.argmax(-1)[None])
             else:
-                q.append(self._sampling.probabilities(scores))
-                tokens.append(draw(q[-1], self._random)[None].clamp(min=0))
-        return tokens, q
+                q.append(sampling.probabilities(scores))
+                tokens.append(draw(q[-1], random)[None].clamp(min=0))
+        return torch.cat(tokens, dim=1), q
 
-    def _start(self) -> DraftState:
-        position = torch.tensor([[self._at]], device=self._base.device)
-        state = self._drafter.start(BaseState.after(self._fed, position, self._base.embed, self._previous))
-        self._previous = state if self._drafter.needs.own_cache else None
-        return state
+    def _checked(self, drafts: Drafts) -> int | Tree:
+        if isinstance(drafts, Tree) and drafts.width > self.base.vocab_size:
+            raise MtpExtractError(
+                f"expected a tree of at most {self.base.vocab_size} drafts for one place, as many as the base has "
+                f"tokens, found {drafts.width}; make it narrower"
+            )
+        return drafts if isinstance(drafts, Tree) else count("drafts", drafts, least=0)
 
-    def _judge_chain(self, drafts: Tensor, logits: Tensor, q: list[Tensor]) -> tuple[list[int], list[int]]:
-        """The places of the tokens that stand, the pending one first; and the tokens that are new."""
-        accepted, following = judge(logits, drafts, q, self._sampling, self._random)
-        held, *tokens, last = _to_host(torch.cat((accepted[None], drafts, following[None])))
-        return list(range(held + 1)), [*tokens[:held], last]
-
-    def _judge_tree(self, tree: Tree, nodes: Tensor, logits: Tensor) -> tuple[list[int], list[int]]:
-        """The nodes that stand, the root first; and the tokens that are new.
-
-        The base chooses a token after every node, and the tree is followed as long as it holds that token: the text is
-        what the base would choose alone.
-        """
-        both = _to_host(torch.cat((nodes, self._sampling.choose(logits, self._random))))
-        tokens, choices = both[: len(nodes)], both[len(nodes) :]
-        way = followed(tree, tokens, choices)
-        return way, [*(tokens[node] for node in way[1:]), choices[way[-1]]]
+    def _tensor(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.base.device)
 
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""
-        if self._base.device.type == "cuda":
-            torch.cuda.synchronize(self._base.device)
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
         return time.perf_counter()
+
+
+def _shortened(drafts: int | Tree, most: int) -> int | Tree:
+    """At most ``most`` steps of ``drafts``."""
+    if isinstance(drafts, Tree):
+        return drafts.to_depth(most) if most else 0
+    return min(drafts, most)
+
+
+def _judged(
+    nodes: Tensor, logits: Tensor, q: list[Tensor], tree: Tree | None, sampling: Sampling, random: torch.Generator
+) -> tuple[list[int], list[int]]:
+    """Which of the ``nodes`` stand, the pending token first; and the tokens that are new.
+
+    Of a tree the base chooses a token after every node, and the tree is followed as long as it holds that token: the
+    text is what the base would choose alone.
+    """
+    if tree is None:
+        accepted, following = judge(logits, nodes[1:], q, sampling, random)
+        held, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
+        return list(range(held + 1)), [*drafts[:held], last]
+    both = _to_host(torch.cat((nodes, sampling.choose(logits, random))))
+    tokens, choices = both[: len(nodes)], both[len(nodes) :]
+    way = tree.followed(tokens, choices)
+    return way, [*(tokens[node] for node in way[1:]), choices[way[-1]]]
 
 
 def _to_host(tokens: Tensor) -> list[int]:
@@ -274,27 +261,3 @@ def _to_host(tokens: Tensor) -> list[int]:
             "that drafter or base computes in is too small; prove the checkpoint, or compute in bfloat16"
         )
     return found
-
-
-def _checked(drafts: int | Tree, vocabulary: int) -> int | Tree:
-    if not isinstance(drafts, Tree):
-        return count("drafts", drafts, least=0, advice="0 decodes without a drafter")
-    if drafts.width > vocabulary:
-        raise MtpExtractError(
-            f"expected a tree that looks at no more choices than the {vocabulary} tokens there are, found one that "
-            f"looks at {escape(drafts.width)}; make it narrower"
-        )
-    return drafts
-
-
-def _shortened(drafts: int | Tree, most: int) -> int | Tree:
-    """At most ``most`` steps of ``drafts``."""
-    if isinstance(drafts, Tree):
-        return drafts.to_depth(most) if most else 0
-    return min(drafts, most)
-
-
-def _until(made: Round, stops: frozenset[int]) -> Round:
-    """What of a round belongs to the text: all up to the first stop token."""
-    ends = next((place + 1 for place, token in enumerate(made.tokens) if token in stops), len(made.tokens))
-    return Round(made.tokens[:ends], made.drafted, min(made.accepted, ends), made.draft_ms, made.verify_ms)

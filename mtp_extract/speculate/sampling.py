@@ -19,9 +19,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.numbers import count
 
-_NO_TOKENS: Any = None  # what was written so far, which these warpers do not look at
-
-_COLDEST = torch.finfo(torch.float32).tiny  # by less F32 does not divide
+_NO_TOKENS: Any = None  # the text so far, which these warpers do not look at
+_COLDEST = torch.finfo(torch.float32).tiny  # F32 does not divide by less
 
 NOT_DRAWN = -1
 """In place of a token, where weights are no numbers."""
@@ -29,7 +28,11 @@ NOT_DRAWN = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; the same for base and drafter."""
+    """How tokens are chosen; the same for base and drafter.
+
+    Raises:
+        MtpExtractError: a number is out of range.
+    """
 
     temperature: float = 0.0  # logits are divided by it. 0 is greedy: the argmax, and nothing is random.
     top_k: int | None = None  # keep the k most likely tokens; None keeps all
@@ -37,15 +40,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf")):
-            raise MtpExtractError(
-                f"expected a finite temperature of at least 0, found {escape(self.temperature)}; 0 is greedy"
-            )
+            raise MtpExtractError(f"expected a finite temperature of at least 0, found {escape(self.temperature)}")
         if self.top_k is not None:
-            count("top_k", self.top_k, least=1, advice="leave it out to keep every token")
+            count("top_k", self.top_k, least=1)
         if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
-            raise MtpExtractError(
-                f"expected top_p in (0, 1], found {escape(self.top_p)}; leave it out to keep every token"
-            )
+            raise MtpExtractError(f"expected top_p in (0, 1], found {escape(self.top_p)}")
 
     @property
     def greedy(self) -> bool:
@@ -61,7 +60,7 @@ class Sampling:
         warp += [TopKLogitsWarper(self.top_k)] if self.top_k else []
         warp += [TopPLogitsWarper(float(self.top_p))] if self.top_p and self.top_p < 1 else []
         scores: Any = logits.float()
-        # Largest 0: a small temperature makes nothing infinite but what is unlikely.
+        # With the largest at 0, a small temperature makes only unlikely tokens infinite.
         warped: Tensor = warp(_NO_TOKENS, scores - scores.amax(-1, keepdim=True))
         return warped.softmax(-1)
 
@@ -91,20 +90,16 @@ def judge(
         drafts: int64 [K].
         q: of each draft, [1, vocabulary], the distribution it was drawn from; none where greedy.
     """
-    drafted = len(drafts)
     if sampling.greedy:
         choices = logits.argmax(-1)
         accepted = (choices[:-1] == drafts).cumprod(0).sum()
         return accepted, choices[accepted]
     p = sampling.probabilities(logits)
-    if not drafted:
-        return torch.zeros_like(p[0, 0], dtype=torch.long), draw(p, random)[0]
-    own = torch.cat(list(q))
+    own = torch.cat((*q, torch.zeros_like(p[:1])))  # after the last draft nothing was drawn that could be rejected
     index = drafts[:, None]
-    chance = torch.rand(drafted, 1, generator=random, device=p.device)
-    accepted = (chance * own.gather(1, index) < p[:-1].gather(1, index)).cumprod(0).sum()
-    residual = (p[accepted] - own[accepted.clamp(max=drafted - 1)]).clamp(min=0)
+    chance = torch.rand(len(drafts), 1, generator=random, device=p.device)
+    accepted = (chance * own[:-1].gather(1, index) < p[:-1].gather(1, index)).cumprod(0).sum()
+    residual = (p[accepted] - own[accepted]).clamp(min=0)
     # p <= q everywhere means p = q: the residual then vanishes but for rounding, and p is its limit. Where q is no
     # number, neither is it, and nothing is drawn.
-    judged = (accepted < drafted) & ~(residual.sum() <= 0)
-    return accepted, draw(torch.where(judged, residual, p[accepted])[None], random)[0]
+    return accepted, draw(torch.where(residual.sum() <= 0, p[accepted], residual)[None], random)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mtp_extract.drafter.protocol import Drafter, Fed
+from mtp_extract.drafter.protocol import Drafter, Fed, Needs
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.speculate.trees import Tree
 
-# What an attention implementation wants in place of a boolean mask: itself, or a number to add.
-_MASK_FORMS = {"sdpa": False, "eager": True}
+_ATTENTIONS = ("sdpa", "eager")  # those that take an explicit mask
 
 
 class Base:
@@ -27,6 +26,11 @@ class Base:
 
     Args:
         model: the loaded model. Its attention implementation must be ``sdpa`` (the default) or ``eager``.
+
+    Attributes:
+        device: where token ids go.
+        windows: layer type → the sliding window; None for full attention.
+        kv_providers: layer type → the last layer that computes its own K and V: those the drafter reads.
 
     Raises:
         PairError: the model is not of that kind.
@@ -40,27 +44,22 @@ class Base:
                 f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}; load it "
                 "with AutoModelForCausalLM, and give the base model, not the drafter"
             )
-        attention = getattr(config, "_attn_implementation", "sdpa")
-        if attention not in _MASK_FORMS:
+        self._attention = getattr(config, "_attn_implementation", "sdpa")
+        if self._attention not in _ATTENTIONS:
             raise PairError(
-                f"expected attention implementation {' or '.join(_MASK_FORMS)}, found {escape(attention)}, which takes "
-                "no explicit mask; load the base with attn_implementation='sdpa'"
+                f"expected attention implementation {' or '.join(_ATTENTIONS)}, found {escape(self._attention)}; load "
+                "the base with attn_implementation='sdpa'"
             )
-        self.model = model
-        self.config = config
-        self.device: torch.device = model.get_input_embeddings().weight.device
-        """Where token ids go."""
-        self.vocab_size = int(config.vocab_size)
-        self.width = int(config.hidden_size)
-        self.num_layers = len(layer_types)
-        self._additive = _MASK_FORMS[attention]
-        own = len(layer_types) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
         if unknown := sorted(set(layer_types) - set(windows)):
             raise PairError(f"expected layer types {', '.join(windows)} in the base, found {few(unknown)}")
+        self.model, self.config = model, config
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.vocab_size, self.width = int(config.vocab_size), int(config.hidden_size)
+        self.num_layers = len(layer_types)
         self.windows: dict[str, int | None] = {kind: windows[kind] for kind in dict.fromkeys(layer_types)}
+        own = self.num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:own])}
-        """Layer type → the last layer that computes its own K and V: those the drafter reads."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -76,8 +75,7 @@ class Base:
     def logits(self, hidden: Tensor) -> Tensor:
         """F32 [..., vocabulary], soft-capped like the base, of ``hidden`` [..., width] after the final norm.
 
-        The cap is applied in the head's dtype, as transformers does, so that a BF16 argmax comes out the
-        same.
+        The cap is applied in the head's dtype, as transformers does, so that a BF16 argmax comes out the same.
         """
         logits: Tensor = self.model.lm_head(hidden)
         cap = getattr(self.config, "final_logit_softcapping", None)
@@ -86,7 +84,7 @@ class Base:
         return logits.float().to(self.device)
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache for one text, from which what rejected drafts wrote can be taken back.
+        """An empty cache for one text, from which the K and V of rejected drafts can be cropped.
 
         Sliding layers keep two slots more than the base looks at next, which the drafter's two conventions look at.
         """
@@ -103,11 +101,10 @@ class Base:
         Args:
             tokens: int64 [1, n].
             layers: those whose incoming hidden states are wanted too.
-            tree: what the tokens are, where they do not follow one another.
+            tree: whose nodes the tokens are; None for tokens that follow one another.
         """
-        start = cache.get_seq_length()
-        places = torch.arange(tokens.shape[1]) if tree is None else torch.tensor([len(path) for path in tree.nodes])
-        positions = (start + places)[None].to(tokens.device)
+        steps = range(tokens.shape[1]) if tree is None else map(len, tree.nodes)
+        positions = cache.get_seq_length() + torch.tensor([list(steps)], device=tokens.device)
         masks = None if tree is None else self._tree_masks(cache, positions, tree)
         return self._run(tokens, positions, layers, attention_mask=masks, past_key_values=cache, use_cache=True)
 
@@ -131,20 +128,6 @@ class Base:
             {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()},
         )
 
-    def _tree_masks(self, cache: DynamicCache, positions: Tensor, tree: Tree) -> dict[str, Tensor]:
-        """Layer type → what a node sees, [1, 1, nodes, slots]: all before the tree, and what is on the way to it."""
-        sees, masks = torch.tensor(tree.sees, device=positions.device), {}
-        for kind, window in self.windows.items():
-            layer: Any = cache.layers[self.kv_providers[kind]]
-            slots = layer.get_mask_sizes(positions.shape[1])[0]
-            before = slots - positions.shape[1]
-            known = torch.arange(int(cache.get_seq_length()) - before, cache.get_seq_length(), device=positions.device)
-            visible = torch.cat((sees.new_ones(len(sees), before), sees), dim=1)
-            if window is not None:
-                visible &= torch.cat((known, positions[0])) > positions[0][:, None] - window
-            masks[kind] = self._mask(visible[None, None])
-        return masks
-
     def full_pass(self, tokens: Tensor, layers: Sequence[int] = ()) -> Fed:
         """One forward over ``tokens`` [batch, length], right-padded with anything: no token sees the padding.
 
@@ -157,37 +140,44 @@ class Base:
         return self._run(tokens, positions, layers, use_cache=False)
 
     def _run(self, tokens: Tensor, positions: Tensor, layers: Sequence[int], **more: Any) -> Fed:
-        """The body's output, with the hidden states that enter ``layers``."""
-        last: list[Tensor] = []
-        with ExitStack() as stack:
-            if self.num_layers in layers:
-                # transformers' own last state is the one after the final norm.
-                norm = self.model.get_decoder().norm
-                hook = norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
-                stack.callback(hook.remove)
-            output = self.model.model(
-                input_ids=tokens,
-                position_ids=positions,
-                output_hidden_states=bool(layers),
-                return_shared_kv_states=True,
-                **more,
-            )
+        """The body's output, with the hidden states that enter ``layers``; what enters the final norm is the last."""
+        states: dict[int, Tensor] = {}
+
+        def note(layer: int, entering: tuple[Tensor, ...]) -> None:
+            states[layer] = entering[0]
+
+        decoder = self.model.get_decoder()
+        modules = [*decoder.layers, decoder.norm]
+        with ExitStack() as hooks:
+            for layer in layers:
+                hook = modules[layer].register_forward_pre_hook(lambda _, given, layer=layer: note(layer, given))
+                hooks.callback(hook.remove)
+            output = self.model.model(input_ids=tokens, position_ids=positions, return_shared_kv_states=True, **more)
         kv = getattr(output, "shared_kv_states", None)
         if kv is None:
             raise PairError(
                 f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
                 "transformers 5.16.1 or newer"
             )
-        states = {layer: last[0] if layer == self.num_layers else output.hidden_states[layer] for layer in layers}
         return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
 
-    def _mask(self, visible: Tensor) -> Tensor:
-        if not self._additive:
-            return visible
-        dtype = self.model.get_input_embeddings().weight.dtype
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
-            ~visible, torch.finfo(dtype).min
-        )
+    def _tree_masks(self, cache: DynamicCache, positions: Tensor, tree: Tree) -> dict[str, Tensor]:
+        """Layer type → what a node sees, [1, 1, nodes, slots]: all before the tree, and what is on the way to it."""
+        device, nodes, length = positions.device, positions.shape[1], cache.get_seq_length()
+        dtype, masks = self.model.get_input_embeddings().weight.dtype, {}
+        for kind, window in self.windows.items():
+            layer: Any = cache.layers[self.kv_providers[kind]]
+            before = layer.get_mask_sizes(nodes)[0] - nodes
+            visible = torch.ones(nodes, before + nodes, dtype=torch.bool, device=device)
+            visible[:, before:] = torch.tensor(tree.sees, device=device)
+            if window is not None:
+                slots = torch.cat((torch.arange(length - before, length, device=device), positions[0]))
+                visible &= slots > positions[0][:, None] - window
+            # SDPA takes a boolean mask, the eager implementation a number to add.
+            added = torch.zeros(visible.shape, dtype=dtype, device=device)
+            added = added.masked_fill(~visible, torch.finfo(dtype).min)
+            masks[kind] = (visible if self._attention == "sdpa" else added)[None, None]
+        return masks
 
 
 @torch.inference_mode()
@@ -200,34 +190,28 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
         PairError: vocabulary, width, or the K and V of a layer type differ, or a layer is missing; or the
             tokenizer has more tokens than the base.
     """
-    advice = "give the base model this drafter was made for"
-    needs = drafter.needs
-    if needs.vocab_size != base.vocab_size:
-        raise PairError(
-            f"expected a base with the drafter's vocabulary of {needs.vocab_size}, found {base.vocab_size}; {advice}"
-        )
-    if needs.width != base.width:
-        raise PairError(f"expected a base of the drafter's backbone width {needs.width}, found {base.width}; {advice}")
-    if absent := sorted(set(needs.shared_kv) - set(base.kv_providers)):
-        raise PairError(
-            f"expected the base to compute K and V for {', '.join(absent)}, found only "
-            f"{', '.join(base.kv_providers) or 'none'}; {advice}"
-        )
-    if absent_layers := [layer for layer in needs.layers if not 0 <= layer <= base.num_layers]:
-        raise PairError(
-            f"expected the base to have a layer {absent_layers[0]}, found layers 0 to {base.num_layers - 1}, and "
-            f"{base.num_layers} for what leaves the last; {advice}"
-        )
-    shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
-    for kind, expected in needs.shared_kv.items():
-        found = tuple(shared[kind][0].shape[i] for i in (1, 3))
+    for what, expected, found in _compared(base, drafter.needs):
         if expected != found:
             raise PairError(
-                f"{kind}: expected K and V of {expected[0]} heads of {expected[1]}, found {found[0]} heads of "
-                f"{found[1]} in the base; {advice}"
+                f"expected a base with {what} {expected}, found {found}; give the base model this drafter was made for"
             )
     if tokenizer is not None and len(tokenizer) > base.vocab_size:
         raise PairError(
-            f"expected a tokenizer of at most {base.vocab_size} tokens, found {len(tokenizer)}; give the "
-            "base model's own tokenizer"
+            f"expected a tokenizer of at most {base.vocab_size} tokens, found {len(tokenizer)}; give the base model's "
+            "own tokenizer"
         )
+
+
+def _compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
+    """What is needed, its value, and the base's."""
+    yield "a vocabulary of", needs.vocab_size, base.vocab_size
+    yield "the drafter's backbone width", needs.width, base.width
+    for layer in needs.layers:
+        # As many as there are stands for what leaves the last.
+        yield "a layer", layer, min(max(layer, 0), base.num_layers)
+    for kind in needs.shared_kv:
+        yield "layers with K and V of type", kind, kind if kind in base.kv_providers else "none"
+    shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
+    for kind, (heads, width) in needs.shared_kv.items():
+        keys = shared[kind][0]
+        yield f"{kind}: K and V of", f"{heads} heads of {width}", f"{keys.shape[1]} heads of {keys.shape[3]}"

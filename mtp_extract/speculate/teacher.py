@@ -15,6 +15,7 @@ also those whose draft had left the text.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,9 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
+from mtp_extract.drafter.protocol import BaseState, Drafter, Fed, Needs
 from mtp_extract.errors import PairError
-from mtp_extract.speculate.arithmetic import Proportion
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.target import Base
 
@@ -36,6 +36,8 @@ _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max
 
 _Part = TypeVar("_Part", bound="OfTexts")
+Look = Callable[[Tensor, Tensor], Sequence[Tensor]]
+"""Draft logits [batch, anchors, vocabulary] and their targets int64 [batch, anchors] → columns [batch, anchors]."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class OfTexts:
         """These rows: bool [N], or their numbers in another order."""
         return type(self)(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
+    @classmethod
+    def joined(cls: type[_Part], parts: Sequence[_Part]) -> _Part:
+        """Several as one."""
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(cls)))
+
 
 @dataclass(frozen=True)
 class Agreement(OfTexts):
@@ -94,22 +101,19 @@ class Agreement(OfTexts):
         """Figure → the anchors that count for it at ``step`` (from 0), and those among which; bool [N] each.
 
         ``top1`` and ``top5`` are of all anchors with a target there; ``conditional`` of those among them that hit at
-        every step before (``accepted_i / accepted_(i-1)``); ``unconditional`` counts hits at all steps up to this one
-        (``accepted_i / rounds``).
+        every step before (``accepted_i / accepted_(i-1)``).
         """
         hit, aimed = self.drafts == self.targets, self.targets[:, step] != _NO_TARGET
-        before = hit[:, :step].all(dim=1)
         return {
             "top1": (hit[:, step], aimed),
             "top5": (self.top5[:, step], aimed),
-            "conditional": (hit[:, step], aimed & before),
-            "unconditional": (hit[:, step] & before, aimed),
+            "conditional": (hit[:, step], aimed & hit[:, :step].all(dim=1)),
         }
 
-    def rate(self, figure: str, step: int) -> Proportion:
-        """A figure of :meth:`counted`, as a share."""
+    def rate(self, figure: str, step: int) -> float:
+        """A figure of :meth:`counted`, as a share; NaN where nothing counts."""
         hit, among = self.counted(step)[figure]
-        return Proportion(int((hit & among).sum()), int(among.sum()))
+        return float(hit[among].double().mean()) if among.any() else math.nan
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,6 @@ def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> Fed
     return dataclasses.replace(full, shared_kv=kv)
 
 
-@torch.inference_mode()
 def teacher_forced(
     base: Base,
     drafter: Drafter,
@@ -147,7 +150,7 @@ def teacher_forced(
         texts: padded to the longest; group texts of similar length.
         steps: K, at least 1.
         logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors than fit are
-            taken in turns.
+            drafted in parts.
         every: of each text only every so many anchors, from the first on.
         full: :func:`read_texts` of these texts, where it is at hand.
 
@@ -158,20 +161,18 @@ def teacher_forced(
         PairError: no text has an anchor.
         MtpExtractError: ``steps`` or ``logits_at_once`` is no number of at least 1.
     """
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, full, every)
-    drafts, top5 = rounds.over(lambda state, token, aims: draft(drafter, state, token, aims, steps))
-    return Agreement(rounds.text, rounds.anchor, drafts, rounds.aims, top5)
+
+    def look(logits: Tensor, aim: Tensor) -> Sequence[Tensor]:
+        best = logits.topk(min(_TOP, logits.shape[-1]), dim=-1).indices
+        return logits.argmax(-1), (best == aim[..., None]).any(-1)
+
+    place, targets, (drafts, top5) = _stepped(
+        base, drafter, texts, steps, look, logits_at_once=logits_at_once, every=every, full=full
+    )
+    return Agreement(*place, drafts, targets, top5)
 
 
-@torch.inference_mode()
-def ranks_of_text(
-    base: Base,
-    drafter: Drafter,
-    texts: Sequence[Text],
-    steps: int,
-    *,
-    logits_at_once: int = _LOGITS_AT_ONCE,
-) -> Along:
+def ranks_of_text(base: Base, drafter: Drafter, texts: Sequence[Text], steps: int) -> Along:
     """How many tokens the drafter would draft before the text's own, after every anchor of every text.
 
     Every step reads the text's own token, as a tree's branch does that goes where the text goes. Arguments and errors
@@ -182,26 +183,18 @@ def ranks_of_text(
         a token that the drafter cannot draft.
     """
 
-    def rank(logits: Tensor, token: Tensor) -> Tensor:
-        own, before = logits.gather(-1, token[..., None]), torch.arange(logits.shape[-1], device=logits.device)
+    def look(logits: Tensor, aim: Tensor) -> Sequence[Tensor]:
+        token, before = aim.clamp(min=0), torch.arange(logits.shape[-1], device=logits.device)
+        own = logits.gather(-1, token[..., None])
         better = ((logits > own) | ((logits == own) & (before < token[..., None]))).sum(-1)
-        return torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better)
+        return [torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better).where(aim != _NO_TARGET, _NO_TARGET)]
 
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
-    ranks = torch.where(rounds.aims == _NO_TARGET, _NO_TARGET, rounds.along(rank))
-    return Along(rounds.text, rounds.anchor, ranks)
+    place, _, (ranks,) = _stepped(base, drafter, texts, steps, look, along=True)
+    return Along(*place, ranks)
 
 
-@torch.inference_mode()
 def chances_of_text(
-    base: Base,
-    drafter: Drafter,
-    texts: Sequence[Text],
-    steps: int,
-    *,
-    temperature: float,
-    logits_at_once: int = _LOGITS_AT_ONCE,
-    full: Fed | None = None,
+    base: Base, drafter: Drafter, texts: Sequence[Text], steps: int, *, temperature: float, full: Fed | None = None
 ) -> Along:
     """How likely drafts that are drawn at ``temperature`` stand, where the base drew the text at it, too.
 
@@ -212,16 +205,16 @@ def chances_of_text(
         F64 values: min(1, q / p) of the text's token, p the base's probability and q the drafter's; 0 past its end.
     """
 
-    def chance(logits: Tensor, token: Tensor) -> Tensor:
-        return torch.softmax(logits.float() / temperature, dim=-1).gather(-1, token[..., None])[..., 0].double()
+    def look(logits: Tensor, aim: Tensor) -> Sequence[Tensor]:
+        q = torch.softmax(logits.float() / temperature, dim=-1)
+        return [q.gather(-1, aim.clamp(min=0)[..., None])[..., 0].double()]
 
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, full)
-    q, own = rounds.along(chance), chances_of_base(base, texts, temperature, full=full)
+    place, targets, (q,) = _stepped(base, drafter, texts, steps, look, along=True, full=full)
+    chance = chances_of_base(base, texts, temperature, full=full).chance
     # The token at position n + 1 + i is the one that the base gives at n + i.
-    at = (rounds.anchor[:, None] + torch.arange(steps)).clamp(max=own.chance.shape[1] - 1)
-    p = own.chance[rounds.text[:, None], at]
-    stands = torch.where(rounds.aims == _NO_TARGET, 0.0, (q / p).clamp(max=1))
-    return Along(rounds.text, rounds.anchor, torch.nan_to_num(stands))
+    at = (place[1][:, None] + torch.arange(steps)).clamp(max=chance.shape[1] - 1)
+    stands = (q / chance[place[0][:, None], at]).clamp(max=1).where(targets != _NO_TARGET, 0.0)
+    return Along(*place, torch.nan_to_num(stands))
 
 
 @dataclass(frozen=True)
@@ -250,68 +243,51 @@ def chances_of_base(base: Base, texts: Sequence[Text], temperature: float, *, fu
     return OwnChances(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-class _Rounds:
-    """The beginning of a round at every anchor of some texts; arguments as of :func:`teacher_forced`.
+@torch.inference_mode()
+def _stepped(
+    base: Base,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    steps: int,
+    look: Look,
+    *,
+    along: bool = False,
+    logits_at_once: int = _LOGITS_AT_ONCE,
+    every: int = 1,
+    full: Fed | None = None,
+) -> tuple[tuple[Tensor, Tensor], Tensor, list[Tensor]]:
+    """What ``look`` makes of the logits of every step of a round at every anchor.
 
-    Attributes:
-        text: int64 [N], index of the text; in order of text, then position.
-        anchor: int64 [N].
-        aims: int64 [N, K], :func:`targets`.
+    Args:
+        along: each step reads the text's own token; else the drafter's likeliest.
+
+    Returns:
+        Index of the text and position of every anchor, int64 [N] each; :func:`targets` int64 [N, K]; and the columns,
+        [N, K] each. On the CPU.
     """
-
-    def __init__(
-        self,
-        base: Base,
-        drafter: Drafter,
-        texts: Sequence[Text],
-        steps: int,
-        logits_at_once: int,
-        full: Fed | None = None,
-        every: int = 1,
-    ) -> None:
-        count("steps", steps, least=1)
-        taken = [text.anchors[::every] for text in texts]
-        lengths = torch.tensor(list(map(len, taken)))
-        if not lengths.any():
-            raise PairError(
-                "expected a text with at least two generated tokens, found none; generate longer continuations"
-            )
-        self._drafter, self._embed = drafter, base.embed
-        self._full = full or read_texts(base, texts, [drafter.needs])
-        self._width = max(1, count("logits_at_once", logits_at_once, least=1) // (len(texts) * base.vocab_size))
-        self._places = _padded(taken, 1)
-        self._aims = targets(texts, self._places, steps)
-        self._real = torch.arange(self._places.shape[1])[None] < lengths[:, None]
-        self.text = torch.arange(len(texts))[:, None].expand_as(self._real)[self._real]
-        self.anchor, self.aims = self._places[self._real], self._aims[self._real]
-
-    def over(self, found: Callable[[DraftState, Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
-        """What is ``found`` from the drafter's state, the pending tokens int64 [B, L] and their targets [B, L, K], as
-        many anchors at a time as their logits allow: of each column [B, L, K] the real ones, [N, K].
-        """
-        tokens, parts = self._full.tokens, []
-        for places, aims in zip(
-            *(torch.split(part, self._width, 1) for part in (self._places, self._aims)), strict=True
-        ):
-            there = places.to(tokens.device)
-            state = self._drafter.start(BaseState.after(self._full, there, self._embed))
-            parts.append(found(state, tokens.gather(1, there), aims))
-        return [torch.cat(column, dim=1)[self._real] for column in zip(*parts, strict=True)]
-
-    def along(self, value: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """[N, K], a ``value`` of each step's logits [B, L, vocabulary] and the text's own token [B, L], which the next
-        step reads; past the end of a text it is any.
-        """
-
-        def found(state: DraftState, token: Tensor, aims: Tensor) -> Sequence[Tensor]:
-            values = []
-            for aim in aims.clamp(min=0).unbind(-1):
-                logits, state = self._drafter.step(state, token)
-                token = aim.to(logits.device)
-                values.append(value(logits, token).cpu())
-            return [torch.stack(values, dim=-1)]
-
-        return self.over(found)[0]
+    count("steps", steps, least=1)
+    taken = [text.anchors[::every] for text in texts]
+    lengths = torch.tensor(list(map(len, taken)))
+    if not lengths.any():
+        raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
+    full = full or read_texts(base, texts, [drafter.needs])
+    width = max(1, count("logits_at_once", logits_at_once, least=1) // (len(texts) * base.vocab_size))
+    anchors = _padded(taken, 1)
+    aims, real = targets(texts, anchors, steps), torch.arange(anchors.shape[1])[None] < lengths[:, None]
+    parts = []
+    for some, aimed in zip(torch.split(anchors, width, 1), torch.split(aims, width, 1), strict=True):
+        places = some.to(full.tokens.device)
+        state, token = drafter.start(BaseState.after(full, places, base.embed)), full.tokens.gather(1, places)
+        columns = []
+        for aim in aimed.unbind(-1):
+            logits, state = drafter.step(state, token)
+            there = aim.to(logits.device)
+            token = there.clamp(min=0) if along else logits.argmax(-1)
+            columns.append([column.cpu() for column in look(logits, there)])
+        parts.append([torch.stack(column, dim=-1) for column in zip(*columns, strict=True)])
+    text = torch.arange(len(texts))[:, None].expand_as(real)
+    found = [torch.cat(column, dim=1)[real] for column in zip(*parts, strict=True)]
+    return (text[real], anchors[real]), aims[real], found
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
@@ -324,21 +300,3 @@ def targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     """int64 [texts, anchors, steps]: the tokens after each anchor, -1 past the end."""
     padded = functional.pad(_padded([text.tokens for text in texts], _NO_TARGET), (0, steps), value=_NO_TARGET)
     return torch.stack([padded.gather(1, anchors + 1 + step) for step in range(steps)], dim=-1)
-
-
-def draft(drafter: Drafter, state: DraftState, token: Tensor, aims: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Drafts int64 and top-5 membership bool, each [batch, queries, steps], on the CPU.
-
-    Args:
-        state: of ``drafter``, at the start of a round.
-        token: int64 [batch, queries], the pending tokens.
-        aims: int64 [batch, queries, steps].
-    """
-    drafts, top5 = [], []
-    for step in range(steps):
-        logits, state = drafter.step(state, token)
-        token = logits.argmax(-1)
-        best = logits.topk(min(_TOP, logits.shape[-1]), dim=-1).indices
-        drafts.append(token.cpu())
-        top5.append((best == aims[..., step, None].to(best.device)).any(-1).cpu())
-    return torch.stack(drafts, dim=-1), torch.stack(top5, dim=-1)

@@ -232,7 +232,7 @@ def test_the_last_state_is_the_one_before_the_final_norm(model: Any) -> None:
 
 
 def test_a_base_of_fewer_layers_or_another_width(model: Any) -> None:
-    with pytest.raises(PairError, match="expected the base to have a layer 6"):
+    with pytest.raises(PairError, match="layer 6, found 5"):
         SpeculativeGenerator(model, random_head(head_config(base_layers=(1, 3, 6))))
     wide = head_config(backbone_hidden_size=48, own_embedding=True)
     with pytest.raises(PairError, match="backbone width 48, found 32"):

@@ -5,14 +5,13 @@ It shares no mask and no batching with ``teacher_forced``, and is what that is c
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Text, draft, targets
+from mtp_extract.speculate.teacher import Agreement, Text, targets
 
 __all__ = ["teacher_forced_by_stepping"]
 
@@ -20,7 +19,7 @@ __all__ = ["teacher_forced_by_stepping"]
 @torch.inference_mode()
 def teacher_forced_by_stepping(base: Base, drafter: Drafter, texts: Sequence[Text], steps: int) -> Agreement:
     parts = [part for index, text in enumerate(texts) for part in _stepping(base, drafter, index, text, steps)]
-    return Agreement(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(Agreement)))
+    return Agreement.joined(parts)
 
 
 def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) -> Iterator[Agreement]:
@@ -37,6 +36,11 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
         pending = tokens[:, anchor : anchor + 1]
         state = drafter.start(BaseState.after(fed, position.to(base.device), base.embed, previous))
         previous = state if drafter.needs.own_cache else None
-        drafts, top5 = draft(drafter, state, pending, aim, steps)
-        yield Agreement(torch.tensor([index]), position[0], drafts[0], aim[0], top5[0])
+        drafts, top5, token = [], [], pending
+        for target in aim.unbind(-1):
+            logits, state = drafter.step(state, token)
+            token = logits.argmax(-1)
+            drafts.append(int(token))
+            top5.append(target.item() in logits[0, 0].topk(min(5, logits.shape[-1])).indices.tolist())
+        yield Agreement(torch.tensor([index]), position[0], torch.tensor([drafts]), aim[0], torch.tensor([top5]))
         fed = base.keep(cache, base.feed(pending, cache, layers), [0])

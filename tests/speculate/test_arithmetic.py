@@ -10,7 +10,7 @@ import pytest
 from helpers.chi_square import chi_square
 
 from mtp_extract.speculate import arithmetic
-from mtp_extract.speculate.arithmetic import Proportion, best_draft_length, expected_tokens, speedup
+from mtp_extract.speculate.arithmetic import best_draft_length, expected_tokens, speedup
 
 
 def test_examples() -> None:
@@ -57,11 +57,6 @@ def test_best_draft_length_is_the_best() -> None:
 def test_speedup_without_drafts_is_one() -> None:
     assert speedup([], draft_cost=0.3) == 1.0
     assert speedup([1.0], draft_cost=0.25) == pytest.approx(2 / 1.25)
-
-
-def test_proportion() -> None:
-    assert Proportion(3, 4).value == 0.75
-    assert math.isnan(Proportion(0, 0).value)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_messages_that_cannot_be_written(pair: Pair) -> None:
         codec.encode([{"content": "a"}])
     with pytest.raises(PairError, match="expected messages with role and content, found 7"):
         codec.encode([*HELLO, 7])  # type: ignore[list-item]
-    with pytest.raises(PairError, match="expected a tokenizer for messages, found none"):
+    with pytest.raises(PairError, match="expected a tokenizer with a chat template for messages"):
         Codec(None, 512).encode(HELLO)
     strict = copy.deepcopy(pair.tokenizer)
     for template in ("{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}", "{% for", "{{ 'a' + 1 }}"):

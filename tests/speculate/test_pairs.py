@@ -26,8 +26,8 @@ def test_the_sample_fits(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 500}, "expected a base with the drafter's vocabulary of 500, found 512; give the base model"),
-        ({"backbone_hidden_size": 60}, "expected a base of the drafter's backbone width 60, found 64; give the base"),
+        ({"vocab_size": 500}, "vocabulary of 500, found 512; give the base model"),
+        ({"backbone_hidden_size": 60}, "backbone width 60, found 64; give the base"),
     ],
 )
 def test_vocabulary_and_width(pair: Pair, changes: dict[str, Any], message: str) -> None:
@@ -37,14 +37,14 @@ def test_vocabulary_and_width(pair: Pair, changes: dict[str, Any], message: str)
 
 def test_shape_of_k_and_v(pair: Pair) -> None:
     layers = tuple(dataclasses.replace(layer, num_kv_heads=1) for layer in pair.drafter.config.layers)
-    with pytest.raises(PairError, match=r"sliding_attention: expected K and V of 1 heads of 32, found 2 heads of 32"):
+    with pytest.raises(PairError, match="sliding_attention: K and V of 1 heads of 32, found 2 heads of 32"):
         SpeculativeGenerator(pair.base, drafter_like(pair, layers=layers))
 
 
 def test_a_base_without_the_layer_type() -> None:
     base = random_base(layer_types=["full_attention"] * 5)
     drafter = random_drafter(random_base())
-    with pytest.raises(PairError, match=r"to compute K and V for sliding_attention, found only full_attention"):
+    with pytest.raises(PairError, match="K and V of type sliding_attention, found none"):
         SpeculativeGenerator(base, drafter)
 
 
@@ -55,7 +55,7 @@ def test_a_drafter_in_place_of_the_base(pair: Pair) -> None:
     text |= {"hidden_size": 64, "intermediate_size": 64, "hidden_size_per_layer_input": 0, "head_dim": 8}
     text |= {"vocab_size_per_layer_input": 0, "num_attention_heads": 4, "num_kv_shared_layers": 2}
     config = AutoConfig.for_model("gemma4_assistant", text_config={"model_type": "gemma4_text", **text})
-    with pytest.raises(PairError, match=r"to compute K and V for full_attention, sliding_attention, found only none"):
+    with pytest.raises(PairError, match="K and V of type sliding_attention, found none"):
         SpeculativeGenerator(Gemma4AssistantForCausalLM(config), pair.drafter)
 
 
@@ -89,7 +89,7 @@ def test_tokenizer_of_another_model(pair: Pair) -> None:
 
 def test_prompts(pair: Pair) -> None:
     generator = SpeculativeGenerator(pair.base, pair.drafter)
-    with pytest.raises(PairError, match="expected a tokenizer for a text prompt, found none; pass"):
+    with pytest.raises(PairError, match="expected a tokenizer for text, found none"):
         generator.generate("text")
     with pytest.raises(PairError, match="expected a prompt of at least one token"):
         generator.generate([])

@@ -131,8 +131,5 @@ def test_a_layer_the_base_does_not_have(model: Any) -> None:
         def needs(self) -> Needs:
             return replace(super().needs, layers=(6,))
 
-    with pytest.raises(
-        PairError,
-        match="expected the base to have a layer 6, found layers 0 to 4, and 5 for what leaves the last; give the base",
-    ):
+    with pytest.raises(PairError, match="layer 6, found 5"):
         SpeculativeGenerator(model, Deep(()))

@@ -236,7 +236,7 @@ def test_one_that_does_not_fit_is_named(plan: ValidationPlan, checkpoint: Path, 
     other, said = tmp_path / "other", list[str]()
     random_assistant(GEOMETRIES["dense"]).save_pretrained(other)
     wanted = dataclasses.replace(plan, source=None, beside=(checkpoint, other))
-    with pytest.raises(PairError, match="other: expected a base with the drafter's vocabulary of 60, found 512"):
+    with pytest.raises(PairError, match="other: expected a base with a vocabulary of 60, found 512"):
         run_validation(wanted, said.append)
     assert said == [f"loading the base {plan.base}"]
     with pytest.raises(CheckpointError, match="/absent: expected a checkpoint's directory"):

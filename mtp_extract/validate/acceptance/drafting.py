@@ -94,7 +94,7 @@ def draftings(
     """
     from mtp_extract.evaluate.agreement import measure_ranks
 
-    conditional = [agreement.rate("conditional", step).value for step in range(agreement.steps)]
+    conditional = [agreement.rate("conditional", step) for step in range(agreement.steps)]
     held = (agreement.drafts == agreement.targets).int().cumprod(1)
     found = [
         Drafting(str(k), k, expected_tokens(conditional[:k]), _stands(agreement, held[:, :k].sum(1).tolist()))

@@ -135,10 +135,10 @@ def test_what_repeats_is_not_counted(
 def test_what_is_expected(result: GenerationResult, agreement: Agreement) -> None:
     """From teacher forcing over every position; of a tree that is a chain, what agreement says of whole rounds."""
     found = {name: worth.expected_tokens_per_round for name, worth in result.worth.items()}
-    chain = expected_tokens([agreement.rate("conditional", step).value for step in range(4)])
+    chain = expected_tokens([agreement.rate("conditional", step) for step in range(4)])
     assert found["4"] == pytest.approx(chain)
     assert found["1x1x1x1"] == figures(agreement).teacher_forced.value
-    shallow = expected_tokens([agreement.rate("conditional", step).value for step in range(3)])
+    shallow = expected_tokens([agreement.rate("conditional", step) for step in range(3)])
     assert found["3x2x1"] is not None
     assert shallow + 0.1 < found["3x2x1"] < 4
 
