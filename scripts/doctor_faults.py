@@ -3,11 +3,10 @@
     PYTHONPATH=tests python scripts/doctor_faults.py [SOUND RUNS [DIR BASE PROMPTS]]
 
 Our own loop is the engine, with a fault of ``tests/helpers/planted_faults.py`` in it, on the packaged sample or on the
-pair that is given. Drafts are greedy; drawn at temperature 0.5; or the likeliest tokens for texts drawn at
-temperature 0.5, as engines have it. Counters are told by step, as by vLLM, or as totals, as by llama-server; as they
-are, or with noise: rounds of other requests (Poisson, 0.5 a text), and three drafts in a hundred not counted. Every
-second prompt is asked. With SOUND RUNS, which differ in their seeds and take a third of the prompts each, nothing is
-planted.
+pair that is given. Texts are greedy, or drawn at temperature 0.5; drafts are the drafter's likeliest tokens. Counters
+are told by step, as by vLLM, or as totals, as by llama-server; as they are, or with noise: rounds of other requests
+(Poisson, 0.5 a text), and three drafts in a hundred not counted. Every second prompt is asked. With SOUND RUNS, which
+differ in their seeds and take a third of the prompts each, nothing is planted.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from helpers.planted_faults import PLANTED, near_overflow
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.doctor.counts import Counts, expected_counts
 from mtp_extract.doctor.faults import Reference, reference
+from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving
 from mtp_extract.doctor.run import hold_against
-from mtp_extract.doctor.server import Reply
 from mtp_extract.doctor.texts import Sample, samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import Verdict, judge
 from mtp_extract.drafter.load import load_drafter
@@ -40,6 +39,7 @@ from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
 from mtp_extract.pipeline.extraction import extract
+from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
@@ -54,14 +54,12 @@ class Way(NamedTuple):
 
     name: str
     temperature: float
-    drawn: bool
     drafts: int | Tree
 
 
 WAYS = (
-    Way("greedy", 0.0, False, STEPS),
-    Way("drawn", 0.5, True, STEPS),
-    Way("likeliest", 0.5, False, Tree.parse("x".join("1" * STEPS))),
+    Way("greedy", 0.0, STEPS),
+    Way("likeliest", 0.5, Tree.parse("x".join("1" * STEPS))),
 )
 TELLS = ("steps", "totals")
 
@@ -88,27 +86,29 @@ class Bench:
         self.encoded = encode_prompts(read_prompts(prompts), self.generator.codec, chat_template=False)
         self._known: dict[Any, Reference] = {}
 
-    def serve(self, engine: Any, way: Way, seed: int, rows: Sequence[int]) -> list[Reply]:
+    def serve(self, engine: Any, way: Way, seed: int, rows: Sequence[int]) -> list[Answer]:
         """What an engine answers to the prompts ``rows``, and counts."""
         generator = SpeculativeGenerator(self.generator.base, engine, self.tokenizer)
         settings: Any = {"max_new_tokens": NEW_TOKENS, "drafts": way.drafts, "temperature": way.temperature}
         results = [generator.generate(self.encoded[row], seed=seed + row, **settings) for row in rows]
         return [_told(played(result)) for result in results]
 
-    def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Reply], rows: Sequence[int]) -> Iterator[Any]:
+    def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Answer], rows: Sequence[int]) -> Iterator[Any]:
         """By tells and noise: texts, reference and verdict."""
         encoded = [self.encoded[row] for row in rows]
-        chosen = samples(self.generator, encoded, told, max_tokens=NEW_TOKENS, temperature=way.temperature, batch=BATCH)
+        plan = DoctorPlan("the pair", max_tokens=NEW_TOKENS, temperature=way.temperature, batch=BATCH)
+        chosen = samples(self.generator, encoded, told, plan)
         clean = served_counts(chosen, STEPS, self.generator.base.stop_token_ids)
         assert clean is not None
-        known = self._reference(drafter, way, chosen, clean.tokens_per_round)
-        text = text_fit(self.generator, chosen, temperature=way.temperature, batch=BATCH)
+        known = self._reference(drafter, chosen, clean.tokens_per_round)
+        text = text_fit(self.generator, chosen, plan)
         for noisy in (False, True):
             served = _noisy(clean) if noisy else clean
             for tells in TELLS:
                 has = served if tells == "steps" else dataclasses.replace(served, by_step=None)
                 found = Diagnosis(
-                    drafter=Identity("the pair", "transformers", "extracted", None),
+                    drafter=Identity("the pair", "transformers", None),
+                    base="the base",
                     settings={"drafts": STEPS, "drafts_known": True},
                     serving=Serving("the engine", "vLLM"),
                     text=text,
@@ -116,26 +116,23 @@ class Bench:
                 hold_against(found, known, has)
                 yield tells, noisy, clean, known, found
 
-    def _reference(self, drafter: MtpDrafter, way: Way, chosen: Sequence[Sample], lag: float) -> Reference:
+    def _reference(self, drafter: MtpDrafter, chosen: Sequence[Sample], lag: float) -> Reference:
         texts = [sample.text for sample in chosen]
-        key = (id(drafter), way.drawn, tuple(text.tokens for text in texts), max(1, round(lag)))
+        key = (id(drafter), tuple(text.tokens for text in texts), max(1, round(lag)))
         if key not in self._known:
-            temperature = way.temperature if way.drawn else None
 
             def along(drafters: Sequence[Drafter]) -> list[Counts]:
-                return expected_counts(
-                    self.generator.base, drafters, texts, STEPS, temperature=temperature, batch=BATCH
-                )
+                return expected_counts(self.generator.base, drafters, texts, STEPS, batch=BATCH)
 
             self._known[key] = reference(drafter, self.generator.base, along, lag=lag)
         return self._known[key]
 
 
-def _told(answer: Written) -> Reply:
+def _told(answer: Written) -> Answer:
     made = answer.counted
     by_step = tuple(made.get(f"accepted_{step}", 0) for step in range(STEPS))
     counted = Counters(rounds=made["rounds"], drafted=made["drafted"], accepted=made["accepted"], positions=by_step)
-    return Reply(answer.pieces[0], made["tokens"], counted)
+    return Answer(answer.pieces[0], made["tokens"], 1, None, 0.0, counted=counted)
 
 
 def _noisy(counts: Counts) -> Counts:

@@ -2,8 +2,7 @@
 
 Whether a draft stands is known at every position of a text by teacher forcing, and so are the rounds that a server
 makes of the text: with drafts that are the likeliest tokens exactly, at any temperature, for a server keeps such a
-draft where its token is the one that it emits. A draft that is drawn from q stands, given that the text goes on with x,
-with probability min(1, q(x) / p(x)), and what follows are expectations.
+draft where its token is the one that it emits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mtp_extract.evaluate.intervals import share_interval
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Along, Text, chances_of_text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +35,7 @@ class Counts:
     tokens: Floats  # [texts], those that rounds add: all but the first
     rounds: Floats  # [texts]
     accepted: Floats  # [texts]
-    by_step: Floats | None  # [texts, K], accepted at each step; None where a server does not tell
+    by_step: Floats | None  # [texts, K], accepted at each step; None where a server does not report it
 
     @property
     def tokens_per_round(self) -> float:
@@ -45,7 +44,7 @@ class Counts:
 
     @property
     def reached(self) -> list[Floats]:
-        """Rounds, and drafts accepted at each step, as far as steps are told; [texts] each."""
+        """Rounds, and drafts accepted at each step, as far as steps are known; [texts] each."""
         return [self.rounds] if self.by_step is None else [self.rounds, *self.by_step.T]
 
     def rates(self, steps: int) -> Rates:
@@ -64,46 +63,30 @@ def _share(hits: Floats, sizes: Floats) -> Figure:
 
 
 def expected_counts(
-    base: Base,
-    drafters: Sequence[Drafter],
-    texts: Sequence[Text],
-    steps: int,
-    *,
-    temperature: float | None = None,
-    batch: int,
+    base: Base, drafters: Sequence[Drafter], texts: Sequence[Text], steps: int, *, batch: int
 ) -> list[Counts]:
     """What each of ``drafters`` comes to along ``texts``, in their order; the base reads each text once.
+
+    A text that was cut off ends in a token of the base's: an engine that adds so many tokens and no more drafts up to
+    the one before. Where there is no room for a draft, a round is none that a server counts.
 
     Args:
         texts: each with at least one anchor.
         steps: drafts a round.
-        temperature: at which drafts are drawn; None where they are the likeliest tokens.
     """
-    tables = np.zeros((len(drafters), len(texts), steps + 1))
+    tables = torch.zeros(len(drafters), len(texts), steps + 1, dtype=torch.double)
     for rows in groups([len(text.tokens) for text in texts], batch):
         chosen = [texts[row] for row in rows]
         full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
+        ends = torch.tensor(
+            [len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen], dtype=torch.long
+        )
         for table, drafter in zip(tables, drafters, strict=True):
-            if temperature is None:
-                drafts = teacher_forced(base, drafter, chosen, steps, full=full)
-                stands = Along(drafts.text, drafts.anchor, (drafts.drafts == drafts.targets).double())
-            else:
-                stands = chances_of_text(base, drafter, chosen, steps, temperature=temperature, full=full)
-            table[rows] = _along(chosen, stands, frozenset(base.stop_token_ids))
+            made = teacher_forced(base, drafter, chosen, steps, full=full)
+            room = ends[made.text] - made.anchor
+            stands = (made.drafts == made.targets).double().cumprod(dim=1) * (torch.arange(steps) < room[:, None])
+            begins = Measured.over(made.text, made.anchor, stands).begins * (room > 0)
+            counted = begins[:, None] * torch.cat([torch.ones(len(room), 1), stands], dim=1)
+            table.index_add_(0, torch.tensor(rows)[made.text], counted)
     tokens = np.array([float(len(text.anchors)) for text in texts])
-    return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables]
-
-
-def _along(texts: Sequence[Text], stands: Along, stops: frozenset[int]) -> Floats:
-    """Of each text its rounds, and the drafts accepted at every step: F64 [texts, 1 + K].
-
-    A text that was cut off ends in a token of the base's: an engine that adds so many tokens and no more drafts up to
-    the one before. Where there is no room for a draft, a round is none that a server counts.
-    """
-    ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in stops) for text in texts])
-    room, steps = ends[stands.text] - stands.anchor, stands.values.shape[1]
-    accepted = stands.values.cumprod(dim=1) * (torch.arange(steps) < room[:, None])
-    begins = Measured.over(stands.text, stands.anchor, accepted).begins * (room > 0)
-    counted = begins[:, None] * torch.cat([torch.ones(len(room), 1), accepted], dim=1)
-    found: Floats = torch.zeros(len(texts), steps + 1, dtype=torch.double).index_add(0, stands.text, counted).numpy()
-    return found
+    return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables.numpy()]

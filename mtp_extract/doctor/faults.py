@@ -1,4 +1,4 @@
-"""What may be wrong in a serving stack, one thing each: the controls of a validation, and four that engines have had.
+"""What may be wrong in a serving stack, one thing each: the controls of a validation, and three that engines have had.
 
 Each is a row of :data:`FAULTS`: the drafter with that thing broken, whose counts along the served texts are those that
 a server with that fault is expected to have.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_extract.doctor.counts import Counts
-from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
@@ -82,17 +81,6 @@ def _early_state(setting: Setting) -> Drafter:
     return Handed(setting.drafter, setting.convention, change=change, layers=(layer,))
 
 
-def _other_base(setting: Setting) -> Drafter:
-    """Another base has its state in other coordinates; the round's later steps have the drafter's own."""
-
-    def transform(arguments: DraftArguments, step: int) -> DraftArguments:
-        if step:
-            return arguments
-        return dataclasses.replace(arguments, hidden=arguments.hidden.roll(arguments.hidden.shape[-1] // 2, -1))
-
-    return Altered(setting.drafter, setting.convention, transform)
-
-
 def _half(setting: Setting) -> Drafter:
     state = setting.drafter.state_dict()
     halves = {name: tensor.half() for name, tensor in state.items() if tensor.is_floating_point()}
@@ -118,12 +106,6 @@ FAULTS: tuple[Fault, ...] = (
         _early_state,
     ),
     Fault(
-        "other_base_state",
-        "the hidden state of another base",
-        "which base the drafter is paired with: another model's state has other coordinates",
-        _other_base,
-    ),
-    Fault(
         "fp16_overflow",
         "the drafter computed in FP16, whose range it may leave",
         "the type that the engine computes the drafter in: BF16 or F32, never FP16",
@@ -136,7 +118,7 @@ FAULTS: tuple[Fault, ...] = (
         _stale,
     ),
 )
-"""Eleven."""
+"""Ten."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +127,7 @@ class Reference:
 
     sound: Counts
     convention: Convention | None = None  # whose query position the drafter drafts better by; None where it has none
-    broken: Mapping[str, Counts] = dataclasses.field(default_factory=dict)  # by fault; those alone that change drafts
+    broken: Mapping[str, Counts] = dataclasses.field(default_factory=dict)  # by fault; only those that change drafts
     untold: tuple[str, ...] = ()  # faults that do not
 
 
@@ -158,18 +140,14 @@ def reference(drafter: Drafter, base: Base, along: Along, *, lag: float | None) 
     if not isinstance(drafter, MtpDrafter):
         return Reference(along([drafter])[0])
     conventions = (LITERT, TRANSFORMERS)
-    both = along([Altered(drafter, convention) for convention in conventions])
-    best = max((0, 1), key=lambda at: float(both[at].accepted.sum()))
+    both = dict(zip(conventions, along([Altered(drafter, convention) for convention in conventions]), strict=True))
+    best, sound = max(both.items(), key=lambda item: float(item[1].accepted.sum()))
     if lag is None:
-        return Reference(both[best], conventions[best])
-    setting = Setting(drafter, base.num_layers, conventions[best], max(1, round(lag)))
+        return Reference(sound, best)
+    setting = Setting(drafter, base.num_layers, best, max(1, round(lag)))
     made = {fault.name: broken for fault in FAULTS if (broken := fault.make(setting)) is not None}
     counts = dict(zip(made, along([*made.values()]), strict=True))
-    untold = tuple(name for name, found in counts.items() if not _moves(found, both[best]))
-    return Reference(
-        both[best], conventions[best], {n: found for n, found in counts.items() if n not in untold}, untold
-    )
-
-
-def _moves(broken: Counts, sound: Counts) -> bool:
-    return bool(np.abs(broken.accepted - sound.accepted).sum() >= _MOVES * sound.tokens.sum())
+    least = _MOVES * sound.tokens.sum()
+    moves = {name: bool(np.abs(found.accepted - sound.accepted).sum() >= least) for name, found in counts.items()}
+    changing = {name: found for name, found in counts.items() if moves[name]}
+    return Reference(sound, best, changing, tuple(name for name in counts if not moves[name]))

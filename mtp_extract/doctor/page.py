@@ -21,7 +21,7 @@ def write_doctor(found: Diagnosis, target: Path, *, overwrite: bool = False, inp
     Raises:
         OutputError: it cannot be written there.
     """
-    about = f"{found.drafter.format}, {found.drafter.made}" + (f"; beside {found.base}" if found.base else "")
+    about = f"{found.drafter.format}; beside {found.base}"
     if serving := found.serving:
         about += f"; {serving.kind} {serving.version or ''} at {serving.name}"
     title = f"Diagnosis of {found.drafter.name}"

@@ -17,7 +17,6 @@ from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.speculate.target import Base
-from mtp_extract.validate.acceptance.drafters import facts_of
 
 _TOKENIZER = "tokenizer.json"
 
@@ -28,11 +27,12 @@ def identify(place: Path, name: str) -> Identity:
     Raises:
         CheckpointError: it is damaged, or holds no drafter.
     """
-    facts, folder, config = facts_of(place, name), with_record(place), format_of(place).read_config(place)
+    layout, folder = format_of(place), with_record(place)
+    config = layout.read_config(place)
     record = read_record(folder) if (folder / RECORD).is_file() else {}
     known = known_drafter(config) if isinstance(config, DrafterConfig) else {"base_model": config.base}
     made_for = (record.get("tuning") or record.get("ordered_head") or {}).get("base") or (known or {}).get("base_model")
-    return Identity(name, facts.format, facts.made, made_for)
+    return Identity(name, layout.name, made_for)
 
 
 def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedBase) -> list[Check]:

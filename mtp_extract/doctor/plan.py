@@ -28,11 +28,9 @@ class DoctorPlan:
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=8)] = 64
-    temperature: Annotated[float, About("Of the answers; 0 is greedy.", least=0)] = 0.0
-    drawn: Annotated[
-        bool,
-        About("The server draws its drafts at that temperature; most take the drafter's likeliest tokens."),
-    ] = False
+    temperature: Annotated[
+        float, About("Of the answers; 0 is greedy. Drafts are taken to be the drafter's likeliest tokens.", least=0)
+    ] = 0.0
     drafts: Annotated[
         int | None,
         About("Drafts a round; by default as many as the server's counters say, or 3.", least=1, most=MOST_STEPS),

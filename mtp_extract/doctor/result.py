@@ -17,7 +17,6 @@ class Identity(Record):
 
     name: str  #: of its directory or file
     format: str  #: its layout
-    made: str  #: `extracted` or `tuned` by its record; `unknown` where it has none, as official ones
     made_for: str | None  #: the base that its record, its config or its geometry names; null where nothing does
 
 
@@ -36,18 +35,17 @@ class Rates(Record):
     rounds: NotNegative  #: of drafting and verifying
     accepted: NotNegative  #: drafts
     tokens_per_round: Figure  #: 1 + accepted / rounds
-    steps: list[Figure] | None  #: by step: accepted, of those accepted a step before; null where not told
+    steps: list[Figure] | None  #: by step: accepted, of those accepted a step before; null where not reported
 
 
 class Serving(Record):
-    """A server, or a log."""
+    """A server."""
 
-    name: str  #: of the server, or of the log
+    name: str  #: its URL, without login and query
     kind: str  #: what it was recognised as
     version: str | None = None  #: as it says
-    drafted: Count | None = None  #: drafts that were verified; null where not told
-    per_round: NotNegative | None = None  #: drafts a round; null where not told
-    acceptance: Share | None = None  #: accepted / drafted; null where not told
+    drafted: Count | None = None  #: drafts that were verified; null where not reported
+    per_round: NotNegative | None = None  #: drafts a round; null where not reported
 
 
 class TextFit(Record):
@@ -57,8 +55,7 @@ class TextFit(Record):
     same: Count  #: of greedy texts, those that are the reference's, character for character
     likeliest: Figure  #: share of their tokens that are the base's argmax
     expected: Share  #: what that should be, at the temperature that was asked for
-    at_one: Share | None  #: and at temperature 1; null where not computed
-    prompts_alike: Share | None  #: share of the prompts with as many tokens there as here; null where not told
+    prompts_alike: Share | None  #: share of the prompts that the server read as they are here; null where not reported
 
 
 class Fit(Record):
@@ -74,25 +71,24 @@ class Fit(Record):
 class Diagnosis(Record, kw_only=True):
     """What the doctor found of a drafter, its base and what is served."""
 
-    version: Literal[2] = 2  #: version of this file
+    version: Literal[3] = 3  #: version of this file
     tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what wrote it
     verdict: str = ""  #: the result in one sentence
     outcome: Outcome | None = None  #: the same in a word or two
-    #: what is to blame: the name of a fault, or `temperature`, `template`; null where nothing is named
-    suspect: str | None = None
+    suspect: str | None = None  #: what is to blame: the name of a fault, or `template`; null where nothing is named
     findings: list[str] = field(default_factory=list)  #: what the verdict rests on
     next: list[str] = field(default_factory=list)  #: what to do
     notes: list[str] = field(default_factory=list)  #: what was left out, and what disturbed the measurement
     drafter: Identity  #: what the directory holds
-    base: str | None = None  #: what it was run beside; null for nothing
+    base: str  #: what it was run beside
     settings: dict[str, Any]  #: what a second run needs
     checks: list[Check] = field(default_factory=list)  #: what has to agree between drafter and base
     #: position of the query at which the drafter drafts better, n that of the pending token; null where not measured
     convention: str | None = None
-    serving: Serving | None = None  #: what serves the pair; null without a server or a log
-    text: TextFit | None = None  #: whether the served texts are this base's; null without both
-    expected: Rates | None = None  #: of the reference along these texts; null without a base
-    served: Rates | None = None  #: by the server's counters along these texts; null where it tells too little
+    serving: Serving | None = None  #: what serves the pair; null without a server
+    text: TextFit | None = None  #: whether the served texts are this base's; null without a server
+    expected: Rates | None = None  #: of the reference along these texts; null where the pair does not fit
+    served: Rates | None = None  #: by the server's counters along these texts; null where it reports too little
     #: what the counters were compared with, likeliest first; empty where they were not
     fits: list[Fit] = field(default_factory=list)
     #: faults that change nothing along these texts, and so can be neither named nor excluded

@@ -12,16 +12,17 @@ from mtp_extract.doctor.likelihood import SOUND, compare
 from mtp_extract.doctor.pair import check_fit, identify
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Serving
-from mtp_extract.doctor.server import Asked, Reply, ask_all
-from mtp_extract.doctor.texts import samples, served_counts, text_fit
+from mtp_extract.doctor.texts import Sample, ask_all, rounds_of, samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import conclude
-from mtp_extract.drafter.load import Network, load_any
+from mtp_extract.drafter.load import load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped, require_texts
+from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.evaluate.base_model import load_base, memory_guard
+from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
+from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 Say = Callable[[str], None]
@@ -39,100 +40,95 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    drafter = identify(place, public_name(str(place)))
+    if plan.base is None:
+        raise MtpExtractError(
+            f"{escape(plan.place)}: expected the base to run this drafter beside, found none. Name it.",
+            remedies=("base",),
+        )
+    identity = identify(place, public_name(str(place)))
     prompts = list({prompt.key: prompt for prompt in prompts_or_shipped(plan.prompts)}.values())
     if not plan.chat_template:
         require_texts(prompts)
-    asked, serving = _ask(plan, prompts, say)
-    drafts = plan.drafts or _drafts_of(asked.replies if asked else ())
-    settings = {name: getattr(plan, name) for name in ("max_tokens", "temperature", "drawn", "chat_template")}
+    answers, serving = None, None
+    if plan.server is not None:
+        with Server(plan.server, model=plan.model, key=plan.key, timeout=plan.timeout) as server:
+            say(f"asking {server.name}, one prompt of {len(prompts)} at a time")
+            answers = ask_all(server, plan, prompts)
+            serving = _serving(server, answers)
+    drafts = plan.drafts or _drafts_of(answers or ())
+    settings = {name: getattr(plan, name) for name in ("max_tokens", "temperature", "chat_template")}
     settings |= {"prompts": len(prompts), "drafts": drafts or _DRAFTS, "drafts_known": drafts is not None}
-    found = Diagnosis(drafter=drafter, settings=settings, serving=serving)
-    if plan.base is not None:
-        _with_base(plan, found, place, prompts, asked, say)
-    return conclude(found)
-
-
-def _ask(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Asked | None, Serving | None]:
-    """What the server told of every prompt, and all of it together."""
-    if plan.server is None:
-        return None, None
-    say(f"asking {public_name(plan.server)}, one prompt of {len(prompts)} at a time")
-    asked = ask_all(plan, plan.server, prompts)
-    counted = [(r.counted.drafted, r.counted.accepted, r.rounds) for r in asked.replies]
-    told = [(drafted, accepted) for drafted, accepted, _ in counted if drafted is not None and accepted is not None]
-    drafted, accepted = (sum(column) for column in zip(*told, strict=True)) if told else (None, 0)
-    rounds = [(drafts, made) for drafts, _, made in counted if drafts and made]
-    return asked, Serving(
-        asked.name,
-        asked.kind,
-        asked.version,
-        drafted=drafted,
-        per_round=sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None,
-        acceptance=accepted / drafted if drafted else None,
-    )
-
-
-def _drafts_of(replies: Sequence[Reply]) -> int | None:
-    """Drafts a round, by the answer that has most on the mean; None where none tells."""
-    made = [(r.counted.drafted / r.rounds, r.counted.rounds) for r in replies if r.counted.drafted and r.rounds]
-    return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in made), default=None)
-
-
-def _with_base(
-    plan: DoctorPlan, found: Diagnosis, place: Path, prompts: Sequence[Prompt], asked: Asked | None, say: Say
-) -> None:
-    """Add to ``found`` whether the pair fits, and where it does, what the reference says."""
-    assert plan.base is not None
     say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
     with memory_guard("loading the drafter"):
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
-    found.base, found.checks = public_name(plan.base), check_fit(place, found.drafter, drafter, loaded)
+    checks = check_fit(place, identity, drafter, loaded)
+    found = Diagnosis(drafter=identity, base=public_name(plan.base), settings=settings, serving=serving, checks=checks)
     found.notes += loaded.notes
-    if all(check.passed is not False for check in found.checks):
-        with memory_guard("running the base"):
-            _along_texts(plan, found, prompts, asked, drafter, loaded, say)
+    if any(check.passed is False for check in checks):
+        return conclude(found)
+    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    with memory_guard("running the base"):
+        encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
+        say(f"texts for {len(prompts)} prompts, and what is expected along them")
+        chosen = samples(generator, encoded, answers, plan)
+        found.notes += _notes(chosen, len(prompts))
+        if chosen:
+            _along_texts(found, generator, chosen, plan)
+    return conclude(found)
 
 
-def _along_texts(
-    plan: DoctorPlan,
-    found: Diagnosis,
-    prompts: Sequence[Prompt],
-    asked: Asked | None,
-    drafter: Network,
-    loaded: LoadedBase,
-    say: Say,
-) -> None:
-    """Add to ``found`` what is expected along the texts, whether they are the base's, and which fault it is."""
-    generator, steps = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), int(found.settings["drafts"])
-    codec = generator.codec
-    encoded = encode_prompts(prompts, codec, chat_template=plan.chat_template)
-    say(f"texts for {len(prompts)} prompts, and what is expected along them")
-    chosen = samples(
-        generator,
-        encoded,
-        asked.replies if asked else None,
-        max_tokens=plan.max_tokens,
-        temperature=plan.temperature,
-        batch=plan.batch,
+def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
+    """A server, and all that it counted."""
+    counted = [(one.counted.drafted, rounds_of(one)) for one in answers if one.counted is not None]
+    rounds = [(drafted, made) for drafted, made in counted if drafted and made]
+    return Serving(
+        server.name,
+        server.kind.name,
+        server.version,
+        drafted=sum(drafted for drafted, _ in counted if drafted) if any(d is not None for d, _ in counted) else None,
+        per_round=sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None,
     )
-    if left_out := len(prompts) - len(chosen):
-        why = "too short, repeats, or not told in these tokens"
-        found.notes.append(f"{left_out} of {len(prompts)} texts are not counted: {why}.")
-    if not chosen:
-        return
-    served = served_counts(chosen, steps, generator.base.stop_token_ids)
+
+
+def _drafts_of(answers: Sequence[Answer]) -> int | None:
+    """Drafts a round, by the answer that has most on the mean; None where none tells."""
+    known = [(one.counted, rounds) for one in answers if one.counted is not None and (rounds := rounds_of(one))]
+    means = [(c.drafted / rounds, c.rounds) for c, rounds in known if c.drafted]
+    return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in means), default=None)
+
+
+def _notes(chosen: Sequence[Sample], prompts: int) -> list[str]:
+    """What was left out, and where the server read other prompts."""
+    found = []
+    if left_out := prompts - len(chosen):
+        why = "too short, repeats, or not reported in these tokens"
+        found.append(f"{left_out} of {prompts} texts are not counted: {why}.")
+    if bare := sum(sample.without_bos for sample in chosen):
+        found.append(
+            f"{bare} of {len(chosen)} prompts begin with the BOS token here, which is added to text that no chat "
+            "template wrote, and not at the server: they are counted as the server read them."
+        )
+    if other := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
+        found.append(
+            f"{other} of {len(chosen)} prompts are other tokens at the server, as by another chat template: they are "
+            "counted as the server read them, where it says so."
+        )
+    return found
+
+
+def _along_texts(found: Diagnosis, generator: SpeculativeGenerator, chosen: Sequence[Sample], plan: DoctorPlan) -> None:
+    """Add to ``found`` what is expected along the texts, whether they are the base's, and which fault it is."""
+    steps, base, texts = int(found.settings["drafts"]), generator.base, [sample.text for sample in chosen]
 
     def along(drafters: Sequence[Drafter]) -> list[Counts]:
-        drawn_at = plan.temperature if plan.drawn and plan.temperature else None
-        texts = [sample.text for sample in chosen]
-        return expected_counts(generator.base, drafters, texts, steps, temperature=drawn_at, batch=plan.batch)
+        return expected_counts(base, drafters, texts, steps, batch=plan.batch)
 
-    known = reference(drafter, generator.base, along, lag=served.tokens_per_round if served else None)
-    hold_against(found, known, served)
-    if asked is not None:
-        found.text = text_fit(generator, chosen, temperature=plan.temperature, batch=plan.batch)
+    served = served_counts(chosen, steps, base.stop_token_ids)
+    lag = served.tokens_per_round if served else None
+    hold_against(found, reference(generator.drafter, base, along, lag=lag), served)
+    if found.serving is not None:
+        found.text = text_fit(generator, chosen, plan)
 
 
 def hold_against(found: Diagnosis, known: Reference, served: Counts | None) -> None:

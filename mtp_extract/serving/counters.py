@@ -41,6 +41,11 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
                 found[name] = tuple(a - b for a, b in pairs) if name == "positions" else after - old
         return Counters(**found)
 
+    def filled(self, page: Counters) -> Counters:
+        """These, and from ``page`` what these do not say."""
+        own = {name: getattr(self, name) for name in self.__struct_fields__}
+        return Counters(**{name: getattr(page, name) if value is None else value for name, value in own.items()})
+
     def possible(self, most_tokens: int, answers: int = 1) -> bool:
         """Whether ``answers`` answers of at most ``most_tokens`` tokens each can have come to it.
 

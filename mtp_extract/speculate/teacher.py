@@ -193,30 +193,6 @@ def ranks_of_text(base: Base, drafter: Drafter, texts: Sequence[Text], steps: in
     return Along(*place, ranks)
 
 
-def chances_of_text(
-    base: Base, drafter: Drafter, texts: Sequence[Text], steps: int, *, temperature: float, full: Fed | None = None
-) -> Along:
-    """How likely drafts that are drawn at ``temperature`` stand, where the base drew the text at it, too.
-
-    Every step reads the text's own token, as where all drafts before it stand. Other arguments and errors are those of
-    :func:`teacher_forced`; ``temperature`` is above 0.
-
-    Returns:
-        F64 values: min(1, q / p) of the text's token, p the base's probability and q the drafter's; 0 past its end.
-    """
-
-    def look(logits: Tensor, aim: Tensor) -> Sequence[Tensor]:
-        q = torch.softmax(logits.float() / temperature, dim=-1)
-        return [q.gather(-1, aim.clamp(min=0)[..., None])[..., 0].double()]
-
-    place, targets, (q,) = _stepped(base, drafter, texts, steps, look, along=True, full=full)
-    chance = chances_of_base(base, texts, temperature, full=full).chance
-    # The token at position n + 1 + i is the one that the base gives at n + i.
-    at = (place[1][:, None] + torch.arange(steps)).clamp(max=chance.shape[1] - 1)
-    stands = (q / chance[place[0][:, None], at]).clamp(max=1).where(targets != _NO_TARGET, 0.0)
-    return Along(*place, torch.nan_to_num(stands))
-
-
 @dataclass(frozen=True)
 class OwnChances:
     """What the base makes of texts, at every position but the last: of the token that follows there."""

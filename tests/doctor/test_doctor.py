@@ -140,13 +140,48 @@ def test_text_that_the_base_does_not_write_is_said(
     """Answers to other prompts: fluent, and not what this base says here."""
     sound = answers["sound"]
     moved = {
-        text: dataclasses.replace(sound[texts[at - 1]], prompt_tokens=sound[text].prompt_tokens)
+        text: dataclasses.replace(
+            sound[texts[at - 1]], prompt_tokens=sound[text].prompt_tokens, prompt_ids=sound[text].prompt_ids
+        )
         for at, text in enumerate(texts)
     }
     with counting_server(moved) as server:
         report = checked(diagnose(plan(directory, prompts_file, server=server.url), directory))
     assert (report["outcome"], report["suspect"]) == ("another text", None)
     assert report["text"]["likeliest"]["value"] < 0.9
+    # A server that says that it read those other prompts is judged by these.
+    read = {text: sound[texts[at - 1]] for at, text in enumerate(texts)}
+    report = answered(plan(directory, prompts_file), directory, read)
+    assert (report["outcome"], report["text"]["prompts_alike"]) == ("in line", 0)
+    assert any("prompts are other tokens at the server" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "llama-server"])
+def test_prompts_are_taken_as_the_server_read_them(
+    directory: Path,
+    prompts_file: Path,
+    generator: SpeculativeGenerator,
+    encoded: list[tuple[int, ...]],
+    texts: Sequence[str],
+    kind: str,
+) -> None:
+    """A server that adds no BOS token where we do: vLLM says which tokens it read, others how many."""
+    bos = generator.codec.tokenizer.bos_token_id
+    assert all(one[0] == bos for one in encoded)
+    results = [generator.generate(one[1:], max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded]
+    answers = {text: played(result, ids=kind == "vLLM") for text, result in zip(texts, results, strict=True)}
+    report = answered(plan(directory, prompts_file), directory, answers, kind)
+    assert report["outcome"] == "in line"
+    assert report["text"]["same"] == report["text"]["texts"]
+    assert report["text"]["prompts_alike"] == 0
+    assert report["served"]["accepted"] == pytest.approx(report["expected"]["accepted"])
+    assert any("begin with the BOS token here" in note for note in report["notes"])
+
+
+def test_a_drafter_without_its_base_is_not_looked_at(directory: Path, prompts_file: Path) -> None:
+    with counting_server({}) as server, pytest.raises(MtpExtractError, match="expected the base") as raised:
+        diagnose(dataclasses.replace(plan(directory, prompts_file, server=server.url), base=None), directory)
+    assert (raised.value.remedies, server.seen) == (("base",), [])
 
 
 def test_a_server_without_a_drafter_drafts_nothing(
@@ -154,7 +189,7 @@ def test_a_server_without_a_drafter_drafts_nothing(
 ) -> None:
     with counting_server(answers["sound"], "llama-server") as server:
         server.drafts = False
-        asked = dataclasses.replace(plan(directory, prompts_file, server=server.url), base=None)
+        asked = plan(directory, prompts_file, server=server.url)
         assert checked(diagnose(asked, directory))["outcome"] == "nothing drafted"
 
 
@@ -187,7 +222,7 @@ def test_a_server_that_counts_nothing_is_not_judged(
 ) -> None:
     report = answered(plan(directory, prompts_file), directory, answers["unscaled_embedding"], "unknown")
     assert (report["outcome"], report["suspect"], report["fits"]) == ("cannot tell", None, [])
-    assert "tells nothing of its drafts" in report["verdict"]
+    assert "reports nothing of its drafts" in report["verdict"]
     assert report["expected"]["texts"] == report["text"]["texts"] > 0
     assert not report["settings"]["drafts_known"]
 

@@ -60,7 +60,8 @@ def judged(rates: Mapping[str, np.ndarray], served: Counts, *, steps_told: bool 
 
 def undiagnosed(text: TextFit | None = None) -> Diagnosis:
     return Diagnosis(
-        drafter=Identity("pair", "transformers", "extracted", None),
+        drafter=Identity("pair", "transformers", None),
+        base="base",
         settings={"drafts": STEPS, "drafts_known": True},
         serving=Serving("server", "vLLM"),
         text=text,
@@ -103,7 +104,7 @@ def test_too_few_texts_say_nothing(rates: Mapping[str, np.ndarray]) -> None:
 
 
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
-    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), 1.0, 0.3, None))
+    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), 1.0, None))
     served = simulated(rates[FAULTS[0].name], np.random.default_rng(1))
     hold_against(found, Reference(expectation(rates[SOUND]), LITERT), served)
     verdict = judge(found)
@@ -114,14 +115,14 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     found.text = structs.replace(found.text, prompts_alike=0.1)
     verdict = judge(found)
     assert (verdict.outcome, verdict.suspect) == ("another text", "template")
-    assert "90 % of the prompts have another number of tokens there" in verdict.sentence
+    assert "90 % of the prompts are other tokens there" in verdict.sentence
 
 
 def test_a_drafter_without_known_faults_is_below_and_no_more(rates: Mapping[str, np.ndarray]) -> None:
     """As an EAGLE-3 head is."""
     verdict = judged({SOUND: rates[SOUND]}, simulated(rates[FAULTS[0].name], np.random.default_rng(1)))
     assert (verdict.outcome, verdict.suspect) == ("below", None)
-    assert "faults are known of MTP drafters alone" in verdict.sentence
+    assert "faults are known of MTP drafters only" in verdict.sentence
 
 
 def test_the_likelihood_is_of_drafts_by_step() -> None:

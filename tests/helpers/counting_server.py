@@ -17,7 +17,8 @@ def played(result: Generation, *, ids: bool = False) -> Written:
     """What the loop made, counted as a server does; ``ids``: whether it can tell tokens."""
     tokens, told = len(result.tokens), [result.tokens] if ids else None
     counted, given = account_of(tokens, result.rounds), len(result.prompt_tokens)
-    return Written([result.text or ""], [tokens], counted, ids=told, prompt_tokens=given)
+    prompt = result.prompt_tokens if ids else None
+    return Written([result.text or ""], [tokens], counted, ids=told, prompt_tokens=given, prompt_ids=prompt)
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class Written:
         finish: why it ended.
         ids: the tokens of each piece, where they are told.
         prompt_tokens: of the prompt.
+        prompt_ids: its tokens, where they are told.
     """
 
     pieces: Sequence[str]
@@ -125,6 +126,7 @@ class Written:
     finish: str = "length"
     ids: Sequence[Sequence[int]] | None = None
     prompt_tokens: int = 5
+    prompt_ids: Sequence[int] | None = None
 
 
 class ModelServer:
@@ -297,6 +299,8 @@ class _Handler(BaseHTTPRequestHandler):
             event["choices"][0] |= {"delta": {"content": text}} if chat else {"text": text}
             if asked.get("return_token_ids") and written.ids is not None:
                 event["choices"][0]["token_ids"] = list(written.ids[number])
+                # vLLM tells them with the first text: of a chat beside the choices, else in them.
+                (event if chat else event["choices"][0])["prompt_token_ids"] = None if number else written.prompt_ids
             if options.get("continuous_usage_stats"):
                 event |= usage(sent)
             yield event

@@ -2,8 +2,7 @@
 
 Each takes the sound drafter and the base that it runs beside. What differs from ``mtp_extract/doctor/faults.py``:
 another text's K and V are those of the text that was served before; 1/sqrt(d) is one number for all layers, by
-the config; another base's state is turned by a random rotation; stale K and V are those of the round before, whatever
-it accepted.
+the config; stale K and V are those of the round before, whatever it accepted.
 """
 
 from __future__ import annotations
@@ -37,10 +36,6 @@ class _Handing:
 
     def start(self, base: BaseState) -> Any:
         return self.drafter.start(self.change(base), LITERT)
-
-
-def _with_hidden(what: Callable[[Tensor], Tensor]) -> Engine:
-    return lambda drafter, base: _Handing(drafter, lambda s: dataclasses.replace(s, hidden=what(s.hidden)))
 
 
 def _no_state(drafter: MtpDrafter, base: Base) -> Any:
@@ -111,12 +106,6 @@ def _early(drafter: MtpDrafter, base: Base) -> Any:
     return _Handing(drafter, change, (layer,))
 
 
-def _rotated(hidden: Tensor) -> Tensor:
-    width = hidden.shape[-1]
-    turn, _ = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(5)))
-    return hidden @ turn
-
-
 def _half(drafter: MtpDrafter, base: Base) -> Any:
     """What overflows is no number, and then the first token is drafted."""
     half = drafter.with_tensors({name: tensor.half() for name, tensor in drafter.state_dict().items()})
@@ -157,7 +146,6 @@ PLANTED: dict[str, Engine] = {
     "unit_layer_scalars": _no_scalars,
     "position_off_by_one": _late_query,
     "early_state": _early,
-    "other_base_state": _with_hidden(_rotated),
     "fp16_overflow": _half,
     "stale_kv": _stale,
 }
