@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +26,12 @@ FEW = 20
 """Of every shipped workload so many, where all of them would take long."""
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.json"
+_OBJECT = '{"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…"]}'
+_FORMS: Mapping[str, str] = {
+    ".txt": "prompts in UTF-8, one a line",
+    ".json": f'prompts as JSON, {{"workload": ["prompt", …]}} or a list of objects such as {_OBJECT}',
+    ".jsonl": f"prompts, one a line as JSON such as {_OBJECT}",
+}
 
 Messages = tuple[Mapping[str, Any], ...]
 """A chat up to what is to be answered: dicts with ``role`` and ``content``."""
@@ -72,13 +77,10 @@ def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     Args:
         each: of every workload so many, evenly spaced; None for all.
     """
-    prompts = read_prompts(_SHIPPED)
-    if each is None:
-        return prompts
-    by_workload: dict[str, list[Prompt]] = {}
+    prompts, by_workload = read_prompts(_SHIPPED), dict[str, list[Prompt]]()
     for prompt in prompts:
         by_workload.setdefault(prompt.workload, []).append(prompt)
-    return tuple(chain.from_iterable(spread(found, each) for found in by_workload.values()))
+    return tuple(prompt for found in by_workload.values() for prompt in spread(found, each or len(prompts)))
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -111,6 +113,11 @@ class _Message(msgspec.Struct, omit_defaults=True):
             raise ValueError("a message without content")
 
     @property
+    def written(self) -> dict[str, Any]:
+        """It as a chat template takes it."""
+        return {"content": self.content, **msgspec.to_builtins(self)}
+
+    @property
     def text(self) -> str | None:
         """Its content, where that is text or parts of text."""
         if isinstance(self.content, list):
@@ -121,16 +128,14 @@ class _Message(msgspec.Struct, omit_defaults=True):
 class _Row(msgspec.Struct):
     """An object of a ``.jsonl`` file; other fields are not read."""
 
-    prompt: str | list[str | _Message] | None = None
+    prompt: str | list[_Message] | None = None
     messages: list[_Message] | None = None
     turns: list[str] | None = None
-    completion: str | list[_Message] | None = None
-    response: str | list[_Message] | None = None
-    canonical_solution: str | None = None
-    workload: str | int | None = None
-    category: str | int | None = None
+    completion: str | None = None
+    response: str | None = None
+    workload: str | None = None
+    category: str | None = None
     question_id: str | int | None = None
-    prompt_id: str | int | None = None
     task_id: str | int | None = None
     source: str | int | None = None
 
@@ -140,40 +145,16 @@ class _Row(msgspec.Struct):
         Raises:
             ValueError: it asks nothing.
         """
-        content, answer = self._asked()
-        if not content or (isinstance(content, str) and not content.strip()):
+        asked = self.messages or self.prompt or (self.turns or [""])[0]
+        answer = self.completion or self.response or None
+        if isinstance(asked, list) and answer is None and asked[-1].role == "assistant":
+            *asked, last = asked
+            answer = last.text
+        if not asked or (isinstance(asked, str) and not asked.strip()):
             raise ValueError("no prompt, no messages and no turns in which something is asked")
-        named = self.workload or self.category or workload
-        source = self.question_id or self.prompt_id or self.task_id or self.source or ""
-        return Prompt(str(named), content, str(source), answer or None)
-
-    def _asked(self) -> tuple[str | Messages, str | None]:
-        """What is to be answered, and the answer where it is known."""
-        asked = self.messages or self.turns or self.prompt or ""
-        answer = self.completion or self.response or self.canonical_solution
-        if not isinstance(asked, str) and all(isinstance(turn, str) for turn in asked):
-            asked = str(asked[0])
-        if isinstance(asked, str):
-            if isinstance(answer, list):
-                raise ValueError("a completion of messages after a prompt of text")
-            return asked, answer
-        chat = [turn for turn in asked if isinstance(turn, _Message)]
-        if len(chat) < len(asked):
-            raise ValueError("texts among messages")
-        if isinstance(answer, list):
-            chat, answer = [*chat, *answer], None
-        if answer is None and chat[-1].role == "assistant":
-            answer = chat.pop().text
-        return tuple({"content": message.content, **msgspec.to_builtins(message)} for message in chat), answer
-
-
-_OBJECT = '{"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…"]}'
-_FORMS: Mapping[str, str] = {
-    ".txt": "prompts in UTF-8, one a line",
-    ".json": f'prompts as JSON, {{"workload": ["prompt", …]}} or a list of objects such as {_OBJECT}',
-    ".jsonl": f"prompts, one a line as JSON such as {_OBJECT}",
-}
-_ALL_FORMS = 'prompts as .txt, one a line, .jsonl such as {"prompt": "…"}, or .json'
+        content = asked if isinstance(asked, str) else tuple(message.written for message in asked)
+        source = self.question_id or self.task_id or self.source or ""
+        return Prompt(self.workload or self.category or workload, content, str(source), answer)
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
@@ -185,18 +166,17 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
       - ``messages`` with ``role`` and ``content`` (OpenAI): where the assistant has the last word, that is the
         completion, and what stands before it the prompt;
-      - ``turns`` (MT-Bench, Spec-Bench, SPEED-Bench), or ``prompt`` with a list of texts: the first turn is the
-        prompt. The others answer an answer that is not there, and are not used;
-      - ``prompt``, a text or a list of messages, and, if wanted, ``completion`` (TRL), ``response`` or
-        ``canonical_solution`` (HumanEval), a text or messages of which the last is the assistant's.
+      - ``prompt``, a text or a list of messages, and, if wanted, ``completion`` (TRL) or ``response``, a text;
+      - ``turns`` (MT-Bench, Spec-Bench, SPEED-Bench): the first is the prompt. The others answer an answer that is not
+        there, and are not used.
 
-    ``workload`` or ``category`` is the workload, by default the file's name; ``question_id``, ``prompt_id``,
-    ``task_id`` or ``source`` the source, by default the prompt itself. Other fields are not read.
+    ``workload`` or ``category`` is the workload, by default the file's name; ``question_id``, ``task_id`` or
+    ``source`` the source, by default the prompt itself. Other fields are not read.
 
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.
     """
-    form = _FORMS.get(path.suffix.lower(), _ALL_FORMS)
+    form = _FORMS.get(path.suffix.lower(), 'prompts as .txt, one a line, .jsonl such as {"prompt": "…"}, or .json')
     try:
         prompts = tuple(_prompts_in(path))
     except OSError as error:
@@ -214,23 +194,23 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def _prompts_in(path: Path) -> Iterator[Prompt]:
-    suffix = path.suffix.lower()
+    suffix, workload = path.suffix.lower(), path.stem
     if suffix not in _FORMS:
         raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
     stored = read_regular(path, LARGEST).removeprefix(b"\xef\xbb\xbf")
     if suffix == ".txt":
-        texts = io.StringIO(stored.decode(), newline=None)
-        yield from (Prompt(path.stem, text.rstrip("\n")) for text in texts if text.strip())
+        lines = io.StringIO(stored.decode(), newline=None)
+        yield from (Prompt(workload, line.rstrip("\n")) for line in lines if line.strip())
         return
     if suffix == ".jsonl":
         lines_of = enumerate(stored.splitlines(), 1)
-        yield from (_prompt_in(f"line {number}", line, path.stem) for number, line in lines_of if line.strip())
+        yield from (_prompt_in(f"line {number}", line, workload) for number, line in lines_of if line.strip())
         return
     found = msgspec.json.decode(stored, type=dict[str, list[str]] | list[msgspec.Raw])
     if isinstance(found, dict):
         yield from (Prompt(name, text) for name, texts in found.items() for text in texts if text.strip())
     else:
-        yield from (_prompt_in(f"entry {number}", bytes(row), path.stem) for number, row in enumerate(found, 1))
+        yield from (_prompt_in(f"entry {number}", bytes(row), workload) for number, row in enumerate(found, 1))
 
 
 def _prompt_in(place: str, row: bytes, workload: str) -> Prompt:

@@ -276,15 +276,14 @@ def _dots(drafters: Mapping[str, Mapping[str, Workload]]) -> str:
 def _costs(drafters: list[DrafterFigures]) -> Table:
     return Table(
         "What a draft step costs",
-        ("drafter", "what it is", "parameters a step", "bytes a step", "once a round", "stored", "break-even K"),
+        ("drafter", "what it is", "bytes a step", "once a round", "stored", "break-even K"),
         [
             (
                 drafter.facts.name,
                 _what_it_is(drafter),
-                f"{reads.parameters.total:,}",
-                f"{reads.bytes.total:,}",
-                f"{reads.bytes.once_a_round:,}",
-                f"{reads.bytes.stored:,}",
+                f"{reads.total:,}",
+                f"{reads.once_a_round:,}",
+                f"{reads.stored:,}",
                 drafter.generation.break_even,
             )
             for drafter in drafters

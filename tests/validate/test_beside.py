@@ -189,7 +189,7 @@ def test_bytes_are_those_in_the_file(layout: str, dtype: str | None, head: Seque
     mtp_extract.extract(first_bundle(), tmp_path / "out", format=layout, dtype=dtype)
     (file,) = (tmp_path / "out").glob("*.safetensors")
     lengths = lengths_in(file)
-    reads = facts_of(tmp_path / "out", "x").reads.bytes
+    reads = facts_of(tmp_path / "out", "x").reads
     assert reads.total == reads.stored == sum(lengths.values())
     assert reads.head == sum(length for name, length in lengths.items() if name.startswith(tuple(head)))
 
@@ -202,7 +202,7 @@ def test_bytes_of_a_gguf(tmp_path: Path) -> None:
     tensors = {
         tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(next((tmp_path / "out").glob("*.gguf"))).tensors
     }
-    reads = facts_of(tmp_path / "out", "x").reads.bytes
+    reads = facts_of(tmp_path / "out", "x").reads
     assert reads.total == sum(tensors.values())
     assert reads.head == tensors["token_embd.weight"]
 
@@ -214,7 +214,7 @@ def test_bytes_of_an_ordered_head(places: dict[str, Path], name: str, top_k: int
     vocabulary, width = weights["model.embed_tokens.weight"].shape
     body = sum(prod(tensor.shape) * tensor.element_size() for key, tensor in weights.items() if "embed" not in key)
     layout = format_of(places[name])
-    reads = reads_of_a_step(layout.name, layout.read(places[name])).bytes
+    reads = reads_of_a_step(layout.name, layout.read(places[name]))
     assert reads.body == body
     assert reads.head == CLUSTERS * width * 4 + top_k * (vocabulary // CLUSTERS) * (width * 4 + 8)
     assert reads.stored == sum(lengths_in(places[name] / "model.safetensors").values())
@@ -226,7 +226,7 @@ def test_types_may_be_mixed(checkpoint: Path, tmp_path: Path) -> None:
     weights = load_file(mixed / "model.safetensors")
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16()
     save_file(weights, mixed / "model.safetensors", {"format": "pt"})
-    reads = facts_of(mixed, "x").reads.bytes
+    reads = facts_of(mixed, "x").reads
     assert reads.head == lengths_in(mixed / "model.safetensors")["model.embed_tokens.weight"]
     assert reads.stored == sum(lengths_in(mixed / "model.safetensors").values())
 

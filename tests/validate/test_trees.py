@@ -122,9 +122,8 @@ def test_what_a_head_reads(head: Path) -> None:
     width, inner, queries, keys, rows = 64, 40, 64, 16, 300
     body = 2 * width * (queries + 2 * keys) + queries * width + 3 * width * inner + 4 * width
     once = width * 3 * width
-    numbers = Reads(body, rows * width, once, body + rows * width + once)
     layout = format_of(head)
     reads = reads_of_a_step(layout.name, layout.read(head))
-    assert reads.parameters == numbers
-    assert reads.bytes == Reads(*(4 * part for part in (body, rows * width, once)), 4 * numbers.stored + 8 * rows)
-    assert reads.parameters.total == body + rows * width
+    sizes = [4 * numbers for numbers in (body, rows * width, once)]
+    assert reads == Reads(*sizes, sum(sizes) + 8 * rows)
+    assert reads.total == sizes[0] + sizes[1]

@@ -11,7 +11,7 @@ from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 from mtp_extract.drafter.load import Network
 from mtp_extract.evaluate.agreement import Continuations, Workload, figures
 from mtp_extract.evaluate.measured import Change, compare, of_agreement
-from mtp_extract.evaluate.reads import StepReads, reads_of_a_step
+from mtp_extract.evaluate.reads import Reads, reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
@@ -30,7 +30,7 @@ class DrafterFacts:
     made: str  # "extracted" from a bundle, "tuned", or "unknown" where no record says
     mode: str | None  # how it was tuned; None if it was not
     ordered_head: OrderedHeadConfig | None  # None for a dense head
-    reads: StepReads  # in one draft step
+    reads: Reads  # in one draft step
 
 
 @dataclass(frozen=True)
