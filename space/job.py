@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 from mtp_extract.formats import HEADS, NAMES
-from mtp_extract.io.address import HubAddress, as_address, parse_address
+from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.report.markdown import plain, table
 
 LARGEST = 2_000_000_000
@@ -54,10 +54,9 @@ def address_of(text: str) -> str:
         SourceError: it is something else, such as a path or another site.
     """
     text = text.strip()
-    if (written := as_address(text)) is not None:
-        address = parse_address(written, constants.ENDPOINT)
-        if isinstance(address, HubAddress):
-            return address.name
+    address = parse_address(text, constants.ENDPOINT)
+    if isinstance(address, HubAddress):
+        return address.name
     raise SourceError(
         "Expected ORG/NAME or ORG/NAME/FILE of the Hugging Face Hub, or a URL of its site, found "
         f"{escape(text.partition('?')[0]) or 'nothing'}."

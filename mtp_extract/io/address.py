@@ -10,9 +10,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from mtp_extract.errors import SourceError, escape
 
 BUNDLE = ".litertlm"
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _MODEL_FILES = (BUNDLE, ".tflite", ".task")
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -21,7 +21,7 @@ _REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
 _REVISION = r"(?P<revision>refs/[^/]+/[^/]+|[^/]+)"
 _PATH = r"(?:/(?P<path>.*))?"
 _ID = re.compile(rf"{_REPOSITORY}(?:@{_REVISION})?{_PATH}")
-_PAGE = re.compile(rf"/{_REPOSITORY}(?:/(?P<page>resolve|blob|raw|blame|tree)/{_REVISION}{_PATH})?")
+_PAGE = re.compile(rf"/{_REPOSITORY}(?:/(?P<page>resolve|blob|raw|blame|tree)/{_REVISION}{_PATH})?/*")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class HubAddress:
         record = {"repository": self.repository, "path": self.path}
         record |= {"revision": self.revision or "main", "commit": commit}
         if etag:
-            record["etag"] = etag
-            if _SHA256.fullmatch(etag):
-                record["sha256"] = etag
+            record |= {"etag": etag} | ({"sha256": etag} if _SHA256.fullmatch(etag) else {})
         return record
 
 
@@ -76,21 +74,47 @@ class WebAddress:
         return escape(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
 
 
-def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
-    """``hf://org/repo[/path][@revision]``, ``hf://org/repo@revision/path`` or an ``https://`` URL.
+def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress | None:
+    """What ``text`` names: ``[hf://]org/repo[@revision][/path]``, with ``@revision`` at the end, too; or a URL.
 
-    The URL of a repository or of a file on the Hub's own site, as a browser shows it, is taken as the ``hf://`` address
-    it stands for, so that tokens and commits are handled.
+    The URL of a repository or of a file on the Hub's own site, as a browser shows it, is taken as the address that it
+    stands for, so that tokens and commits are handled; browsers leave the ``https://`` of such out.
 
     Args:
         text: what the user wrote.
         endpoint: URL of the Hub in use.
 
+    Returns:
+        None for what can only be a path: no repository is called as a bundle is, so that ``models/a.litertlm`` is one.
+
     Raises:
-        SourceError: it is none of these.
+        SourceError: it is an address that cannot be read.
     """
     if text.startswith("hf://"):
-        return _hub(text)
+        return _hub_address(text.removeprefix("hf://"))
+    if text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
+        text = f"https://{text}"
+    if "://" in text:
+        return _url_address(text, endpoint)
+    found = _ID.fullmatch(text)
+    if found is None or (not found["path"] and found["repository"].endswith(_MODEL_FILES)):
+        return None
+    return _hub_address(text)
+
+
+def _hub_address(text: str) -> HubAddress:
+    found = _ID.fullmatch(text)
+    path, revision = (found["path"] or "", found["revision"]) if found else ("", None)
+    if revision is None and "@" in path and not path.endswith(_MODEL_FILES):
+        path, _, revision = path.rpartition("@")
+    parts = path.removesuffix("/").split("/") if path else []
+    if found is None or revision == "" or any(part in ("", ".", "..") for part in parts):
+        wanted = "hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision"
+        raise SourceError(f"Expected {wanted}, found {escape(f'hf://{text}')}.")
+    return HubAddress(found["repository"], path, revision and unquote(revision))
+
+
+def _url_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     try:
         parts, hub = urlsplit(text), urlsplit(endpoint)
     except ValueError as error:
@@ -98,46 +122,13 @@ def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     if parts.scheme not in ("https", "http") or not parts.hostname:
         shown = escape(text.partition("?")[0].rpartition("@")[2])
         raise SourceError(f"Expected a path, hf://org/repo/file.litertlm[@revision] or an https:// URL, found {shown}.")
-    path = parts.path.removeprefix(hub.path.rstrip("/"))
-    if parts[:2] != hub[:2] and not (parts.scheme == "https" and parts.netloc in _HUB_HOSTS):
-        return WebAddress(text)
-    found = _PAGE.fullmatch(path.rstrip("/"))
+    on_hub = parts[:2] == hub[:2] or (parts.scheme == "https" and parts.netloc in _HUB_HOSTS)
+    found = _PAGE.fullmatch(parts.path.removeprefix(hub.path.rstrip("/"))) if on_hub else None
     if found is None or found["repository"].endswith(_MODEL_FILES):
         return WebAddress(text)
-    file = unquote(found["path"] or "") + "/" * (found["page"] == "tree" and bool(found["path"]))
-    return HubAddress(found["repository"], file, found["revision"] and unquote(found["revision"]))
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether ``text`` may be ``org/name[/file][@revision]`` of the Hub, which a path looks like too.
-
-    A path with one folder that ends as a bundle does (``models/a.litertlm``) is a path: no repository is called so.
-    """
-    found = _ID.fullmatch(text)
-    return found is not None and (bool(found["path"]) or not found["repository"].endswith(_MODEL_FILES))
-
-
-def as_address(text: str) -> str | None:
-    """``text`` with its scheme, where it may be an address: an id, or a URL as some browsers show it, has none."""
-    if "://" in text:
-        return text
-    if text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
-        return f"https://{text}"
-    return f"hf://{text}" if is_hub_id(text) else None
-
-
-def _hub(text: str) -> HubAddress:
-    found = _ID.fullmatch(text.removeprefix("hf://"))
-    path, revision = (found["path"] or "", found["revision"]) if found else ("", None)
-    if revision is None and "@" in path and not path.endswith(_MODEL_FILES):
-        path, _, revision = path.rpartition("@")
-    parts = path.removesuffix("/").split("/") if path else []
-    if found is None or revision == "" or any(part in ("", ".", "..") for part in parts):
-        raise SourceError(
-            "Expected hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision, found "
-            f"{escape(text)}."
-        )
-    return HubAddress(found["repository"], path, revision and unquote(revision))
+    path = unquote(found["path"] or "").rstrip("/")
+    folder = "/" if path and found["page"] == "tree" else ""
+    return HubAddress(found["repository"], path + folder, found["revision"] and unquote(found["revision"]))
 
 
 def cached_address(path: Path) -> HubAddress | None:
@@ -163,9 +154,7 @@ def is_cached(path: Path) -> bool:
 def name_of(place: Path) -> str:
     """What a checkpoint is called: by its file or folder, in the Hub's cache by its repository."""
     address = cached_address(place)
-    if address is None:
-        return place.resolve().name
-    return (address.path or address.repository).rpartition("/")[2]
+    return place.resolve().name if address is None else (address.path or address.repository).rpartition("/")[2]
 
 
 def public_name(place: str) -> str:

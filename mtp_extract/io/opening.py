@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few, nearest
-from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, as_address, cached_address, parse_address
+from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, cached_address, parse_address
 from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.source import LocalSource, Progress, Source
 
@@ -41,22 +42,45 @@ def open_source(
     if isinstance(source, Source):
         return source
     text = os.fspath(source)
-    address = as_address(text)
-    if address != text and os.path.lexists(text):
+    if "://" not in text and os.path.lexists(text):
         return _open_local(Path(text))
-    if address is None:
+    if (address := _parsed(text)) is None:
         raise SourceError(_not_here(text))
-    try:
+    with _or_a_path(text):
         return _open_remote(address, token, progress or (lambda done, total: None))
+
+
+def _parsed(text: str) -> HubAddress | WebAddress | None:
+    from huggingface_hub import constants
+
+    return parse_address(text, constants.ENDPOINT)
+
+
+@contextmanager
+def _or_a_path(text: str) -> Iterator[None]:
+    """Say of what may have been meant as a path that there is none, where it cannot be had as an id of the Hub."""
+    try:
+        yield
     except SourceError as error:
-        raise _neither(text, error) from None
+        if "://" in text:
+            raise
+        raise SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies) from None
+
+
+def _not_here(text: str) -> str:
+    """What is said of a path at which there is nothing, with the nearest name in that folder, if one is near."""
+    folder, name = os.path.split(text)
+    names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) and os.path.isdir(folder or ".") else []
+    what = nearest(name, filter(str.isprintable, names)) or " Check the path."
+    is_path = text.startswith(("/", ".", "~"))
+    no_id = "" if is_path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
+    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{what}"
 
 
 def _open_local(path: Path) -> LocalSource:
     """A file here; of one in the Hub's cache, the provenance is the Hub's."""
     source = LocalSource(path)
-    address = cached_address(path)
-    if address is not None:
+    if (address := cached_address(path)) is not None:
         # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
         blob = path.resolve()
         source.name = address.name
@@ -64,30 +88,41 @@ def _open_local(path: Path) -> LocalSource:
     return source
 
 
-def _open_remote(text: str, token: str | bool | None, progress: Progress) -> Source:
+def _open_remote(address: HubAddress | WebAddress, token: str | bool | None, progress: Progress) -> Source:
     """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file."""
-    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    from mtp_extract.io.remote import RemoteSource, retried
+    from mtp_extract.io.remote import CONNECT_TIMEOUT, RemoteSource, retried
 
-    address = parse_address(text, constants.ENDPOINT)
     if isinstance(address, WebAddress):
         remote = RemoteSource(address.name, address.url, _headers(False), None, progress)
         told = {"etag": str(remote.told["ETag"]), "last_modified": str(remote.told["Last-Modified"])}
         remote.provenance = {"url": address.name, **{key: value for key, value in told.items() if value}}
         return remote
     if not address.is_file:
-        address = _file_of(address, token)
+        address = _bundle_in(address, token)
+    name, repository, path, revision = address.name, address.repository, address.path, address.revision
     # A commit names the same bytes for ever, so the Hub need not be asked.
-    known = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(address.revision or "")
-    if known and (copy := _copy_of(address, address.revision)):
+    known = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")
+    if known and (copy := _copy_of(address, revision)):
         return copy
-    found = retried(address.name, lambda: _ask_hub(address, token))
-    if copy := _copy_of(address, found.commit_hash):
+
+    def ask() -> Any:
+        url = hf_hub_url(repository, path, revision=revision)
+        return get_hf_file_metadata(url, token=token, timeout=CONNECT_TIMEOUT)
+
+    found = retried(name, ask)
+    commit = found.commit_hash or ""
+    if not COMMIT.fullmatch(commit):
+        raise SourceError(
+            f"{name}: expected the Hub to name the file's commit, found {escape(commit or 'none', 60)}. Check "
+            "HF_ENDPOINT, or a proxy that drops headers."
+        )
+    if copy := _copy_of(address, commit):
         return copy
-    url = hf_hub_url(address.repository, address.path, revision=found.commit_hash)
-    remote = RemoteSource(address.name, url, _headers(token), found.size, progress)
-    remote.provenance = address.record(found.commit_hash, found.etag)
+    pinned = hf_hub_url(repository, path, revision=commit)
+    remote = RemoteSource(name, pinned, _headers(token), found.size, progress)
+    remote.provenance = address.record(commit, found.etag)
     return remote
 
 
@@ -97,22 +132,6 @@ def _headers(token: str | bool | None) -> dict[str, str]:
 
     # A compressed answer would have other offsets.
     return {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
-
-
-def _ask_hub(address: HubAddress, token: str | bool | None) -> Any:
-    """Commit, size and ETag of a file now, as huggingface_hub has them."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    from mtp_extract.io.remote import CONNECT_TIMEOUT
-
-    url = hf_hub_url(address.repository, address.path, revision=address.revision)
-    found = get_hf_file_metadata(url, token=token, timeout=CONNECT_TIMEOUT)
-    if not COMMIT.fullmatch(found.commit_hash or ""):
-        raise SourceError(
-            f"{address.name}: expected the Hub to name the file's commit, found "
-            f"{escape(found.commit_hash or 'none', 60)}. Check HF_ENDPOINT, or a proxy that drops headers."
-        )
-    return found
 
 
 def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
@@ -129,7 +148,7 @@ def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
     return source
 
 
-def _file_of(address: HubAddress, token: str | bool | None) -> HubAddress:
+def _bundle_in(address: HubAddress, token: str | bool | None) -> HubAddress:
     """The address of the one ``.litertlm`` in the repository or folder that ``address`` names."""
     paths = _sizes(address, token)
     found = sorted(path for path in paths if path.endswith(BUNDLE))
@@ -156,27 +175,20 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
     """
     # A Path has lost one of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
-    found = None if os.path.lexists(text) else as_address(text)
-    if found is None:
-        return text
-    from huggingface_hub import constants
-
-    address = parse_address(found, constants.ENDPOINT)
+    address = None if os.path.lexists(text) else _parsed(text)
     may_be_bundle = or_bundle and not text.endswith(_GGUF)
-    if may_be_bundle and (isinstance(address, WebAddress) or address.is_file):
+    if address is None or (may_be_bundle and (isinstance(address, WebAddress) or address.is_file)):
         return text
     if isinstance(address, WebAddress):
         raise SourceError(
             f"{address.name}: expected a checkpoint's directory or an id of the Hugging Face Hub, found the address of "
             "another site. Download it first, and give its path."
         )
-    try:
+    with _or_a_path(text):
         sizes = _sizes(address, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
         return str(_fetched(address, sizes))
-    except SourceError as error:
-        raise _neither(text, error) from None
 
 
 def _fetched(address: HubAddress, sizes: Mapping[str, int]) -> Path:
@@ -185,29 +197,27 @@ def _fetched(address: HubAddress, sizes: Mapping[str, int]) -> Path:
     Args:
         sizes: path → bytes of the files that begin with its path.
     """
-    if address.path in sizes:
-        files = [address.path]
+    folder = address.path
+    if folder in sizes:
+        files = [folder]
     else:
         # A folder may be named without its slash; what begins alike is another.
-        address = replace(address, path=f"{address.path.rstrip('/')}/" if address.path else "")
-        files = _checkpoint_in(address, [path for path in sizes if path.startswith(address.path)])
+        folder = f"{folder.rstrip('/')}/" if folder else ""
+        files = [path for path in sizes if path.startswith(folder)]
+    if folder not in sizes and f"{folder}{_CONFIG}" not in files:
+        found = [path for path in files if path.endswith(_GGUF) and "mtp-" in path]
+        if len(found) != 1:
+            several = f"{len(found)}: {few(found)}" if found else few(sorted(files)) or "no files"
+            raise SourceError(
+                f"{address.name}: expected a {_CONFIG} or one mtp-*.gguf, found {several}. Name what is meant."
+            )
+        files = found
     if (size := sum(sizes[path] for path in files)) > _LARGEST:
         raise SourceError(
             f"{address.name}: expected a drafter's checkpoint, found {size / 1e9:.1f} GB, which is more than any "
             "has. Name the drafter's folder or file."
         )
-    return _snapshot(address, files) / (files[0] if files[0].endswith(_GGUF) and len(files) == 1 else address.path)
-
-
-def _checkpoint_in(folder: HubAddress, paths: list[str]) -> list[str]:
-    """The files of the checkpoint in ``folder``, among ``paths``: all of them, or one GGUF."""
-    if f"{folder.path}{_CONFIG}" in paths:
-        return paths
-    found = [path for path in paths if path.endswith(_GGUF) and "mtp-" in path]
-    if len(found) == 1:
-        return found
-    several = f"{len(found)}: {few(found)}" if found else few(sorted(paths)) or "no files"
-    raise SourceError(f"{folder.name}: expected a {_CONFIG} or one mtp-*.gguf, found {several}. Name what is meant.")
+    return _snapshot(address, files) / (files[0] if files[0].endswith(_GGUF) and len(files) == 1 else folder)
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
@@ -216,17 +226,15 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
 
     if constants.HF_HUB_OFFLINE:
         folder = _snapshot(address)
-        sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*")}
-        sizes = {path: size for path, size in sizes.items() if (folder / path).is_file()}
+        sizes = {
+            path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+        }
     else:
         about: dict[str, Any] = {"revision": address.revision, "files_metadata": True}
-        try:
-            with faults(address.name):
-                # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
-                api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
-                listed = api.repo_info(address.repository, timeout=_PATIENCE, **about).siblings
-        except FaultError as fault:
-            raise SourceError(f"{address.name}: {fault}. Run it again, or name the file's path here.") from fault
+        # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+        api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
+        with _asked_once(address, "Run it again, or name the file's path here."):
+            listed = api.repo_info(address.repository, timeout=_PATIENCE, **about).siblings
         sizes = {one.rfilename: one.size or 0 for one in listed or ()}
     return {path: size for path, size in sizes.items() if path.startswith(address.path)}
 
@@ -235,35 +243,22 @@ def _snapshot(address: HubAddress, files: Iterable[str] | None = None) -> Path:
     """The folder of the Hub's cache with that revision, and ``files`` of it in there; None for what is there."""
     from huggingface_hub import snapshot_download
 
+    with _asked_once(address, "Run it again to resume."):
+        return Path(
+            snapshot_download(
+                address.repository,
+                revision=address.revision,
+                allow_patterns=None if files is None else [*map(glob.escape, files)],
+                local_files_only=files is None,
+            )
+        )
+
+
+@contextmanager
+def _asked_once(address: HubAddress, advice: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a SourceError, with ``advice`` where it may go away."""
     try:
         with faults(address.name):
-            return Path(
-                snapshot_download(
-                    address.repository,
-                    revision=address.revision,
-                    allow_patterns=None if files is None else [*map(glob.escape, files)],
-                    local_files_only=files is None,
-                )
-            )
+            yield
     except FaultError as fault:
-        raise SourceError(f"{address.name}: {fault}. Run it again to resume.") from fault
-
-
-def _neither(text: str, error: SourceError) -> SourceError:
-    """``error`` of what may have been meant as a path, where it is written as an id of the Hub."""
-    if "://" in text:
-        return error
-    return SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies)
-
-
-def _not_here(text: str) -> str:
-    """What is said of a path at which there is nothing, with the nearest name in that folder, if one is near."""
-    folder, name = os.path.split(text)
-    try:
-        names = [found for found in os.listdir(folder or ".") if found.isprintable()]
-    except OSError:
-        names = []
-    path = text.startswith(("/", ".", "~"))
-    what = nearest(name, names) or " Check the path."
-    no_id = "" if path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
-    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{what}"
+        raise SourceError(f"{address.name}: {fault}. {advice}") from fault

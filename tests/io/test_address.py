@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mtp_extract.errors import SourceError
-from mtp_extract.io.address import HubAddress, WebAddress, is_hub_id, parse_address
+from mtp_extract.io.address import HubAddress, WebAddress, parse_address
 
 HUB = "https://huggingface.co"
 
@@ -69,12 +69,12 @@ def test_what_is_no_address(text: str) -> None:
     ],
 )
 def test_what_may_be_an_id_of_the_hub(text: str, may_be: bool) -> None:
-    assert is_hub_id(text) == may_be
+    assert (parse_address(text, HUB) is not None) == may_be
 
 
 def test_a_name_shows_no_secret() -> None:
-    name = parse_address("https://user:password@example.org:8443/a.litertlm?sig=s#t", HUB).name
-    assert name == "https://example.org:8443/a.litertlm"
+    address = parse_address("https://user:password@example.org:8443/a.litertlm?sig=s#t", HUB)
+    assert address is not None and address.name == "https://example.org:8443/a.litertlm"
 
 
 def test_another_host_is_not_the_hub() -> None:
