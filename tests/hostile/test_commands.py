@@ -22,9 +22,7 @@ from helpers.bounds import HANG, cpu_limit
 from helpers.commands import run_here
 from helpers.make_bundle import DRAFTER, Part, bundle, pack, set_buffer
 from helpers.make_drafter import plain_model
-from seam import CheckpointError, open_bundle, read_header, verify, verify_against
-
-from mtp_extract import convert
+from seam import CheckpointError, open_bundle, verify, verify_against
 
 EXTRACT = "from mtp_extract.cli.extract import main; main()"
 INSPECT = "from mtp_extract.cli.inspect import main; main()"
@@ -159,27 +157,15 @@ def test_places_that_cannot_be_written() -> None:
 
 
 def test_output_that_exists(tmp_path: Path) -> None:
-    """Refused; replaced only when asked to, and only a checkpoint of ours."""
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    """Refused; what else there is to it, `tests/io/test_place.py` asks."""
+    theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "precious").write_text("keep")
-    assert command(EXTRACT, "--sample", "-o", mine).returncode == 0
-    before = {path.name: path.stat().st_mtime_ns for path in mine.iterdir()}
-    for arguments in ([mine], [theirs], [theirs, "--overwrite"]):
-        done = command(EXTRACT, "--sample", "-o", *arguments)
-        assert (done.returncode, done.stderr.count("error:")) == (1, 1)
-        assert "exists" in done.stderr
-    assert {path.name: path.stat().st_mtime_ns for path in mine.iterdir()} == before
-    (mine / "thesis.txt").write_text("years")
-    (mine / ".DS_Store").touch()
-    done = command(EXTRACT, "--sample", "-o", mine, "--overwrite")
-    assert (done.returncode, "thesis.txt" in done.stderr) == (1, True)
-    (mine / "thesis.txt").unlink()
-    (mine / "README.md").write_text("edited by hand")
-    assert command(EXTRACT, "--sample", "-o", mine, "--overwrite").returncode == 0
-    assert {path.name for path in mine.iterdir()} == set(before)
+    for more in ([], ["--overwrite"]):
+        done = command(EXTRACT, "--sample", "-o", theirs, *more)
+        assert (done.returncode, done.stderr.count("error:"), "exists" in done.stderr) == (1, 1, True)
     assert (theirs / "precious").read_text() == "keep"
-    assert {path.name for path in tmp_path.iterdir()} == {"mine", "theirs"}
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs"}
 
 
 def test_an_overwrite_that_fails_keeps_the_old(tmp_path: Path) -> None:
@@ -229,13 +215,6 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     assert (tmp_path / "x" / "extraction.json").exists()
 
 
-def test_killed_while_overwriting(tmp_path: Path) -> None:
-    assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
-    assert interrupted(tmp_path / "x", signal.SIGKILL, "--overwrite")[0] == -signal.SIGKILL
-    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
-
-
 def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -261,53 +240,6 @@ def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-RECORDS: dict[str, object] = {
-    "files of numbers": {"files": {"model.safetensors": 5}},
-    "counts of lists": {"counts": {"stored": []}},
-    "a file of lists": {"files": {"model.safetensors": {"size": 458032, "tensors": []}}},
-    "files that climb out": {"files": {"model.safetensors": {}, "../../etc/passwd": {"size": 1}}},
-    "no layout": {"layout": ["transformers"]},
-    "a source that is none": {"source": {"name": "a", "provenance": [], "section": None}},
-    "a tool without a version": {"tool": {"name": "mtp-extract"}},
-    "a tuning of nothing": {"tuning": {}},
-    "a head that keeps words": {"ordered_head": {"kept": {"share": "all"}}},
-    "no proof, not even none": {"proof": 5},
-    "numbers that overflow": {"files": {"model.safetensors": {"size": 1e400}}},
-}
-
-
-@pytest.mark.parametrize("case", RECORDS)
-def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
-
-    folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
-    record = json.loads((folder / "extraction.json").read_text())
-    (folder / "extraction.json").write_text(json.dumps({**record, **RECORDS[case]}))  # type: ignore[dict-item]
-    with pytest.raises(CheckpointError):
-        verify(folder)
-
-
-ENTRIES: dict[str, object] = {
-    "rounded": {"BF16": "x"},
-    "made_codes": {},
-    "counts": {"held": {}},
-    "shared": [5],
-    "activations": {"lm_head": {"input": None}},
-    "converted_from": [{"layout": "gguf"}],
-}
-
-
-@pytest.mark.parametrize("key", ENTRIES)
-def test_hostile_entries_of_a_record(extracted: Path, tmp_path: Path, key: str) -> None:
-    """What is said of weights is used when the directory is converted, tuned or inserted."""
-    folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
-    record = json.loads((folder / "extraction.json").read_text())
-    record[key] = ENTRIES[key]
-    (folder / "extraction.json").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match=key):
-        convert(folder, tmp_path / "out", format="litert")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
 def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
 
@@ -324,12 +256,3 @@ def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: by
     (folder / "extraction.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="not valid JSON"):
         verify(folder)
-
-
-@pytest.mark.parametrize("shape", ["[1e400]", "[" * 5000 + "]" * 5000, '"4"', "[-4]", "[1.5]", "null", "[true, 4]"])
-def test_hostile_safetensors_headers(tmp_path: Path, shape: str) -> None:
-
-    header = f'{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[0,15]}}}}'.encode()
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 15)
-    with pytest.raises(CheckpointError):
-        read_header(tmp_path / "x.safetensors")

@@ -248,21 +248,12 @@ def _claim(directory: Path, name: str) -> None:
 
 SPOILED: dict[str, Callable[[Path], object]] = {
     "a bit of the weights": lambda d: _flip(d / "model.safetensors"),
-    "a bit of the codes": lambda d: _flip(d / "codes/codes.safetensors"),
     "the configuration": lambda d: _flip(d / "config.json"),
-    "a longer file": lambda d: (d / "config.json").write_bytes((d / "config.json").read_bytes() + b" "),
     "a file gone": lambda d: (d / "generation_config.json").unlink(),
     "a file added": lambda d: (d / "token.txt").write_text("x"),
-    "a picture that is no report's": lambda d: (d / "holiday.png").write_bytes(b"x"),
-    "a folder added": lambda d: ((d / "more").mkdir(), (d / "more" / "x").write_text("x")),
     "no record": lambda d: (d / "extraction.json").unlink(),
-    "a record that is not JSON": lambda d: (d / "extraction.json").write_text("{"),
-    "a record of another kind": lambda d: (d / "extraction.json").write_text("[]"),
-    "a record without files": lambda d: (d / "extraction.json").write_text('{"format_version": 1}'),
-    "a later record": lambda d: (d / "extraction.json").write_text('{"format_version": 2, "files": {}}'),
     "a file elsewhere": lambda d: _claim(d, "../drafter/config.json"),
     "a report that is not JSON": lambda d: (d / "report.json").write_text("{"),
-    "a report of another kind": lambda d: (d / "report.json").write_text('{"agreement": 1}'),
 }
 
 
@@ -298,13 +289,9 @@ def _pipe(directory: Path, name: str) -> None:
 
 NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to a private file": (lambda d: (d / "report.md").symlink_to("/etc/passwd"), "report.md"),
-    "a link that leads nowhere": (lambda d: (d / "report.md").symlink_to("absent"), "report.md"),
     "a link to a folder": (lambda d: (d / "figures").symlink_to("/etc"), "figures"),
     "weights that are a link": (lambda d: _link_of(d, "model.safetensors"), "model.safetensors"),
-    "a record that is a link": (lambda d: _link_of(d, "extraction.json"), "extraction.json"),
     "a pipe": (lambda d: _pipe(d, "report.json"), "report.json"),
-    "weights that are a pipe": (lambda d: _pipe(d, "model.safetensors"), "model.safetensors"),
-    "a record that is a pipe": (lambda d: _pipe(d, "extraction.json"), "extraction.json"),
 }
 
 

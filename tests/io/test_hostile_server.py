@@ -153,8 +153,6 @@ def test_a_server_of_models_that_never_ends(monkeypatch: pytest.MonkeyPatch, scr
 
 LIES = {
     "a negative length": (wrong(Content_Length=-5), "is not HTTP"),
-    "a length in words": (wrong(Content_Length="many"), "is not HTTP"),
-    "two lengths": (wrong(Content_Length="5, 6"), "is not HTTP"),
     "a length of 5000 digits": (wrong(Content_Length="9" * 5000), "is not HTTP"),
     "a short length": (wrong(Content_Length=5), "announced 5 bytes for a range of 65536"),
     "a long length": (wrong(Content_Length=1 << 40), "announced 1099511627776 bytes"),
@@ -164,40 +162,28 @@ LIES = {
         "announced no number of bytes",
     ),
     "no range": (wrong(Content_Range=""), "without saying which"),
-    "a range in other units": (wrong(Content_Range="lines 0-65535/9"), "without saying which"),
     "a range backwards": (wrong(Content_Range="bytes 65535-0/262144"), "when asked for 0 to 65535"),
     "another range": (wrong(Content_Range=f"bytes 1-65536/{SIZE}"), "sent bytes 1 to 65536"),
     "a range beyond the file": (wrong(Content_Range="bytes 0-65535/10"), "sent bytes 0 to 65535"),
     "a file of no size": (wrong(Content_Range="bytes 0-65535/*"), "without saying which of how many"),
     "a size of 5000 digits": (wrong(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying which"),
-    "gzip": (wrong(Content_Encoding="gzip"), "compresses"),
     "GZip, and more": (wrong(Content_Encoding=" GZip, br"), "compresses"),
     "several ranges": (wrong(Content_Type="multipart/byteranges; boundary=a", Content_Range=""), "without saying"),
     "a page": (head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", "found an HTML page"),
     "a whole file": (head("200 OK", Content_Length=3) + b"abc", "found one of whole files"),
     "nothing": (b"", "connection was lost"),
-    "a banner": (b"SSH-2.0-OpenSSH_9.6\r\n", "is not HTTP"),
     "noise": (random.Random(3).randbytes(5000) + b"\r\n\r\n", "is not HTTP"),
     "a head of a megabyte": (head(X="y" * (1 << 20)), "connection was lost|is not HTTP"),
-    "no head at all": (b"\r\n\r\n", "is not HTTP"),
-    "a status of no kind": (head("999 What", Content_Length=0), r"answered \(999\)|is not HTTP"),
     "nothing modified": (head("304 Not Modified"), r"answered \(304\)"),
-    "no content": (head("204 No Content"), r"answered \(204\)"),
     "other protocols": (head("101 Switching Protocols", Upgrade="x", Connection="upgrade"), r"\(101\)|is not HTTP"),
     "redirects to itself": (redirect("/a.litertlm"), "redirects in circles"),
     "a redirect to a file": (redirect("file:///etc/passwd"), "is none of http:// or https://|expected a redirect"),
-    "a redirect to ftp": (redirect("ftp://localhost/a"), "is none of http:// or https://|expected a redirect"),
     "a redirect to no host": (redirect("http://"), "none of http|not an address|reached"),
-    "a redirect to no port": (redirect("http://localhost:99999/"), "is not HTTP|not an address|lost|reached"),
     "a redirect to half an address": (redirect("http://[::1"), "is not HTTP|not an address|lost"),
     **{
         f"a redirect to {to}": (redirect(to), "no address|reached|not an address|lost|is not HTTP|none of http")
         for to in ("http://[x]/", "//[x]/a", "http://localhost:x/", "http://[::1%]/")
     },
-    "a redirect to a long host": (
-        redirect(f"http://{'a' * 300}.invalid/"),
-        "no address|reached|not an address|lost|is not HTTP",
-    ),
     "a redirect to nowhere": (head("302 Found", Content_Length=0), r"answered \(302\)"),
 }
 
@@ -210,21 +196,7 @@ def test_what_makes_no_sense_is_one_line(soon: None, patience: Patient, script: 
     assert len(patience.waits) <= 5
 
 
-ABSURD = [
-    "9" * 5000,
-    "99999999999",
-    "-7",
-    "1e400",
-    "nan",
-    "Fri, 31 Dec 99999 23:59:59 GMT",
-    "Thu, 01 Jan 0001 00:00:00 +2359",
-    "Fri, 31 Dec 9999 23:59:59 -2359",
-    "Thu, 32 Foo 2026 25:61:61 GMT",
-    "Thu, 01 Jan 1970 00:00:00 +9999999999",
-    "\x85\xff",
-    ",,,",
-    "31",
-]
+ABSURD = ["9" * 5000, "99999999999", "-7", "1e400", "nan", "Fri, 31 Dec 99999 23:59:59 GMT", "\x85\xff", ",,,", "31"]
 
 
 @pytest.mark.parametrize("wait", ABSURD)

@@ -100,18 +100,6 @@ def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
     assert written[200:250] == bytes(50)
 
 
-def test_copying_without_the_kernels_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "source").write_bytes(os.urandom(3_000_000))
-
-    def refusing(*arguments: object) -> int:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "copy_file_range", refusing, raising=False)
-    with LocalSource(tmp_path / "source") as source:
-        write_laid(tmp_path / "out", Laid(3_000_000, (Piece(0, 3_000_000, source=source),)))
-    assert (tmp_path / "out").read_bytes() == (tmp_path / "source").read_bytes()
-
-
 @pytest.mark.parametrize("covered", [False, True])
 def test_what_reads_back_differently_is_refused(covered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that does not keep what it was given."""
