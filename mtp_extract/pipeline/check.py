@@ -32,13 +32,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked and found in order.
+    """What was checked.
 
     Attributes:
-        record: of the directory; empty where it has none.
+        record: of the directory; empty where it has none, or a bundle's check of it failed.
         files: how many files matched the record, the card left out.
         against: name of the bundle that everything was derived from again; None when there was none.
         checks: what was held against that bundle.
+        comparable: whether it is at least of the shape of that bundle's drafter, so that the two can run side by side.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class Verification:
     files: int
     against: str | None = None
     checks: tuple[Check, ...] = ()
+    comparable: bool = False
 
 
 def with_record(place: Path) -> Path:

@@ -10,7 +10,6 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,37 +48,6 @@ _WHAT = {
 }
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What holding a directory against a bundle's drafter showed.
-
-    Attributes:
-        comparable: whether the two are at least of one shape, so that they can be run side by side.
-        proof: what reading the graph beside the checkpoint showed; None where it failed or was not done.
-        record: the directory's, where it was read and nothing was found wrong with it.
-    """
-
-    checks: tuple[Check, ...]
-    comparable: bool
-    proof: Proof | None
-    record: Verification | None
-
-    def require(self, directory: Path, name: str) -> None:
-        """Refuse a directory that is not proven to be what the bundle called ``name`` gives.
-
-        Raises:
-            CheckpointError: a check failed, or one that is needed was not run; the message says which and why.
-        """
-        failed = [check for check in self.checks if check.passed is False]
-        failed = failed or [check for check in self.checks if check.name in NEEDED and not check.passed]
-        if failed:
-            wrong = "; ".join(f"{check.name}: {check.evidence}" for check in failed)
-            raise CheckpointError(
-                f"{escape(directory)}: differs from what {escape(name)} holds: {wrong}. It may be of another bundle, "
-                "or have been changed since. Extract it again, or fetch it again."
-            )
-
-
 def verify_against(directory: Path | str, opened: Opened, allowed: Container[str] = ()) -> Verification:
     """Derive everything in ``directory`` from ``opened`` again and compare it: with its record, if it has one.
 
@@ -94,9 +62,15 @@ def verify_against(directory: Path | str, opened: Opened, allowed: Container[str
     opened.prefetch()
     config = require_mtp(format_of(folder).read_config(folder))
     found = check_identity(folder, drafter_for(opened, config), allowed)
-    found.require(folder, opened.source.name)
-    own = found.record or Verification(folder, {}, 0)
-    return dataclasses.replace(own, against=opened.source.name, checks=found.checks)
+    failed = [check for check in found.checks if check.passed is False]
+    failed = failed or [check for check in found.checks if check.name in NEEDED and not check.passed]
+    if failed:
+        wrong = "; ".join(f"{check.name}: {check.evidence}" for check in failed)
+        raise CheckpointError(
+            f"{escape(folder)}: differs from what {escape(opened.source.name)} holds: {wrong}. It may be of another "
+            "bundle, or have been changed since. Extract it again, or fetch it again."
+        )
+    return found
 
 
 def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
@@ -113,8 +87,8 @@ def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
         return opened.drafter(config.sliding_window)
 
 
-def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> Identity:
-    """Hold the checkpoint in ``directory`` against the bundle's drafter.
+def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> Verification:
+    """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, its checks say.
 
     Raises:
         CheckpointError: the directory holds no configuration that can be read.
@@ -141,7 +115,8 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
         wrong = [*_contradicted(own.record, source, proof), *_untold(own.record, written, derived)]
         if wrong:
             record, own = _check("record", [f"{RECORD}: {few(wrong, separator='; ')}"]), None
-    return Identity((*checks, record), comparable, proof, own)
+    name, (said, files) = source.opened.source.name, (own.record, own.files) if own else ({}, 0)
+    return Verification(directory, said, files, name, (*checks, record), comparable)
 
 
 def _check(name: str, wrong: Iterable[str], sound: str = "") -> Check:
