@@ -22,12 +22,13 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
 
+from mtp_extract.checkpoint.files import sha256_of_file
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
-from mtp_extract.pipeline.check import changed_card, files_in, verify
+from mtp_extract.pipeline.check import files_in, verify
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import LEGAL
 from mtp_extract.report.card import UNSAID, CardWords, model_card
@@ -103,7 +104,8 @@ def plan_upload(
         )
     notes: tuple[str, ...] = ()
     report = read_object(folder / REPORT, "Validate again.") if REPORT in contents else None
-    if changed_card(folder) is not None:
+    written = record["files"].get(CARD, {}).get("sha256")
+    if CARD in contents and sha256_of_file(folder / CARD) != written:
         if words != UNSAID:
             raise HubError(
                 f"{escape(folder / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
@@ -150,7 +152,13 @@ def upload(
         CheckpointError: the directory does not match its ``extraction.json``.
         HubError: bad name, no token, no permission, no network, other content, or not what was sent has arrived.
     """
-    _check_name(repo_id)
+    try:
+        validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
+    except HFValidationError as error:
+        raise HubError(
+            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and letters, digits, "
+            "'-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
+        ) from error
     adds, notes = plan_upload(directory, card)
     if beside:
         gguf = weights_of(FORMAT, (add.path_in_repo for add in adds))
@@ -188,16 +196,6 @@ def upload(
     return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes)
 
 
-def _check_name(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
-    except HFValidationError as error:
-        raise HubError(
-            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and letters, digits, "
-            "'-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
-        ) from error
-
-
 def _token(token: str | None) -> str:
     if constants.HF_HUB_OFFLINE:
         raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
@@ -230,18 +228,17 @@ def _explained(repo_id: str, token: str) -> Iterator[None]:
     except (HubError, CheckpointError):
         raise
     except Exception as error:  # noqa: BLE001 - a token may stand in any message; it goes no further
-        raise HubError(f"{repo_id}: {_reason(error, token)}") from None
-
-
-def _reason(error: BaseException, token: str) -> str:
-    causes = [error]
-    # A ValueError says what the Hub refuses in a card, which its cause does not.
-    while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
-        causes.append(causes[-1].__cause__)
-    for cause in causes:
-        if (response := getattr(cause, "response", None)) is not None:
-            return f"{_STATUSES.get(response.status_code, f'the Hub answered {response.status_code}. {_AGAIN}')}."
-        if isinstance(cause, http_library().TransportError):
-            return f"the Hub cannot be reached, or the connection was lost. {_AGAIN}."
-    text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", str(causes[-1]).replace(token, "…")).strip().rstrip(".")
-    return f"the upload failed: {escape(text or type(causes[-1]).__name__)}. {_AGAIN}."
+        causes: list[BaseException] = [error]
+        # A ValueError says what the Hub refuses in a card, which its cause does not.
+        while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
+            causes.append(causes[-1].__cause__)
+        responses = [found for cause in causes if (found := getattr(cause, "response", None)) is not None]
+        if responses:
+            status = responses[0].status_code
+            why = _STATUSES.get(status, f"the Hub answered {status}. {_AGAIN}")
+        elif any(isinstance(cause, http_library().TransportError) for cause in causes):
+            why = f"the Hub cannot be reached, or the connection was lost. {_AGAIN}"
+        else:
+            text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", str(causes[-1]).replace(token, "…")).strip().rstrip(".")
+            why = f"the upload failed: {escape(text or type(causes[-1]).__name__)}. {_AGAIN}"
+        raise HubError(f"{repo_id}: {why}.") from None

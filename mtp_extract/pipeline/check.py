@@ -55,18 +55,6 @@ def with_record(place: Path) -> Path:
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
 
 
-def changed_card(directory: Path) -> str | None:
-    """The card in ``directory``, if it is no longer as it was written; None if it is, or if nothing says so."""
-    if not all((directory / name).is_file() for name in (RECORD, CARD)):
-        return None
-    try:
-        written = json.loads((directory / RECORD).read_bytes())["files"][CARD]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    same = sha256_of_file(directory / CARD) == written
-    return None if same else (directory / CARD).read_bytes().decode("utf-8", "replace")
-
-
 def read_record(directory: Path) -> dict[str, Any]:
     """``extraction.json`` of ``directory``.
 
