@@ -18,10 +18,8 @@ from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint.arranged import FLOATS, Arranged
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.record_fields import MadeCodes, Section, Source
 from mtp_extract.checkpoint.rounding import SCALES, rounding_of
 from mtp_extract.graph.roles import Activation
-from mtp_extract.io.typed import fill
 
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
@@ -40,26 +38,23 @@ def sha256_of_section(drafter: Shard) -> str:
 def source_record(drafter: Shard, section_sha256: str | None) -> dict[str, Any]:
     """The file and the section."""
     opened, section, region = drafter.opened, drafter.section, drafter.model.region
-    bundle = opened.bundle
-    return fill(
-        Source,
-        opened.source,
-        name=Path(opened.source.name).name,
-        kind="litertlm" if bundle else "tflite",
-        version=".".join(map(str, bundle.version)) if bundle else None,
-        provenance=dict(sorted(opened.source.provenance.items())),
-        section=fill(
-            Section,
-            drafter,
-            index=section.index if section else None,
-            model_type=section.model_type if section else None,
-            items=dict(sorted(section.items.items())) if section else {},
-            begin=region.begin,
-            end=region.begin + region.size,
-            sha256=section_sha256,
-            signature=drafter.signature.key,
-        ),
-    )
+    return {
+        "name": Path(opened.source.name).name,
+        "size": opened.source.size,
+        "kind": "litertlm" if opened.bundle else "tflite",
+        "version": ".".join(map(str, opened.bundle.version)) if opened.bundle else None,
+        "provenance": dict(sorted(opened.source.provenance.items())),
+        "section": {
+            "index": section.index if section else None,
+            "model_type": section.model_type if section else None,
+            "items": dict(sorted(section.items.items())) if section else {},
+            "begin": region.begin,
+            "end": region.begin + region.size,
+            "sha256": section_sha256,
+            "found_by": drafter.found_by,
+            "signature": drafter.signature.key,
+        },
+    }
 
 
 def provenance(source: Mapping[str, Any]) -> dict[str, str]:
@@ -144,4 +139,4 @@ def made_codes(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not errors:
         return None
     worst = {key: max(error[key] for error in errors) for key in ("rms", "largest")}
-    return fill(MadeCodes, None, rule=errors[0]["rule"], matrices=len(errors), **worst)
+    return {"rule": errors[0]["rule"], "matrices": len(errors), **worst}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from msgspec import UNSET, Meta, Struct, ValidationError, convert, structs, to_builtins
+from msgspec import Meta, Struct, ValidationError, convert
 
 T = TypeVar("T", bound=Struct)
 
@@ -39,20 +39,6 @@ class Figure(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
     value: float | None  #: null where there is nothing that it could be of
     n: Count  #: of so many positions or rounds
     ci95: Bounds | None = None  #: 95 % over texts; null with too few, and then nothing is decided
-
-
-def fill(kind: type[Record], source: object = None, /, **more: Any) -> dict[str, Any]:
-    """A ``kind`` of ``more``, and of the attributes of ``source`` that have its fields' names, as JSON has it.
-
-    What lies inside may be attributes again, records, or dictionaries. None of ``more`` that is ``UNSET`` is there.
-
-    Raises:
-        msgspec.ValidationError: one is of another type.
-    """
-    values = {f.encode_name: more[f.name] if f.name in more else getattr(source, f.name) for f in structs.fields(kind)}
-    given = {name: value for name, value in values.items() if value is not UNSET}
-    filled: dict[str, Any] = to_builtins(convert(given, kind, from_attributes=True))
-    return filled
 
 
 def read(value: Any, kind: type[T], place: str = "") -> T:
