@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations, product
 
 import numpy as np
 
@@ -16,20 +17,15 @@ Chain = tuple[str, ...]
 """What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
 
 _EXACT_SCALES = f"F32{SCALES}"
+_FLOATS = [word for word in ROUNDED_TO.values() if word]
 
-
-def _roundings() -> Iterator[Chain]:
-    """Of scales, then of numbers: each at most once, or numbers to both short types."""
-    floats = [word for word in ROUNDED_TO.values() if word]
-    for scales in ((), (f"FP16{SCALES}",), (_EXACT_SCALES,)):
-        yield scales
-        yield from ((*scales, word) for word in floats)
-    yield from ((one, other) for one in floats for other in floats if one != other)
-
-
+# Of scales, then of numbers: each at most once, or numbers to both short types.
+_ROUNDINGS: list[Chain] = [
+    *(tuple(filter(None, words)) for words in product(("", f"FP16{SCALES}", _EXACT_SCALES), ("", *_FLOATS))),
+    *permutations(_FLOATS, 2),
+]
 CHAINS: Sequence[Chain] = sorted(
-    [*_roundings(), *((*before, rule, *after) for before in _roundings() for rule in RULES for after in _roundings())],
-    key=len,
+    [*_ROUNDINGS, *((*before, rule, *after) for before, rule, after in product(_ROUNDINGS, RULES, _ROUNDINGS))], key=len
 )
 """Every chain that is tried, the shortest first."""
 
