@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.eagle3 import findings_of
+from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.litertlm.published import known_bundle
-from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
+from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
 
@@ -65,7 +67,10 @@ def inspect(
         "provenance": dict(sorted(opened.source.provenance.items())),
         "items": dict(bundle.items) if bundle else {},
         "sections": [
-            {**_fields(s, "index data_type type_name:type model_type begin end size"), "items": dict(s.items)}
+            {
+                **{"index": s.index, "data_type": s.data_type, "type": s.type_name, "model_type": s.model_type},
+                **{"begin": s.begin, "end": s.end, "size": s.size, "items": dict(s.items)},
+            }
             for s in opened.sections
         ],
     }
@@ -109,33 +114,35 @@ def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
     if graph:
         found["roles"] = [_role(drafter, role, role.role in confirmed) for role in drafter.walk.roles]
         found["set_aside"] = [
-            {**_fields(entry.tensor, f"index:tensor subgraph {_NAMED}"), **_fields(entry, "op reason")}
-            for entry in drafter.walk.aside
+            {
+                **{"tensor": aside.tensor.index, "subgraph": aside.tensor.subgraph, "name": aside.tensor.name},
+                **{"dtype": aside.tensor.type_name, "shape": list(aside.tensor.shape)},
+                **{"op": aside.op, "reason": aside.reason},
+            }
+            for aside in drafter.walk.aside
         ]
         found["kv_inputs"] = _caches(drafter)
         found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter)).as_json()
     return found
 
 
-_NAMED = "name type_name:dtype shape"
-
-
-def _fields(value: object, names: str) -> dict[str, Any]:
-    """Attributes of ``value`` as JSON has them, by name or, after a colon, by another; None of what is None."""
-    pairs = [name.split(":") for name in names.split()]
-    found = {pair[-1]: None if value is None else getattr(value, pair[0]) for pair in pairs}
-    return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}
+_NO_TENSOR: dict[str, Any] = dict.fromkeys(("subgraph", "index", "name", "type", "quantization", "data"))
 
 
 def _role(drafter: Shard, role: FoundRole, confirmed: bool) -> dict[str, Any]:
     """A role with its constant, how that is quantized, the static quantization around a matrix, and the evidence."""
-    tensor = role.tensor
-    described = _tensor(drafter.model, drafter.model.subgraphs[tensor.subgraph], tensor) if tensor is not None else {}
+    tensor = _NO_TENSOR if role.tensor is None else _tensor(drafter.model, role.tensor)
     return {
-        **_fields(role, "role shape"),
-        **_fields(tensor, "subgraph index:tensor name type_name:type"),
-        **_fields(role, "factor why"),
-        **{key: described.get(key) for key in ("quantization", "data")},
+        "role": role.role,
+        "shape": list(role.shape),
+        "subgraph": tensor["subgraph"],
+        "tensor": tensor["index"],
+        "name": tensor["name"],
+        "type": tensor["type"],
+        "factor": role.factor,
+        "why": role.why,
+        "quantization": tensor["quantization"],
+        "data": tensor["data"],
         "activations": {"input": activation_json(role.input), "output": activation_json(role.output)},
         "name_confirms": confirmed,
     }
@@ -143,31 +150,22 @@ def _role(drafter: Shard, role: FoundRole, confirmed: bool) -> dict[str, Any]:
 
 def _caches(drafter: Shard) -> dict[str, Any]:
     """The base model's caches that the drafter reads: type, shape, static quantization and the layers that read it."""
-    users: dict[str, list[int]] = {}
-    for index, layer in enumerate(drafter.walk.layers):
-        users.setdefault(layer.key, []).append(index)
-        users.setdefault(layer.value, []).append(index)
     result = {}
     for name, tensor in drafter.walk.caches.items():
-        quantization = tensor.quantization
-        static = quantization is not None and quantization.scales.count == 1
-        scale = float(quantization.scale[0]) if quantization is not None and static else None
+        scale, zero_point = grid_of(tensor) or (None, None)
         if scale is not None and not 0 <= scale < math.inf:
             raise FormatError(f"{tensor.label} has a scale of {scale}: the file is damaged.")
-        zero_points = (
-            quantization.zero_point if quantization is not None and quantization.zero_points.count == 1 else ()
-        )
-        result[name] = {
-            "dtype": tensor.type_name,
-            "shape": list(tensor.shape),
-            "scale": scale,
-            "zero_point": next(map(int, zero_points), None),
-            "layers": users.get(name, []),
-        }
+        layers = [index for index, layer in enumerate(drafter.walk.layers) if name in (layer.key, layer.value)]
+        own = {"dtype": tensor.type_name, "shape": list(tensor.shape), "scale": scale, "zero_point": zero_point}
+        result[name] = {**own, "layers": layers}
     return result
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
+    def interface(subgraph: int, names: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        found = {name: model.tensor(subgraph, index) for name, index in names.items()}
+        return {name: {"type": tensor.type_name, "shape": list(tensor.shape)} for name, tensor in found.items()}
+
     described: dict[str, Any] = {
         "description": model.description,
         "subgraphs": len(model.subgraphs),
@@ -177,53 +175,44 @@ def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
             {
                 "key": s.key,
                 "subgraph": s.subgraph,
-                "inputs": _interface(model, s.subgraph, s.inputs),
-                "outputs": _interface(model, s.subgraph, s.outputs),
+                "inputs": interface(s.subgraph, s.inputs),
+                "outputs": interface(s.subgraph, s.outputs),
             }
             for s in model.signatures
         ],
     }
     if tensors:
-        described["tensors"] = [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
+        described["tensors"] = [_tensor(model, t) for g in model.subgraphs for t in g.tensors]
     return described
 
 
-def _interface(model: TfliteModel, subgraph: int, names: Any) -> dict[str, dict[str, Any]]:
-    graph = model.subgraphs[subgraph]
-    return {
-        name: {"type": graph.tensors[i].type_name, "shape": list(graph.tensors[i].shape)} for name, i in names.items()
-    }
-
-
-def _tensor(model: TfliteModel, graph: Subgraph, tensor: Tensor) -> dict[str, Any]:
-    quantization = tensor.quantization
-    described = {
-        "subgraph": graph.index,
-        **_fields(tensor, "index name type_name:type shape"),
-        "quantization": None,
-        "data": None,
-    }
-    if quantization is not None:
-        blocks = quantization.blockwise
-        described["quantization"] = {
-            "scales": quantization.scales.count,
-            "zero_points": quantization.zero_points.count,
-            "axis": quantization.axis,
-            "details": quantization.details,
-            "block_size": blocks.block_size if blocks else None,
+def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
+    """A tensor with its quantization and where its bytes lie; of bytes that cannot be read, such as strings, why."""
+    quantization: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    if (found := tensor.quantization) is not None:
+        quantization = {
+            "scales": found.scales.count,
+            "zero_points": found.zero_points.count,
+            "axis": found.axis,
+            "details": found.details,
+            "block_size": found.blockwise.block_size if found.blockwise else None,
         }
     if model.has_data(tensor):
-        described["data"] = _data(model, tensor)
-    return described
-
-
-def _data(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
-    """Where the bytes of a constant lie; for one that cannot be read, such as strings, the reason."""
-    try:
-        location = model.locate(tensor)
-    except MtpExtractError as error:
-        return {"problem": str(error)}
-    return {"offset": location.begin, "length": location.size}
+        try:
+            location = model.locate(tensor)
+            data = {"offset": location.begin, "length": location.size}
+        except MtpExtractError as error:
+            data = {"problem": str(error)}
+    return {
+        "subgraph": tensor.subgraph,
+        "index": tensor.index,
+        "name": tensor.name,
+        "type": tensor.type_name,
+        "shape": list(tensor.shape),
+        "quantization": quantization,
+        "data": data,
+    }
 
 
 def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
@@ -253,17 +242,14 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
     if tensors:
         described["tensors"] = [
             {
-                **{"role": role.name, "name": role.names.get(format_.name, role.name)},
-                **{"type": types[role.name], "shape": list(shape), "block_size": _block(found.tensors[role.name])},
+                **{"role": role.name, "name": role.names.get(format_.name, role.name), "type": types[role.name]},
+                # Neighbours of a row that share a scale; None where a row has one, or none.
+                **{"shape": list(shape), "block_size": steps.block if steps and steps.block != shape[-1] else None},
             }
             for role, shape in shapes.items()
+            for steps in [found.tensors[role.name].steps]
         ]
     return described
-
-
-def _block(weight: Weight) -> int | None:
-    """Neighbouring elements of a row that share a scale; None where a row has one, or none."""
-    return weight.steps.block if weight.steps is not None and weight.steps.block != weight.shape[-1] else None
 
 
 def _stored_type(tensor: Weight) -> str:

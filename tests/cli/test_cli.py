@@ -27,7 +27,7 @@ RUNNER = CliRunner()
 
 def _tensors_of(opened: Opened) -> list[dict[str, Any]]:
     model = opened._locate[2]
-    return [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
+    return [_tensor(model, t) for g in model.subgraphs for t in g.tensors]
 
 
 def test_sample_is_one_command(tmp_path: Path) -> None:
