@@ -463,14 +463,6 @@ def _op(model: Any, code: int, inputs: list[int], shape: list[int], before: Any,
     return int(made.outputs[0])
 
 
-def _insert(model: Any, name: str, reader: Any, position: int, other: int | None = None) -> None:
-    """Put the op ``name`` between ``reader`` and its operand ``position``; its second operand is ``other``."""
-    source = int(reader.inputs[position])
-    inputs = [source] if other is None else [source, other]
-    shape = list(model.subgraphs[0].tensors[source].shape)
-    reader.inputs[position] = _op(model, _code(model, name), inputs, shape, reader)
-
-
 def _constant(model: Any, *values: float) -> int:
     index = _new_tensor(model, [len(values)] if len(values) > 1 else [])
     set_buffer(model, model.subgraphs[0].tensors[index], floats(*values))
@@ -653,70 +645,6 @@ def test_many_small_files_that_describe_gigabytes(tmp_path: Path, monkeypatch: p
     with pytest.raises(NoDrafterError):
         extract(tmp_path / "many.litertlm", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-# -- graphs that a checkpoint cannot express ------------------------------------------------------------------------
-
-
-def _scores(model: Any, layer: int = 0) -> Any:
-    """The op that masks the scores of ``layer``: what it reads at 1 are the scores."""
-    return op_of(model, "SELECT_V2", layer)
-
-
-def _slots(model: Any) -> list[float]:
-    """A number for every slot, some larger than others: one for all of them would change no softmax."""
-    scores = model.subgraphs[0].tensors[_scores(model).inputs[1]]
-    return [0.01 * slot for slot in range(scores.shape[-1])]
-
-
-FUNCTIONS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "a scale on the scores": (
-        lambda m: _insert(m, "MUL", _scores(m), 1, _constant(m, 0.125)),
-        r"layers\.0\.attention: .*scor",
-    ),
-    "a scale on the key cache": (
-        lambda m: _insert(m, "MUL", op_of(m, "BATCH_MATMUL"), 1, _constant(m, 0.125)),
-        r"layers\.0\.attention: .*scor",
-    ),
-    "a scale for every channel": (
-        lambda m: _insert(m, "MUL", op_of(m, "BATCH_MATMUL"), 0, _constant(m, 0.5, 1, 1, 2)),
-        r"layers\.0\.attention: .*scor",
-    ),
-    "a soft cap on the scores": (
-        lambda m: _insert(m, "TANH", _scores(m), 1),
-        "TANH",
-    ),
-    "a bias on the scores": (
-        lambda m: _insert(m, "ADD", _scores(m), 1, _constant(m, *_slots(m))),
-        r"layers\.0\.attention: .*scor",
-    ),
-    "relu for gelu": (
-        lambda m: setattr(op_of(m, "GELU"), "opcodeIndex", _code(m, "RELU")),
-        "RELU",
-    ),
-    "a function on the stream": (lambda m: _insert(m, "TANH", op_of(m, "ADD", 4), 0), "residual stream"),
-    "softmax with beta 2": (
-        lambda m: setattr(op_of(m, "SOFTMAX").builtinOptions, "beta", 2.0),
-        r"layers\.0\.attention: .*scor",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FUNCTIONS)
-def test_functions_that_a_checkpoint_cannot_express(tmp_path: Path, case: str) -> None:
-    change, match = FUNCTIONS[case]
-    model = plain_model()
-    change(model)
-    refuse(pack(model), tmp_path, MtpExtractError, match)
-
-
-def test_a_weight_that_is_read_twice(tmp_path: Path) -> None:
-    """A norm's weight that also scales the scores: every role is found, and the function is another."""
-    model = plain_model(DrafterSpec(hidden=16, cache=16))
-    operators = model.subgraphs[0].operators
-    norm = operators[operators.index(op_of(model, "RSQRT")) + 2]
-    _insert(model, "MUL", _scores(model), 1, int(norm.inputs[1]))
-    refuse(pack(model), tmp_path, MtpExtractError, r"layers\.0\.attention: .*scored otherwise")
 
 
 def test_an_op_that_reads_what_nothing_computes(tmp_path: Path) -> None:
