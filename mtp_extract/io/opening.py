@@ -70,7 +70,10 @@ def _or_a_path(text: str) -> Iterator[None]:
 def _not_here(text: str) -> str:
     """What is said of a path at which there is nothing, with the nearest name in that folder, if one is near."""
     folder, name = os.path.split(text)
-    names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) and os.path.isdir(folder or ".") else []
+    try:
+        names = os.listdir(folder or ".")
+    except (OSError, ValueError):
+        names = []
     what = nearest(name, filter(str.isprintable, names)) or " Check the path."
     is_path = text.startswith(("/", ".", "~"))
     no_id = "" if is_path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
