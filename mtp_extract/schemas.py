@@ -1,14 +1,12 @@
 """The JSON schema of every record that is written, made from its type, with the comments of its fields.
 
-``python -m mtp_extract.schemas report`` prints one.
+``mtp schema report`` prints one.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
@@ -84,7 +82,3 @@ def _comments(kind: type) -> dict[str, str]:
                 said[names[field[1]]] = field[2] or " ".join(above)
             above = []
     return {name: text for name, text in said.items() if text}
-
-
-if __name__ == "__main__":
-    print(json.dumps(schema(sys.argv[1]), indent=2, ensure_ascii=False))

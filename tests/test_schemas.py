@@ -22,6 +22,6 @@ def test_every_field_says_what_it_means(name: str) -> None:
 
 def test_a_command_prints_one() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mtp_extract.schemas", "doctor"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "mtp_extract", "schema", "doctor"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == schema("doctor")

@@ -1,0 +1,25 @@
+"""``mtp-schema``: the JSON schema of a record that is written."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli.terminal import write_json
+from mtp_extract.options import About
+from mtp_extract.schemas import RECORDS, schema
+
+
+def command(name: Annotated[str, About("Which file, without its .json.", metavar="NAME", choices=RECORDS)]) -> None:
+    """Print the JSON schema of extraction.json, report.json, bench.json or doctor.json."""
+    write_json(schema(name))
+
+
+_EXAMPLES = {
+    "mtp-schema extraction": "What stands in extraction.json.",
+    "mtp-schema report": "What a validation's report.json holds.",
+}
+
+app = new_app(command, _EXAMPLES)
+main = partial(run_lean, app)
