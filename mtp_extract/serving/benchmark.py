@@ -82,11 +82,11 @@ def _parts(prompts: Sequence[Prompt], concurrency: int) -> list[list[int]]:
     Each has all workloads alike, and enough requests that as many as may be are in flight for most of it. One request
     at a time needs no window: each is its own, and so its counters are.
     """
-    sizes, seen, places = Counter(prompt.workload for prompt in prompts), Counter[str](), list[tuple[float, int]]()
-    for number, prompt in enumerate(prompts):
-        places.append(((seen[prompt.workload] + 0.5) / sizes[prompt.workload], number))
+    sizes, seen, places = Counter(prompt.workload for prompt in prompts), Counter[str](), list[float]()
+    for prompt in prompts:
+        places.append((seen[prompt.workload] + 0.5) / sizes[prompt.workload])
         seen[prompt.workload] += 1
-    order = [number for _, number in sorted(places)]
+    order = sorted(range(len(prompts)), key=places.__getitem__)
     count = max(1, len(order) // (1 if concurrency == 1 else _FILLED * concurrency))
     return [order[a:b] for a, b in pairwise(len(order) * part // count for part in range(count + 1))]
 

@@ -108,10 +108,6 @@ class _Event(msgspec.Struct):
 _decode, _NOTHING = msgspec.json.Decoder(_Event).decode, _Delta()
 
 
-class _StatusError(ServerError):
-    """The status of an answer is an error's."""
-
-
 async def timed_events(
     stream: AsyncIterable[bytes], most_bytes: int, clock: Callable[[], float] = time.perf_counter
 ) -> AsyncIterator[tuple[float, _Event | None]]:
@@ -223,7 +219,9 @@ class Server:
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         root, login = _parse(url)
-        self.name, self._timeout, self.computed = WebAddress(root).name, timeout, 0.0
+        self.name, self.computed = WebAddress(root).name, 0.0
+        # A page takes no computing, however long an answer may take.
+        self._timeout, self._page_timeout = timeout, min(timeout, _PAGE_TIMEOUT)
         pair = base64.b64encode(":".join(login).encode()).decode() if login else ""
         self._secrets = [secret for secret in (key, pair, *login) if secret]
         headers = {"Accept-Encoding": "identity"}
@@ -243,18 +241,13 @@ class Server:
         try:
             self._run(self._within(self._recognise(model), self._page_timeout))
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End what is under way, and close all connections."""
-
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
@@ -311,8 +304,8 @@ class Server:
         async def read() -> Counters | None:
             try:
                 _, body = await self._page("/metrics")
-            except _StatusError:
-                return None
+            except ServerError:
+                return None  # without this page, as llama-server is by default
             found = self.kind.of_page(body.decode("utf-8", "replace"))
             # Without these nobody can say whose the others are.
             return None if found.requests is None and found.tokens is None else found
@@ -335,12 +328,12 @@ class Server:
             found = after - before
             moved, wanted = (found.tokens, tokens) if found.requests is None else (found.requests, len(answers))
             if moved is not None and moved == wanted:
-                counted = [answer.counted for answer in answers if answer.counted is not None]
-                differ = len(counted) == len(answers) and any(
-                    getattr(found, name) not in (None, sum(getattr(one, name) or 0 for one in counted))
-                    for name in ("drafted", "accepted")
-                )
-                return None if differ or not found.possible(most_tokens, len(answers)) else found
+                counted = [answer.counted or Counters() for answer in answers]
+                for name in ("drafted", "accepted"):
+                    own: list[Any] = [getattr(one, name) for one in counted]
+                    if None not in own and getattr(found, name) not in (None, sum(own)):
+                        return None
+                return found if found.possible(most_tokens, len(answers)) else None
             if (moved or 0) > (wanted or 0) or time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_INTERVAL)
@@ -399,11 +392,6 @@ class Server:
             events = timed_events(response.stream, _LARGEST_EVENT + _LARGEST_TOKEN * most)
             return await read_answer(events, self.kind, sent, most)
 
-    @property
-    def _page_timeout(self) -> float:
-        """Seconds for a page, which takes no computing."""
-        return min(self._timeout, _PAGE_TIMEOUT)
-
     async def _page(self, path: str) -> tuple[Mapping[str, str], bytes]:
         """Head and body of a page."""
         async with self._opened("GET", path) as response:
@@ -427,7 +415,7 @@ class Server:
                 said = (
                     f"the server {what.format(path=path)} ({response.status_code}){_words_of(page.get('error', page))}"
                 )
-                raise _StatusError(said, remedies=remedies)
+                raise ServerError(said, remedies=remedies)
             yield response
 
     async def _within(self, work: Awaitable[T], seconds: float, remedies: tuple[str, ...] = ()) -> T:

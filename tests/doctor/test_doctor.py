@@ -115,7 +115,7 @@ def test_the_command_prints_and_writes(
         done = run_here(
             "doctor",
             directory,
-            *("--base", sample_base(), "--prompts", prompts_file, "--max-tokens", str(NEW_TOKENS), "--batch", "32"),
+            *("--base", sample_base(), "--prompts", prompts_file, "--max-tokens", str(NEW_TOKENS)),
             *("--no-chat-template", "--server", server.url, "--report", tmp_path / "out"),
         )
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
