@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mtp_extract.report.card import CardWords
     from mtp_extract.serving.plan import BenchPlan
     from mtp_extract.tune.plan import TuningPlan
-    from mtp_extract.validate.plan import Validating as ValidationPlan
+    from mtp_extract.validate.plan import ValidationPlan
 
 __all__ = [
     "BenchPlan",
@@ -66,7 +66,7 @@ _HOMES = {
     **{name: ("mtp_extract.api", name) for name in ("bench", "insert", "inspect", "tune", "validate")},
     "BenchPlan": ("mtp_extract.serving.plan", "BenchPlan"),
     "TuningPlan": ("mtp_extract.tune.plan", "TuningPlan"),
-    "ValidationPlan": ("mtp_extract.validate.plan", "Validating"),
+    "ValidationPlan": ("mtp_extract.validate.plan", "ValidationPlan"),
     "CardWords": ("mtp_extract.report.card", "CardWords"),
     "CheckpointInspection": ("mtp_extract.api", "CheckpointInspection"),
     "UploadResult": ("mtp_extract.hub.upload", "UploadResult"),

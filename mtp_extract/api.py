@@ -30,7 +30,7 @@ from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.tune.run import run_tuning as tune
-from mtp_extract.validate.plan import Validating
+from mtp_extract.validate.plan import ValidationPlan
 
 if TYPE_CHECKING:
     from mtp_extract.serving.result import Benchmark
@@ -203,7 +203,7 @@ def insert(
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
 
 
-def validate(plan: Validating) -> Validation:
+def validate(plan: ValidationPlan) -> Validation:
     """Whether a checkpoint is the drafter of its file (``source``), and whether it drafts what its base would say.
 
     Raises:
@@ -215,7 +215,7 @@ def validate(plan: Validating) -> Validation:
     plan.check()
     from mtp_extract.validate.run import run_validation
 
-    found = run_validation(plan, plan.say, plan.show)
+    found = run_validation(plan)
     if plan.report is not None:
         from mtp_extract.validate.page import write_validation
 

@@ -24,7 +24,7 @@ from mtp_extract.cli.terminal import (
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.options import About
-from mtp_extract.validate.plan import Validating, sample_plan
+from mtp_extract.validate.plan import ValidationPlan, sample_plan
 
 if TYPE_CHECKING:
     from mtp_extract.validate.result import Validation
@@ -34,7 +34,7 @@ _LONGEST_TEXT = 1000
 
 
 def command(
-    plan: Validating,
+    plan: ValidationPlan,
     sample: Annotated[bool, About("Validate the sample that comes with mtp-extract.")] = False,
     controls: Annotated[bool, About("Show what it reaches with one thing broken at a time, too.")] = False,
     print_json: AsJson = False,

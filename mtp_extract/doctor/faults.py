@@ -62,7 +62,7 @@ class Handed(Altered):
 
 def _of_control(control: Control) -> Fault:
     def make(setting: Setting) -> Drafter | None:
-        changed = control.drafter(setting.drafter) if control.drafter else setting.drafter
+        changed = control.drafter(setting.drafter)
         if control.name == POSITION:
             return Altered(setting.drafter, TRANSFORMERS if setting.convention == LITERT else LITERT)
         return changed and Altered(changed, setting.convention, control.transform)

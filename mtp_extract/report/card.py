@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,8 +25,7 @@ from mtp_extract.report.serving import how_to_serve, shell_word
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_UNKNOWN_LICENSE = "other"
-"""What the Hub calls a licence that is none of those it lists."""
+_UNKNOWN_LICENSE = "other"  # what the Hub calls a licence that is none of those it lists
 _LIMIT = (
     "It works with its own base alone. A base quantized otherwise than the one it was trained against lowers "
     "acceptance, not correctness: the base verifies every token. Greedy text is the base's own in F32; in BF16 it may "
@@ -113,8 +112,7 @@ def _card(record: Mapping[str, Any], report: Mapping[str, Any] | None, words: Ca
     title = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"
     metadata = "".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items())
     again = f"mtp-extract {argument}" if bundle else "mtp-convert DRAFTER"
-    paragraphs = [*_measured(report), *_changed(record, head), *_rounded(record)]
-    said = "".join(f"{text}\n\n" for text in paragraphs)
+    said = "".join(f"{text}\n\n" for text in _said(record, report, head))
     return f"""---
 {metadata}---
 
@@ -146,55 +144,41 @@ whose source was read. Use BF16: Gemma 4's activations leave the range of FP16.
 """
 
 
-def _measured(report: Mapping[str, Any] | None) -> list[str]:
-    """What a validation found."""
-    if report is None:
-        return []
-    refuted = "**A validation refutes this copy.** " if report["refuted"] else ""
-    return [f"{refuted}{paragraph(report['verdict'])} All figures are in `report.json`."]
-
-
-def _changed(record: Mapping[str, Any], head: bool) -> list[str]:
-    """What training made of it, where it is not as it was extracted."""
-    said = []
+def _said(record: Mapping[str, Any], report: Mapping[str, Any] | None, head: bool) -> Iterator[str]:
+    """What a validation found, what training made of it, and what was done to numbers here and before."""
+    if report is not None:
+        refuted = "**A validation refutes this copy.** " if report["refuted"] else ""
+        yield f"{refuted}{paragraph(report['verdict'])} All figures are in `report.json`."
     if tuning := record.get("tuning"):
         what = "Trained" if head else "**These weights are no longer those they were extracted as**: tuned"
-        said.append(f"{what} ({plain(tuning['mode'])}) on text that {code(tuning['base'])} wrote. {_accepted(tuning)}")
+        yield f"{what} ({plain(tuning['mode'])}) on text that {code(tuning['base'])} wrote. {_accepted(tuning)}"
     if made := record.get("ordered_head"):
-        said.append(
+        yield (
             "**The head is not the one it was extracted with**: mtp-extract made an ordered head, which looks into "
             f"{made['top_k']:,} of {made['centroids']:,} clusters of tokens ({made['rows_read']:,} of "
             f"{made['rows_dense']:,} rows). {_accepted(made)}"
         )
-    return said
+    steps = record["converted_from"]
+    before = {word for step in steps for word in step["rounded"]}
+    before |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
+    if before:
+        yield f"On the way here numbers were rounded: {', '.join(map(plain, sorted(before)))}."
+    if (made := record["made_codes"]) is not None:
+        yield (
+            f"{made['matrices']} matrices were rounded to integers here, by {code(made['rule'])}: at worst "
+            f"{made['rms']:.2g} of a matrix's range off (root mean square), {made['largest']:.2g} at one place."
+        )
 
 
 def _accepted(made: Mapping[str, Any]) -> str:
     """What held-out text said of it."""
-    rounds = made["overall"]["rounds"]
-    low, high = rounds["interval"] or (None, None)
-    interval = "" if low is None else f" ({low:.3f} to {high:.3f} at 95 %)"
-    said = (
+    rounds, refused = made["overall"]["rounds"], "; ".join(map(plain, made["refused"]))
+    interval = " ({:.3f} to {:.3f} at 95 %)".format(*rounds["interval"]) if rounds["interval"] else ""
+    return (
         f"On {made['overall']['texts']} held-out texts a round yields {rounds['ratio']:.3f} times the tokens{interval}"
+        + ("; it was stopped before its end" if made.get("interrupted") else "")
+        + (f"; it was not accepted, and written all the same: {refused}." if refused else ".")
     )
-    stopped = "; it was stopped before its end" if made.get("interrupted") else ""
-    refused = "; ".join(map(plain, made["refused"]))
-    return said + stopped + (f"; it was not accepted, and written all the same: {refused}." if refused else ".")
-
-
-def _rounded(record: Mapping[str, Any]) -> list[str]:
-    """What was done to numbers here and before."""
-    said, steps = [], record["converted_from"]
-    before = {word for step in steps for word in step["rounded"]}
-    before |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
-    if before:
-        said.append(f"On the way here numbers were rounded: {', '.join(map(plain, sorted(before)))}.")
-    if (made := record["made_codes"]) is not None:
-        said.append(
-            f"{made['matrices']} matrices were rounded to integers here, by {code(made['rule'])}: at worst "
-            f"{made['rms']:.2g} of a matrix's range off (root mean square), {made['largest']:.2g} at one place."
-        )
-    return said
 
 
 def _origin(record: Mapping[str, Any], argument: str) -> str:

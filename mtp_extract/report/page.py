@@ -27,12 +27,9 @@ class Headline:
     """A large figure at the head of a page."""
 
     name: str
-    value: str
-    """The figure, or :data:`NOT_MEASURED`."""
-    of: str
-    """What it was measured over, with its interval; or why it was not."""
-    means: str
-    """What ``name`` means, in a line."""
+    value: str  # the figure, or :data:`NOT_MEASURED`
+    of: str  # what it was measured over, with its interval; or why it was not
+    means: str  # what ``name`` means, in a line
     standing: Literal["", "good", "bad", "none"] = ""
 
 
@@ -41,17 +38,12 @@ class Table:
     """One table of a report, as the page and the terminal show it."""
 
     title: str
-    columns: Sequence[str]
-    """Their titles; percentages say so here."""
+    columns: Sequence[str]  # their titles; percentages say so here
     rows: Sequence[Sequence[str | int]]
-    what: str = ""
-    """What it shows, in a line."""
-    about: str = ""
-    """What its columns mean, and how it was measured; for readers who were not there."""
-    picture: str = ""
-    """The same as a picture: the address of an SVG, as :mod:`mtp_extract.report.figures` draws it."""
-    folded: bool = False
-    """Only for who looks closer."""
+    what: str = ""  # what it shows, in a line
+    about: str = ""  # what its columns mean, and how it was measured; for readers who were not there
+    picture: str = ""  # the same as a picture: the address of an SVG, as :mod:`mtp_extract.report.figures` draws it
+    folded: bool = False  # only for who looks closer
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,7 @@ class Page:
     """A report as a reader sees it."""
 
     title: str
-    about: str
-    """What was measured beside what, in a line."""
+    about: str  # what was measured beside what, in a line
     verdict: str
     tables: Sequence[Table]
     headlines: Sequence[Headline] = ()

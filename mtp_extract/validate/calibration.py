@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, counter, silent
-from mtp_extract.formats import format_of
 from mtp_extract.insert.activations import Range, Ranges
 
 if TYPE_CHECKING:
@@ -47,38 +47,31 @@ def measure_ranges(
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
     from mtp_extract.speculate.loop import SpeculativeGenerator
 
-    folder = Path(directory)
     chosen = prompts_or_shipped(Path(prompts) if prompts is not None else None)
     say(f"loading the base {base}")
     loaded = load_base(base, device)
-    drafter = load_drafter(folder, dtype=loaded.drafter_dtype, device=loaded.device)
+    drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     encoded = encode_prompts(chosen, generator.codec, chat_template=chat_template)
     seen: dict[str, tuple[Range, Range]] = {}
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        now = _range(inputs[0]), _range(output)
-        before = seen.get(role, now)
-        seen[role] = _joined(before[0], now[0]), _joined(before[1], now[1])
+        before = seen.get(role, (Range(inf, -inf), Range(inf, -inf)))
+        given, made = (
+            Range(min(was.low, float(values.min())), max(was.high, float(values.max())))
+            for was, values in zip(before, (inputs[0], output), strict=True)
+        )
+        seen[role] = given, made
 
-    matrices = [r.name for r in roles_of(format_of(folder).read_config(folder).num_layers) if r.kind == MATRIX]
+    for role in roles_of(drafter.config.num_layers):
+        if role.kind == MATRIX:
+            drafter.get_submodule(role.name).register_forward_hook(partial(note, role.name))
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
         done = counter(show, "the base's text", -(-len(chosen) // _BATCH))
         written = continue_greedily(generator.base, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=done)
-        hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         done = counter(show, "drafting along it", len(written.usable))
         measure_agreements(generator.base, [Asked(drafter)], written, _STEPS, batch=1, done=done)
-    for hook in hooks:
-        hook.remove()
     return seen
-
-
-def _range(values: Tensor) -> Range:
-    return Range(float(values.min()), float(values.max()))
-
-
-def _joined(one: Range, other: Range) -> Range:
-    return Range(min(one.low, other.low), max(one.high, other.high))

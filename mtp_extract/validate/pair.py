@@ -12,19 +12,19 @@ from torch import nn
 
 from mtp_extract.drafter.load import Network
 from mtp_extract.speculate.target import Base
-from mtp_extract.validate.acceptance.drafters import DrafterFigures
+from mtp_extract.validate.result import Validation
 
 
-def pair_of(base: Base, name: str, drafter: Network, found: DrafterFigures, positions: int) -> dict[str, Any]:
-    """What the base ``name`` and a drafter hold for one sequence of so many ``positions``, and what rounds took."""
-    needs, worth = drafter.needs, found.generation.worth
+def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> dict[str, Any]:
+    """What base and drafter of ``found`` hold for one sequence of so many ``positions``, and what rounds took."""
+    needs, worth, name = drafter.needs, found.drafters[0].generation.worth, found.base.name if found.base else ""
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
     role = "eagle3_head" if needs.own_cache else "mtp_drafter"
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",
         "target": {"name": name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
-        "draft": {"name": found.facts.name, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
+        "draft": {"name": found.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
         "bridge": {
             "source": "target_hidden_stream",
             "dest": "draft.backbone_stream",

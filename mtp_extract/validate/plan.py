@@ -19,7 +19,7 @@ _MOST_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """What to measure."""
+    """What to measure, what becomes of it, and who is told how far it is."""
 
     directory: Annotated[
         Path | None,
@@ -66,6 +66,10 @@ class ValidationPlan:
     timed: int = 5  # prompts to time
     seed: Annotated[int, About("Of the random inputs.", option=False)] = 0
     chat_template: ChatTemplate = True
+    report: Annotated[Path | None, About("Write report.html, report.json and pair.json there.", metavar="DIR")] = None
+    overwrite: Replace = False
+    say: Say = silent
+    show: Show = silent
 
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
@@ -92,8 +96,7 @@ class ValidationPlan:
                 "expected a base, a source or both, found neither; there is nothing to validate against",
                 remedies=("base", "source"),
             )
-        needing = ((self.wanted, "to verify trees of drafts"), (self.beside, "for the drafters to be compared beside"))
-        for given, what in needing:
+        for given, what in ((self.wanted, "to verify trees of drafts"), (self.beside, "to compare drafters beside")):
             if given and self.base is None:
                 raise MtpExtractError(
                     f"expected a base {what}, found none; give the model that is drafted for", remedies=("base",)
@@ -106,17 +109,7 @@ class ValidationPlan:
             raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
 
 
-@dataclass(frozen=True)
-class Validating(ValidationPlan):
-    """A validation, and what becomes of it: a place to write to, and who is told how far it is."""
-
-    report: Annotated[Path | None, About("Write report.html, report.json and pair.json there.", metavar="DIR")] = None
-    overwrite: Replace = False
-    say: Say = silent
-    show: Show = silent
-
-
-def sample_plan(plan: Validating) -> Validating:
+def sample_plan(plan: ValidationPlan) -> ValidationPlan:
     """``plan`` for the sample that is shipped, with the base it was trained for and, unless given, prompts for that."""
     from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 

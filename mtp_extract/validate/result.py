@@ -27,7 +27,7 @@ class BaseFacts(Record):
 class Validation(Record, kw_only=True):
     """A whole validation. What was not asked for is null, or empty."""
 
-    version: int = 3  #: version of this file
+    version: int = 4  #: version of this file
     tool: Tool  #: what wrote it
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed

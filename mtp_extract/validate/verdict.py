@@ -1,110 +1,94 @@
-"""From numbers to words: the verdict in one sentence, the findings one by one, and why a control scored as it did."""
+"""From numbers to words: the verdict in one sentence, the findings one by one, and what to know of the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import structs
 
+from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.measured import Change
-from mtp_extract.evaluate.texts import undecided
+from mtp_extract.evaluate.texts import repeats_note, undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.numbers import mean, rate, signed
-from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.controls import ControlResult, Drafted
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
-from mtp_extract.validate.acceptance.generation import Worth
+from mtp_extract.validate.acceptance.drafting import ADAPTIVE
 from mtp_extract.validate.acceptance.trivial import TrivialResult
+from mtp_extract.validate.acceptance.worth import Worth
 from mtp_extract.validate.result import Validation
+
+_MOST_REPEATED = 0.25
 
 
 def concluded(found: Validation) -> Validation:
     """``found`` with its verdict: whether it is verified or refuted, the sentence and the findings."""
     passed = {check.name for check in found.checks if check.passed}
-    failed = any(check.passed is False for check in found.checks)
-    judged = structs.replace(
+    wrong = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
+    verified = passed.issuperset(NEEDED) and not wrong
+    refuted = [*wrong, *(_worse_than_trivial(trivial) for trivial in found.trivial if trivial.better)]
+    source = f"the checkpoint is the drafter of {found.source}"
+    named = {
+        "refuted": refuted,
+        "verified": [f"{source} ({', '.join(c.name for c in found.checks if c.passed)})"] if verified else [],
+        "measured": list(_measured(found)),
+        "not verified": list(_missing(found, verified or bool(wrong))),
+    }
+    parts = [f"{name}: {', and '.join(items)}" for name, items in named.items() if items]
+    text = "; ".join([*parts, *([_suspect(found)] if found.controls else [])])
+    return structs.replace(
         found,
-        verified=passed.issuperset(NEEDED) and not failed,
-        refuted=failed or any(trivial.better for trivial in found.trivial),
-        findings=list(_findings(found)),
+        verified=verified,
+        refuted=bool(refuted),
+        findings=[*refuted, *_findings(found)],
+        verdict=f"{text[:1].upper()}{text[1:]}.",
     )
-    return structs.replace(judged, verdict=_verdict(judged))
-
-
-def _verdict(found: Validation) -> str:
-    """One sentence: what was refuted, verified, measured, not verified, and where the controls point."""
-    refuted = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
-    refuted += [_worse_than_trivial(result) for result in found.trivial if result.better]
-    verified = ", ".join(check.name for check in found.checks if check.passed)
-    named = (
-        ("refuted", refuted),
-        ("verified", [f"the checkpoint is the drafter of {found.source} ({verified})"] if found.verified else []),
-        ("measured", list(_measured(found))),
-        ("not verified", list(_missing(found))),
-    )
-    parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
-    if found.controls:
-        parts.append(_suspect(found))
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "."
 
 
 def _measured(found: Validation) -> Iterator[str]:
     if not found.drafters:
         return
     first, *others = found.drafters
-    name, best = first.generation.best, first.generation.worth[first.generation.best]
-    top1 = first.agreement.steps[0].top1
+    generation, top1 = first.generation, first.agreement.steps[0].top1
+    best = generation.worth[generation.best]
     if best.tokens_per_round.value is not None:
-        timed = best.measured_speedup is not None and not first.generation.disturbed
+        timed = best.measured_speedup is not None and not generation.disturbed
         speed = f", {best.measured_speedup:.2f} times the base's speed" if timed else ""
-        yield f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(name, best)}{speed}"
+        yield f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(generation.best, best)}{speed}"
     few = "" if top1.ci95 else f" ({undecided(first.agreement.texts)})"
     yield f"its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
     if others:
         changes = ", ".join(f"{drafter.facts.name} {_change(drafter.change)}" for drafter in others)
         yield f"beside it, in teacher-forced tokens per round on the same texts, {changes}"
     if best.rounds:
-        yield text_of(found)
+        drafted = [(name, worth, d.facts.name) for d in found.drafters for name, worth in d.generation.worth.items()]
+        name, worst, whose = min(drafted, key=lambda one: one[1].same_text)
+        which = f"with a {drafts_of(name, worst)}{f' of {whose}' if others else ''}, the worst"
+        yield (
+            f"the loop's text is the base's own for {worst.same_text} of {worst.prompts} prompts"
+            f"{f' in {found.base.dtype}' if found.base else ''}, "
+            f"{'whatever is drafted' if worst.same_text == worst.prompts else which}"
+        )
 
 
-def _missing(found: Validation) -> Iterator[str]:
+def _missing(found: Validation, decided: bool) -> Iterator[str]:
     if not found.checks:
         yield "that this is the function of a .litertlm file (it was compared with none)"
-    elif not found.verified and all(check.passed is not False for check in found.checks):
+    elif not decided:
         left = ", ".join(check.name for check in found.checks if check.passed is None)
         yield f"that this is the drafter of {found.source} (not checked: {left})"
     if not found.drafters:
         yield "how well it drafts for a base (it was run beside none)"
-    for result in found.trivial:
-        if not (result.better or result.worse):
-            yield _undecided(result)
+    yield from (_undecided(trivial) for trivial in found.trivial if not (trivial.better or trivial.worse))
     if found.drafters and not any(worth.rounds for worth in found.drafters[0].generation.worth.values()):
         yield "that drafts leave the base's greedy text as it is (no round drafted any)"
 
 
-def text_of(found: Validation) -> str:
-    """For how many texts the loop wrote what the base alone writes, whatever was drafted, in words."""
-    dtype = f" in {found.base.dtype}" if found.base else ""
-    name, worst = min(_drafted(found), key=lambda drafted: drafted[1].same_text)
-    where = "whatever is drafted" if worst.same_text == worst.prompts else f"with a {name}, the worst"
-    return f"the loop's text is the base's own for {worst.same_text} of {worst.prompts} prompts{dtype}, {where}"
-
-
-def _drafted(found: Validation) -> list[tuple[str, Worth]]:
-    """All that any drafter drafted, and what to call it."""
-    several = len(found.drafters) > 1
-    return [
-        (drafts_of(name, worth) + (f" of {drafter.facts.name}" if several else ""), worth)
-        for drafter in found.drafters
-        for name, worth in drafter.generation.worth.items()
-    ]
-
-
 def drafts_of(name: str, worth: Worth) -> str:
     """What was drafted: ``chain of 3``, ``tree 4x2x1``, ``adaptive chain``."""
-    if worth.paths:
-        return f"tree {name}"
-    return f"{name} chain" if worth.tree else f"chain of {name}"
+    if worth.tree is None:
+        return f"chain of {name}"
+    return f"{name} chain" if worth.tree == ADAPTIVE else f"tree {name}"
 
 
 def _change(found: Change) -> str:
@@ -128,16 +112,16 @@ def _undecided(result: TrivialResult) -> str:
 
 def _suspect(found: Validation) -> str:
     """Which part of the drafter's inputs the controls point at."""
-    ran = [result for result in found.controls if result.difference is not None]
-    above = [result for result in ran if result.standing == "above"]
+    ran = [(result, result.difference) for result in found.controls if result.difference is not None]
     if not ran:
         return "no control could be run"
-    if all(result.difference.ci95 is None for result in ran if result.difference):
+    if all(gap.ci95 is None for _, gap in ran):
         return f"what the controls say is {undecided(found.drafters[0].agreement.texts)}"
+    above = [(gap.value or 0.0, result) for result, gap in ran if result.standing == "above"]
     if not above:
-        below = sum(result.standing == "below" for result in ran)
+        below = sum(result.standing == "below" for result, _ in ran)
         return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
-    leading = min(above, key=lambda result: (result.difference and result.difference.value) or 0.0)
+    _, leading = min(above, key=lambda one: one[0])
     return f"the controls point at {leading.suspect} ({leading.name} {_counts(leading)})"
 
 
@@ -155,21 +139,17 @@ _STANDING = {
 
 def why(result: ControlResult) -> str:
     """In words, what a control's score means."""
-    if result.skipped or result.agreement is None or result.difference is None:
+    if result.agreement is None or result.difference is None:
         return f"not run: {result.skipped}"
-    look = f"; look at {result.suspect}" if result.standing == "above" else ""
     few = result.standing == "undecided" and result.difference.ci95 is None
     standing = undecided(result.agreement.texts) if few else _STANDING[str(result.standing)]
-    return f"{standing}: {_counts(result)}{look}"
+    return f"{standing}: {_counts(result)}{f'; look at {result.suspect}' if result.standing == 'above' else ''}"
 
 
 def _findings(found: Validation) -> Iterator[str]:
-    """Each thing that a reader should not miss, most important first."""
-    yield from (f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False)
+    """What a reader should not miss and nothing is refuted by, most important first."""
     for trivial in found.trivial:
-        if trivial.better:
-            yield _worse_than_trivial(trivial)
-        elif not trivial.worse:
+        if not (trivial.better or trivial.worse):
             yield f"it was not shown {_undecided(trivial)}"
     for result in found.controls:
         if result.standing in ("above", "same"):
@@ -178,16 +158,39 @@ def _findings(found: Validation) -> Iterator[str]:
         if drafter.change.worse:
             yield f"{drafter.facts.name} drafts worse: {_change(drafter.change)} teacher-forced tokens per round"
     for drafter in found.drafters:
-        yield from _divergences(drafter)
+        for name, worth in drafter.generation.worth.items():
+            for parted in worth.divergences:
+                apart = f", {parted.margin:.3g} logits apart" if parted.margin is not None else ""
+                yield (
+                    f"with a {drafts_of(name, worth)} of {drafter.facts.name}, the text of prompt {parted.prompt + 1} "
+                    f"leaves the base's at token {parted.token + 1}{apart}; no drafter can change text: where the two "
+                    "tokens nearly tie the base's rounding decides, else the loop is at fault"
+                )
 
 
-def _divergences(drafter: DrafterFigures) -> Iterator[str]:
-    """Where text left the base's. No drafter can do that: it is the loop's fault, or that of the base's arithmetic."""
-    for name, worth in drafter.generation.worth.items():
-        for parted in worth.divergences:
-            apart = f", {parted.margin:.3g} logits apart" if parted.margin is not None else ""
-            fault = "" if parted.tie else "; no drafter can change text: the loop or the base's arithmetic is at fault"
-            yield (
-                f"with a {drafts_of(name, worth)} of {drafter.facts.name}, the text of prompt {parted.prompt + 1} "
-                f"leaves the base's at token {parted.token + 1}{apart}{fault}"
-            )
+def notes_of(drafters: Sequence[DrafterFigures], written: Continuations, drafted: Drafted) -> Iterator[str]:
+    """What to know of the figures: prompts that a drafter may have seen, text that says little, what did not run."""
+    if tuned := [drafter.facts.name for drafter in drafters if drafter.facts.made == "tuned"]:
+        yield (
+            f"tuned: {', '.join(tuned)}; on prompts that a drafter was tuned on it does better than on others, and the "
+            "shipped ones are those that tuning takes by default: its extraction.json has what texts held out showed"
+        )
+    if written.repeated > _MOST_REPEATED:
+        yield (
+            f"{100 * written.repeated:.0f} % of the runs of eight tokens that the base writes stand earlier in the "
+            "same text: loops, which are easy to draft, so controls may do as well."
+        )
+    yield from repeats_note(len(written.texts), len(written.repeats))
+    positions = len(drafted.agreements[0].anchor)
+    if not drafted.controls:
+        yield "Nothing was broken on purpose beside it: the controls are those of an MTP drafter."
+    elif drafted.positions < positions:
+        yield (
+            f"Controls drafted at {drafted.positions} of {positions} positions, spread over all texts, and are held "
+            "against the drafter there."
+        )
+    if disturbed := [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]:
+        yield (
+            f"Times and speedups mean nothing here ({', '.join(disturbed)}): rounds took less time than a single token "
+            "of the base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it."
+        )

@@ -16,7 +16,6 @@ _WORKLOAD = {
 }
 _WORTH = {
     "tree": None,
-    "paths": None,
     "drafts": 3,
     "depth": 3,
     "rounds": 33,
@@ -39,7 +38,7 @@ _CHANGE = {"mean": 0.0, "interval": [0.0, 0.0], "texts": 7}
 _APART = {"logits": 1e-7, "state": 1e-7, "correlation": 0.9991, "top1": 64}
 
 REPORT: dict[str, Any] = {
-    "version": 3,
+    "version": 4,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
     "verdict": "Verified: it is what it is" + ", and so on" * 30 + ".",
     "verified": True,

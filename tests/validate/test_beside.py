@@ -237,7 +237,7 @@ def test_one_that_does_not_fit_is_named(plan: ValidationPlan, checkpoint: Path, 
     random_assistant(GEOMETRIES["dense"]).save_pretrained(other)
     wanted = dataclasses.replace(plan, source=None, beside=(checkpoint, other))
     with pytest.raises(PairError, match="other: expected a base with a vocabulary of 60, found 512"):
-        run_validation(wanted, said.append)
+        run_validation(dataclasses.replace(wanted, say=said.append))
     assert said == [f"loading the base {plan.base}"]
     with pytest.raises(CheckpointError, match="/absent: expected a checkpoint's directory"):
         run_validation(dataclasses.replace(wanted, beside=(Path("/absent"),)))
@@ -247,6 +247,5 @@ def test_without_a_base_there_is_nothing_to_compare(checkpoint: Path) -> None:
     result = run_here("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        "error: expected a base for the drafters to be compared beside, found none; give the model that is "
-        "drafted for (--base)\n"
+        "error: expected a base to compare drafters beside, found none; give the model that is drafted for (--base)\n"
     )

@@ -17,7 +17,7 @@ from mtp_extract.io.place import check_place
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.report.page import as_html, as_json, plain_json
-from mtp_extract.validate.acceptance.generation import Divergence, Worth
+from mtp_extract.validate.acceptance.worth import Divergence, Worth
 from mtp_extract.validate.page import page_of, tables, write_validation
 from mtp_extract.validate.plan import ValidationPlan
 from mtp_extract.validate.result import Validation
@@ -45,7 +45,7 @@ def with_worth(found: Validation, **parts: Any) -> Validation:
     name, first = next(iter(drafter.generation.worth.items()))
     worth: dict[str, Worth] = {**drafter.generation.worth, name: structs.replace(first, **parts)}
     generation = structs.replace(drafter.generation, worth=worth)
-    return changed(found, drafters=[dataclasses.replace(drafter, generation=generation), *found.drafters[1:]])
+    return changed(found, drafters=[structs.replace(drafter, generation=generation), *found.drafters[1:]])
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Pa
     silent = structs.replace(drafter.agreement, texts=0, n=0, teacher_forced=none, steps=[])
     changes = {**drafter.changes, "silent": Change(float("nan"), None, 0)}
     workloads = {**drafter.workloads, "silent": silent}
-    found = changed(validation, drafters=[dataclasses.replace(drafter, workloads=workloads, changes=changes)])
+    found = changed(validation, drafters=[structs.replace(drafter, workloads=workloads, changes=changes)])
     write_validation(found, tmp_path / "report")
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["drafters"][0]["changes"]["silent"]["mean"] is None
@@ -127,7 +127,6 @@ def test_parts_that_were_not_asked_for(plan: ValidationPlan, validation: Validat
     assert "not verified: how well it drafts for a base (it was run beside none)" in only_source.verdict
     assert [table.title for table in tables(only_source)] == [
         "Is it the drafter of the file?",
-        "Parity with Google's interpreter",
         "Setting",
     ]
     no_source = changed(validation, parity=None, source=None, checks=[])
@@ -153,16 +152,14 @@ def test_any_check_refutes(validation: Validation, name: str) -> None:
     assert not left.refuted
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_text_that_parts_is_no_drafters_fault(validation: Validation, tie: bool) -> None:
+def test_text_that_parts_is_no_drafters_fault(validation: Validation) -> None:
     """No drafter can change verified text: it is said, and whose fault it is, and the drafter is not refuted."""
-    found = with_worth(validation, same_text=1, divergences=[Divergence(0, 3, 0.01, tie)])
+    found = with_worth(validation, same_text=1, divergences=[Divergence(0, 3, 0.01)])
     assert not found.refuted
     assert "the loop's text is the base's own for 1 of 2 prompts in float32, with a chain of 1, the worst" in (
         found.verdict
     )
-    (line,) = (line for line in found.findings if "leaves the base's at token 4, 0.01 logits apart" in line)
-    assert ("the loop or the base's arithmetic is at fault" in line) == (not tie)
+    assert any("leaves the base's at token 4, 0.01 logits apart; no drafter can" in line for line in found.findings)
 
 
 def test_verdict_on_what_was_too_short(validation: Validation) -> None:
@@ -173,7 +170,7 @@ def test_verdict_on_what_was_too_short(validation: Validation) -> None:
     worth = {name: structs.replace(worth, **nothing) for name, worth in drafter.generation.worth.items()}
     generation = structs.replace(drafter.generation, worth=worth)
     short = structs.replace(drafter.agreement, teacher_forced=Figure(None, 0))
-    found = changed(found, drafters=[dataclasses.replace(drafter, agreement=short, generation=generation)])
+    found = changed(found, drafters=[structs.replace(drafter, agreement=short, generation=generation)])
     assert "nan" not in as_json(found).decode()
     assert "the loop's text" not in found.verdict
     _, _, missing = found.verdict.partition("not verified: ")
@@ -189,16 +186,14 @@ def test_too_few_texts_decide_nothing(validation: Validation) -> None:
 
     steps = [structs.replace(step, top1=undecided(step.top1, 0.5)) for step in first.agreement.steps]
     of_four = structs.replace(first.agreement, texts=4, steps=steps)
-    other = dataclasses.replace(
-        first, facts=dataclasses.replace(first.facts, name="other"), change=Change(-0.3, None, 4)
-    )
+    other = structs.replace(first, facts=structs.replace(first.facts, name="other"), change=Change(-0.3, None, 4))
     found = changed(
         validation,
         trivial=[structs.replace(r, difference=undecided(r.difference), texts=4) for r in validation.trivial],
         controls=[
             structs.replace(r, difference=undecided(r.difference), standing="undecided") for r in validation.controls
         ],
-        drafters=[dataclasses.replace(first, agreement=of_four), other],
+        drafters=[structs.replace(first, agreement=of_four), other],
     )
     assert not found.refuted
     told = "not decided: 4 texts, at least 5 are needed"

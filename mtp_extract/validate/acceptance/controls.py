@@ -7,26 +7,17 @@ allows the best of so many, says where to look.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from mtp_extract.drafter.arguments import DraftArguments, Transform
+from mtp_extract.drafter.arguments import Transform
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.agreement import (
-    Asked,
-    Continuations,
-    Workload,
-    at_every,
-    figure,
-    figures,
-    measure_agreements,
-)
+from mtp_extract.evaluate.agreement import Asked, Continuations, Workload, at_every, figure, figures, measure_agreements
 from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.io.typed import Count, Figure, Record
@@ -46,8 +37,8 @@ class Control:
     what: str  # what is done, in words
     suspect: str  # what to look at when it scores better than the real drafter
     # the changed drafter; None in place of it when there is nothing to change
-    drafter: Callable[[MtpDrafter], MtpDrafter | None] | None = None
-    transform: Transform | None = None  # changes each step's arguments
+    drafter: Callable[[MtpDrafter], MtpDrafter | None] = lambda drafter: drafter
+    transform: Transform | None = None  # changes each step's arguments; gets them and the step
     needs_texts: int = 1  # texts in a batch
 
 
@@ -67,25 +58,6 @@ class ControlResult(Record):
     #: `below` the real drafter, `above` it, the `same` (at most 5 points either way, or no first draft is changed),
     #: `undecided` (too few texts for any of these)
     standing: Standing | None = None
-
-
-def _other_text(arguments: DraftArguments, step: int) -> DraftArguments:
-    # Slots stay where they are, so masks hold and nothing later than the query comes into view.
-    return dataclasses.replace(
-        arguments, shared_kv={kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in arguments.shared_kv.items()}
-    )
-
-
-def _zero_hidden(arguments: DraftArguments, step: int) -> DraftArguments:
-    return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
-
-
-def _unscaled_embedding(arguments: DraftArguments, step: int) -> DraftArguments:
-    return dataclasses.replace(arguments, embedding=arguments.embedding / arguments.embedding.shape[-1] ** 0.5)
-
-
-def _next_position(arguments: DraftArguments, step: int) -> DraftArguments:
-    return dataclasses.replace(arguments, position_ids=arguments.position_ids + 1)
 
 
 def _root_of_head_dim(drafter: MtpDrafter) -> MtpDrafter:
@@ -119,20 +91,23 @@ CONTROLS: tuple[Control, ...] = (
         "shuffled_kv",
         "K and V of another text",
         "the base's K and V: which layers' they are, and whether the drafter reads them at all",
-        transform=_other_text,
+        # Slots stay where they are, so masks hold and nothing later than the query comes into view.
+        transform=lambda given, step: replace(
+            given, shared_kv={kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in given.shared_kv.items()}
+        ),
         needs_texts=2,
     ),
     Control(
         "zero_hidden",
         "the base's hidden state set to zero",
         "the base's hidden state: it must be the one after the final norm, at the position before the token",
-        transform=_zero_hidden,
+        transform=lambda given, step: replace(given, hidden=torch.zeros_like(given.hidden)),
     ),
     Control(
         "unscaled_embedding",
         "the embedding not multiplied by the root of the base's width",
         "the embedding's scale, which must be the base's own times the root of its width",
-        transform=_unscaled_embedding,
+        transform=lambda given, step: replace(given, embedding=given.embedding / given.embedding.shape[-1] ** 0.5),
     ),
     Control(
         "sqrt_d_attention",
@@ -156,31 +131,13 @@ CONTROLS: tuple[Control, ...] = (
         "position_off_by_one",
         "queries one position later",
         "the query's position",
-        transform=_next_position,
+        transform=lambda given, step: replace(given, position_ids=given.position_ids + 1),
     ),
 )
 
 
 LEVEL = 1 - 0.05 / len(CONTROLS)
 """Of each control's interval: so that in 95 % of measurements none of them all misleads."""
-
-
-def altered(drafter: MtpDrafter, together: int) -> dict[str, Altered | str]:
-    """By the name of every control: the broken drafter, or in words why it is not run.
-
-    Args:
-        together: texts in the smallest batch.
-    """
-    found: dict[str, Altered | str] = {}
-    for control in CONTROLS:
-        changed = control.drafter(drafter) if control.drafter else drafter
-        if changed is None:
-            found[control.name] = "nothing to change in this drafter"
-        elif together < control.needs_texts:
-            found[control.name] = f"it needs {control.needs_texts} texts in a batch"
-        else:
-            found[control.name] = Altered(changed, transform=control.transform)
-    return found
 
 
 @dataclass(frozen=True)
@@ -211,31 +168,43 @@ def draft_together(
     Raises:
         PairError: no text is long enough to draft from.
     """
-    first = drafters[0]
-    broken = altered(first, min(batch, len(continuations.usable))) if isinstance(first, MtpDrafter) else {}
+    usable = continuations.usable
+    broken = _broken(drafters[0], min(batch, len(usable)))
     run = {name: control for name, control in broken.items() if isinstance(control, Altered)}
-    every = thinned(sum(len(continuations.texts[index].anchors) for index in continuations.usable), steps, base, most)
+    positions = sum(len(continuations.texts[index].anchors) for index in usable)
+    every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // (steps * base.vocab_size)))))
     asked = [*map(Asked, drafters), *(Asked(control, every) for control in run.values())]
     found = measure_agreements(base, asked, continuations, steps, batch=batch, done=done)
     agreements = dict(zip(run, found[len(drafters) :], strict=True))
     real = at_every(found[0], continuations, every)
-    results = [
+    results = (
         compare(control, real, agreements[control.name])
         if control.name in agreements
         else ControlResult(control.name, control.what, control.suspect, skipped=str(broken[control.name]))
         for control in CONTROLS
         if broken
-    ]
+    )
     return Drafted(tuple(found[: len(drafters)]), tuple(results), len(real.anchor))
 
 
-def thinned(positions: int, steps: int, base: Base, most: int | None = None) -> int:
-    """At every how many of so many positions controls draft ``steps`` tokens, so that there are ``most``, or as many as
-    take minutes.
+def _broken(drafter: Drafter, together: int) -> dict[str, Altered | str]:
+    """By the name of every control: the broken drafter, or in words why it is not run; of an EAGLE-3 head nothing.
+
+    Args:
+        together: texts in the smallest batch.
     """
-    if most is None:
-        most = max(1, _MOST_LOGITS // (steps * base.vocab_size))
-    return max(1, -(-positions // most))
+    found: dict[str, Altered | str] = {}
+    if not isinstance(drafter, MtpDrafter):
+        return found
+    for control in CONTROLS:
+        changed = control.drafter(drafter)
+        if changed is None:
+            found[control.name] = "nothing to change in this drafter"
+        elif together < control.needs_texts:
+            found[control.name] = f"it needs {control.needs_texts} texts in a batch"
+        else:
+            found[control.name] = Altered(changed, transform=control.transform)
+    return found
 
 
 def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:

@@ -23,7 +23,7 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.controls import ControlResult, Drafted
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.notes import notes_of
+from mtp_extract.validate.verdict import notes_of
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")

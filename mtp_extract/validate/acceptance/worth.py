@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from mtp_extract.evaluate.agreement import Continuations, figure
+from mtp_extract.evaluate.agreement import Continuations, figure, figures, measure_ranks
 from mtp_extract.evaluate.intervals import share_interval
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
+from mtp_extract.speculate.arithmetic import expected_tokens
+from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text
-from mtp_extract.validate.acceptance.drafting import Drafting
+from mtp_extract.speculate.teacher import Agreement, Along
+from mtp_extract.speculate.trees import Tree
+from mtp_extract.validate.acceptance.drafting import Wanted
 
 FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
-_FLOAT32_TIE = 1e-3  # what the order of additions over a whole model can move a logit by, in float32
 
-_MOST_MOVED = 8  # roundings of the head at most: a base that disagrees with itself by more excuses nothing
+Stands = Mapping[tuple[int, int], int]
+"""(Text, position of its pending token) → drafts that stand, where a round begins there."""
 
 
 class Divergence(Record):
@@ -38,14 +39,12 @@ class Divergence(Record):
     #: logit of the base's token less that of the other, in one forward over the text. Near 0 the two tie, and the shape
     #: of a matrix product decides. null where one text only ends earlier.
     margin: float | None
-    tie: bool  #: whether the margin is within what the base's dtype can tell apart, through all of its layers
 
 
 class Worth(Record, kw_only=True):
     """A chain or a tree of drafts: what a round of it yields in the loop, and what it costs."""
 
-    tree: str | None  #: what it can be asked for as again; null for a chain
-    paths: list[list[Count]] | None  #: of a tree, the ranks on the way to each draft; else null
+    tree: str | None  #: `adaptive`, or a tree such as `4x2x1`; null for a chain of one length
     drafts: Positive  #: most that the base verifies a round
     depth: Positive  #: most steps of the drafter a round; of a chain, as many as drafts
     rounds: Count  #: of the greedy loop along all texts that repeat no other, those that drafted something
@@ -65,11 +64,6 @@ class Worth(Record, kw_only=True):
     predicted_speedup: float | None  #: by the tokens per round and the times of a round and of the base's forward
     measured_speedup: float | None  #: in tokens a second, over the prompts that were timed
 
-    @property
-    def wrong_text(self) -> bool:
-        """Whether a text is another than the base's where the base is sure."""
-        return any(not divergence.tie for divergence in self.divergences)
-
 
 class GenerationResult(Record):
     """All chains, then all trees."""
@@ -84,11 +78,54 @@ class GenerationResult(Record):
     def disturbed(self) -> bool:
         """Whether the times cannot be right: a round that drafts and verifies took less than one token of the base."""
         times = [(found.verify_ms, found.draft_ms) for found in self.worth.values()]
-        return any(
-            verify + draft < FASTER * (self.base_ms or 0)
-            for verify, draft in times
-            if verify is not None and draft is not None
-        )
+        return any(v is not None and d is not None and v + d < FASTER * (self.base_ms or 0) for v, d in times)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What is drafted a round, and how many of the drafts stand after every token of the texts."""
+
+    name: str  # "3" for a chain of three; of a tree "4x2x1"; "adaptive"
+    what: int | Wanted  # a chain's number of drafts, or how it is adapted, or a tree
+    depth: int  # most steps of the drafter a round
+    expected: float  # mean tokens of a round by teacher forcing, from every position of the same texts; NaN for none
+    stands: Stands
+
+
+def draftings(
+    generator: SpeculativeGenerator,
+    chains: Sequence[int],
+    trees: Mapping[str, Wanted],
+    continuations: Continuations,
+    agreement: Agreement,
+    *,
+    batch: int,
+) -> list[Drafting]:
+    """Chains, then trees and what is adapted, with what ``agreement``, over these texts, says of them."""
+    steps = [step.conditional.value for step in figures(agreement).steps]
+    rates = [math.nan if rate is None else rate for rate in steps]
+    held = (agreement.drafts == agreement.targets).int().cumprod(1)
+
+    def stands(found: Agreement | Along, counts: Sequence[int]) -> Stands:
+        return dict(zip(zip(found.text.tolist(), found.anchor.tolist(), strict=True), counts, strict=True))
+
+    def chain(name: str, what: int | Wanted, most: int, expected: float) -> Drafting:
+        return Drafting(name, what, most, expected, stands(agreement, held[:, :most].sum(1).tolist()))
+
+    found = [chain(str(k), k, k, expected_tokens(rates[:k])) for k in chains]
+    ranks: Along | None = None
+    for name, what in trees.items():
+        if isinstance(what, AdaptiveDrafts):
+            found.append(chain(name, AdaptiveDrafts(max(chains)), max(chains), math.nan))
+            continue
+        if ranks is None:
+            depth = max(tree.depth for tree in trees.values() if isinstance(tree, Tree))
+            ranks = measure_ranks(generator.base, generator.drafter, continuations, depth, batch=batch)
+        rows = ranks.values[:, : what.depth].tolist()
+        counts = [what.stands(row) for row in rows]
+        whole = [count for count, row in zip(counts, rows, strict=True) if row[-1] >= 0]
+        found.append(Drafting(name, what, what.depth, _mean([1 + n for n in whole]), stands(ranks, counts)))
+    return found
 
 
 class Walked(NamedTuple):
@@ -126,7 +163,7 @@ def measure_generation(
     timed: int,
     done: Callable[[], None] = lambda: None,
 ) -> GenerationResult:
-    """The rounds of each of ``draftings``; and a few texts generated with it, one by one.
+    """The rounds of each of ``draftings``, chains first; and a few texts generated with it, one by one.
 
     Args:
         continuations: what the base alone wrote; texts must equal these.
@@ -135,41 +172,33 @@ def measure_generation(
         done: called after each of ``draftings``.
     """
     chosen = _spread(continuations, timed)
-    texts = [continuations.texts[index] for index in chosen]
+    prompts = [continuations.texts[index].prompt for index in chosen]
 
-    def generated(drafts: Drafts, texts: Sequence[Text] = texts) -> list[Generation]:
-        return [generator.generate(text.prompt, max_new_tokens=new_tokens, drafts=drafts) for text in texts]
+    def generated(drafts: int | Wanted, prompts: Sequence[tuple[int, ...]] = prompts) -> list[Generation]:
+        return [generator.generate(prompt, max_new_tokens=new_tokens, drafts=drafts) for prompt in prompts]
 
     # Kernels are chosen and memory is taken in the first call.
-    generated(max(draftings, key=lambda drafting: drafting.drafts).what, texts[:1])
+    generated(max(draftings, key=lambda drafting: drafting.depth).what, prompts[:1])
     plain, worth = generated(0), dict[str, Worth]()
     base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
-    for asked in draftings:
-        drafting = _costing(asked, worth)
-        made = generated(drafting.what)
+    for drafting in draftings:
+        what = drafting.what
+        if isinstance(what, AdaptiveDrafts):
+            # With the costs of the longest chain: its rounds may not depend on the clock.
+            longest = worth[str(what.most)]
+            ratio = (longest.draft_ms or 0.0) / longest.depth / longest.verify_ms if longest.verify_ms else 0.0
+            what = replace(what, cost_ratio=ratio)
+        made = generated(what)
         # One text at a time is compared with one at a time: the sums may be ordered otherwise than in a batch.
-        own = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in plain]
-        parted = [
-            _divergence(generator.base, text, index, result.tokens)
-            for index, text, result in zip(chosen, own, made, strict=True)
-            if result.tokens != text.continuation
-        ]
-        walks = walked(drafting, continuations, new_tokens)
+        texts = zip(chosen, plain, made, strict=True)
+        parted = [_divergence(generator.base, *text) for text in texts if text[1].tokens != text[2].tokens]
+        walks = walked(replace(drafting, what=what), continuations, new_tokens)
         worth[drafting.name] = _worth(drafting, walks, plain, made, parted, base_ms)
         done()
     chains = {name: (found.predicted_speedup or 0.0, found.drafts) for name, found in worth.items() if not found.tree}
     best = max(chains, key=lambda name: (chains[name][0], -chains[name][1]))
     break_even = max((drafts for gain, drafts in chains.values() if gain > 1), default=0)
     return GenerationResult(worth, best, break_even, len(chosen), _known(base_ms))
-
-
-def _costing(drafting: Drafting, known: Mapping[str, Worth]) -> Drafting:
-    """``drafting``; an adapted chain with the costs of the longest one, that its rounds may not depend on the clock."""
-    if not isinstance(drafting.what, AdaptiveDrafts):
-        return drafting
-    longest = max((found for found in known.values() if not found.tree), key=lambda found: found.drafts)
-    ratio = (longest.draft_ms or 0.0) / longest.depth / longest.verify_ms if longest.verify_ms else 0.0
-    return replace(drafting, what=replace(drafting.what, cost_ratio=ratio))
 
 
 def _worth(
@@ -187,9 +216,8 @@ def _worth(
     timed = [r for result in made for r in result.rounds if r.drafted]
     verify, draft = _mean([r.verify_ms for r in timed]), _mean([r.draft_ms for r in timed])
     return Worth(
-        tree=drafting.tree,
-        paths=None if drafting.paths is None else list(map(list, drafting.paths)),
-        drafts=drafting.drafts,
+        tree=None if isinstance(drafting.what, int) else drafting.name,
+        drafts=drafting.what.drafts if isinstance(drafting.what, Tree) else drafting.depth,
         depth=drafting.depth,
         rounds=len(rounds),
         drafted=sum(r.drafted for r in rounds),
@@ -216,6 +244,12 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
+def _rate(results: Sequence[Generation]) -> float:
+    """Tokens after the first, per second, over several texts."""
+    milliseconds = sum(r.draft_ms + r.verify_ms for result in results for r in result.rounds)
+    return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else math.nan
+
+
 def _spread(continuations: Continuations, count: int) -> list[int]:
     """Indices of ``count`` prompts, the workloads in turn, those that leave something to draft first."""
     queues = [
@@ -227,36 +261,12 @@ def _spread(continuations: Continuations, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _divergence(base: Base, text: Text, prompt: int, found: tuple[int, ...]) -> Divergence:
-    """Where ``found`` leaves the base's own ``text``, and how near the two tokens were there."""
-    own = text.continuation
+def _divergence(base: Base, prompt: int, alone: Generation, drafted: Generation) -> Divergence:
+    """Where the text with drafts leaves that of the base ``alone``, and how near the two tokens were there."""
+    own, found = alone.tokens, drafted.tokens
     at = next((i for i in range(min(len(own), len(found))) if own[i] != found[i]), None)
     if at is None:
-        return Divergence(prompt, min(len(own), len(found)), None, False)
-    before = torch.tensor([text.tokens[: text.prompt_length + at]], device=base.device)
+        return Divergence(prompt, min(len(own), len(found)), None)
+    before = torch.tensor([[*alone.prompt_tokens, *own[:at]]], device=base.device)
     logits = base.logits(base.full_pass(before).hidden[:, -1])[0]
-    margin = float(logits[own[at]] - logits[found[at]])
-    # Two roundings of the head's result, at the size these logits have; and what rounding in all the layers before it
-    # does, which is more the more there are, and is asked of the base.
-    coarse = torch.finfo(base.model.get_input_embeddings().weight.dtype).eps
-    resolution = 2 * coarse * float(logits[[own[at], found[at]]].abs().max())
-    moved = float((_stepped(base, before) - logits).abs().max()) if before.shape[1] > 1 else 0.0
-    tie = abs(margin) <= max(resolution, min(moved, _MOST_MOVED * resolution), _FLOAT32_TIE)
-    return Divergence(prompt, at, margin, tie)
-
-
-def _stepped(base: Base, tokens: Tensor) -> Tensor:
-    """Logits [vocabulary] after ``tokens`` [1, length], the last of them fed by itself.
-
-    The cache is transformers' own: what may be wrong with a loop's text does not say how much is forgiven.
-    """
-    body = base.model.model
-    cache = body(input_ids=tokens[:, :-1], use_cache=True).past_key_values
-    fed = body(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True)
-    return base.logits(fed.last_hidden_state[:, -1])[0]
-
-
-def _rate(results: Sequence[Generation]) -> float:
-    """Tokens after the first, per second, over several texts."""
-    milliseconds = sum(r.draft_ms + r.verify_ms for result in results for r in result.rounds)
-    return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else math.nan
+    return Divergence(prompt, at, float(logits[own[at]] - logits[found[at]]))

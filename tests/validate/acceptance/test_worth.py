@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 from helpers.agreement import measure_agreement
 
 from mtp_extract.evaluate.agreement import Continuations, figures
@@ -14,9 +13,8 @@ from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.arithmetic import expected_tokens
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance import generation
-from mtp_extract.validate.acceptance.drafting import Drafting, draftings, parse_wanted
-from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation, walked
+from mtp_extract.validate.acceptance.drafting import parse_wanted
+from mtp_extract.validate.acceptance.worth import Drafting, GenerationResult, draftings, measure_generation, walked
 from mtp_extract.validate.verdict import drafts_of
 
 # They share the pair, and a whole validation of it.
@@ -100,31 +98,6 @@ def test_an_interval_stays_within_what_can_be(
         assert 1 <= low < row.tokens_per_round.value < high <= 5
 
 
-@pytest.mark.parametrize(("moved", "most", "ties"), [(1.0, 1e9, True), (0.9, 1e9, False), (100.0, 0.0, False)])
-def test_what_the_base_itself_moves_a_logit_by_is_a_tie(
-    generator: SpeculativeGenerator,
-    continuations: Continuations,
-    monkeypatch: pytest.MonkeyPatch,
-    moved: float,
-    most: float,
-    ties: bool,
-) -> None:
-    """Between a pass over a text and its last token fed by itself; up to some roundings of the head."""
-    text, base = continuations.texts[0], generator.base
-    before = torch.tensor([text.tokens[:-1]])
-    with torch.inference_mode():
-        logits = base.logits(base.full_pass(before).hidden[:, -1])[0]
-        torch.testing.assert_close(generation._stepped(base, before), logits, atol=1e-3, rtol=0)
-    other = int(logits.topk(2).indices[1])
-    margin = float(logits[text.tokens[-1]] - logits[other])
-    assert margin > 1e-2
-    shifted = torch.nn.functional.one_hot(torch.tensor(other), logits.numel()) * margin * moved
-    monkeypatch.setattr(generation, "_stepped", lambda *given: logits + shifted * (1 + 1e-5))
-    monkeypatch.setattr(generation, "_MOST_MOVED", most)
-    found = generation._divergence(base, text, 0, (*text.continuation[:-1], other))
-    assert (found.token, found.margin, found.tie) == (len(text.continuation) - 1, pytest.approx(margin), ties)
-
-
 def test_what_repeats_is_not_counted(
     generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]
 ) -> None:
@@ -161,8 +134,8 @@ def test_another_text_is_noticed(
 
     monkeypatch.setattr(generator, "generate", wrong)
     for length in measure_generation(generator, continuations, planned, new_tokens=NEW_TOKENS, timed=3).worth.values():
-        assert (length.same_text, length.prompts, length.wrong_text) == (2, 3, True)
+        assert (length.same_text, length.prompts) == (2, 3)
         (divergence,) = length.divergences
-        assert (divergence.prompt, divergence.token, divergence.tie) == (0, 5, False)
+        assert (divergence.prompt, divergence.token) == (0, 5)
         assert divergence.margin is not None
         assert divergence.margin > 0
