@@ -65,7 +65,7 @@ REPORT: dict[str, Any] = {
                 "made": "extracted",
                 "mode": None,
                 "ordered_head": None,
-                "reads": {"bytes": _READS, "parameters": _READS},
+                "reads": _READS,
             },
             "agreement": _WORKLOAD,
             "workloads": {"code": _WORKLOAD},

@@ -54,8 +54,6 @@ def test_sample(tmp_path: Path) -> None:
             *("--tree", "2x1"),
             "--new-tokens",
             "16",
-            "--samples",
-            "4",
         ),
         *("--report", tmp_path / "report"),
     )
@@ -84,15 +82,15 @@ def test_controls_are_shown_where_they_are_asked_for(validation: Validation, mon
 
 
 def test_json(checkpoint: Path) -> None:
-    result = run_here("validate", checkpoint, "--source", first_bundle(), "--samples", "2", "--json")
+    result = run_here("validate", checkpoint, "--source", first_bundle(), "--json")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)
-    assert report["parity"]["cases"] == ["random 0", "random 1"]
+    assert report["parity"]["cases"] == [f"random {index}" for index in range(16)]
     assert report["drafters"] == []
 
 
 def test_refuted_is_status_1(checkpoint: Path) -> None:
-    result = run_here("validate", checkpoint, "--source", variant("torch_int2"), "--samples", "2")
+    result = run_here("validate", checkpoint, "--source", variant("torch_int2"))
     assert result.returncode == 1
     assert result.stdout.startswith("Refuted: tensors: pre_projection (pre_projection.weight) has other values")
     assert "erified:" not in result.stdout.splitlines()[0].replace("not verified:", "")
@@ -153,7 +151,7 @@ def test_a_check_without_its_tool(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, module, None)
-    result = run_here("validate", checkpoint, "--source", first_bundle(), "--samples", "2")
+    result = run_here("validate", checkpoint, "--source", first_bundle())
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
     notes = [line for line in result.stdout.splitlines() if line.startswith("Note: ")]
