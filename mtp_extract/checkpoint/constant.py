@@ -36,7 +36,7 @@ class Constant:
             FormatError: damaged quantization.
         """
         assert found.tensor is not None
-        return cls(found.shape, QuantizedTensor.of(model, found.tensor), found.factor, found.transposed)
+        return cls(found.shape, QuantizedTensor.of(model, found.tensor), found.factor)
 
     @property
     def folded(self) -> bool:

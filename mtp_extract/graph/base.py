@@ -136,7 +136,7 @@ class _Base(Blocks):
             raise RoleError(
                 f"{name}.per_layer_projection: expected a product with a matrix, found {self.shown(product)}."
             )
-        gate, scale, up, share = self.gated(f"{name}.per_layer_gate", product.parts[2])
+        gate, scale, up, share = self.gated(f"{name}.per_layer_gate", product.parts[1])
         root = up.parts[0] if up.kind == "part" else up
         common = next((factor for e, factor in root.terms.items() if e.kind == "input"), 1.0)
         if not math.isclose(abs(own * share * common), 2**-0.5, rel_tol=_RELATIVE):
@@ -208,7 +208,7 @@ class _Base(Blocks):
         """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
         k_norm, v_norm = self._normed(cache), self._normed(_value_of(cache))
         key, found = self.match(k_norm), self.match(v_norm)
-        fed = key.of.parts[2] if key is not None and key.of.kind == "matrix" else None
+        fed = key.of.parts[1] if key is not None and key.of.kind == "matrix" else None
         if fed not in self.normed:
             raise RoleError(f"{escape(cache)}: its K is computed from the normed stream of no layer.")
         index = self.normed[fed]

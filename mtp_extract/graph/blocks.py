@@ -86,13 +86,12 @@ class Blocks:
         """
         if expr.kind != "matrix":
             raise RoleError(f"{role}: expected a product with a matrix, found {self.shown(expr)}.")
-        weight, transposed = expr.parts[:2]
-        read: Expr = expr.parts[2]
+        weight: Value = expr.parts[0]
+        read: Expr = expr.parts[1]
         node = self.reading.products[expr]
         if weight.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
-        columns = self._columns(weight, transposed)
-        tokens = read.size // columns
+        tokens = read.size // weight.tensor.shape[1]
         stored = (self.scale_of(read) if meant is None else meant) / factor
         if not 1 / LARGEST < abs(stored) < LARGEST:
             raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
@@ -100,22 +99,16 @@ class Blocks:
             FoundRole(
                 role,
                 weight.tensor,
-                (expr.size // tokens, columns),
+                (expr.size // tokens, weight.tensor.shape[1]),
                 1.0 if abs(stored - 1) < self.folded else stored,
                 f"weight of {node.op.label}",
                 (),
                 activation_of(node.operand(0)),
                 activation_of(node.outputs[0]),
                 result=self.reading.first[expr][0],
-                transposed=transposed,
             )
         )
         return read
-
-    @staticmethod
-    def _columns(weight: Value, transposed: bool) -> int:
-        sizes = [size for size in weight.tensor.shape if size != 1 or len(weight.tensor.shape) == 2]
-        return sizes[0 if transposed else -1]
 
     def require_input(self, role: str, read: Expr, name: str) -> None:
         if read.kind != "input" or read.parts[0] != name:
@@ -269,7 +262,7 @@ class Blocks:
         """What gate and up read, and what the product before ``down_proj`` is meant to be multiplied by."""
         if product.kind != "matrix":
             raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.shown(product)}.")
-        gate, scale, up, share = self.gated(f"{name}.gate_proj, {name}.up_proj", product.parts[2])
+        gate, scale, up, share = self.gated(f"{name}.gate_proj, {name}.up_proj", product.parts[1])
         read = self.linear(f"{name}.gate_proj", gate, scale)
         if self.linear(f"{name}.up_proj", up, 1.0) is not read:
             raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values.")

@@ -32,8 +32,11 @@ DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType
 _GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
 CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
 REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
-HALF_REACH = 64.0
-"""How many times larger or smaller than what a drafter computes a number may be that is held in half precision."""
+
+
+def holds_codes(tensor: Tensor) -> bool:
+    """Whether its integers stand for numbers by a scale, or several."""
+    return tensor.type in _GRIDS and tensor.quantization is not None and tensor.quantization.scales.count > 0
 
 
 def grid_of(tensor: Tensor) -> tuple[float, int] | None:
@@ -43,7 +46,7 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
         UnsupportedError: more than one scale or zero point.
     """
     quantization = tensor.quantization
-    if tensor.type not in _GRIDS or quantization is None or not quantization.scales.count:
+    if quantization is None or not holds_codes(tensor):
         return None
     if quantization.scales.count != 1 or quantization.zero_points.count > 1:
         raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scales.count} scales.")
@@ -56,35 +59,9 @@ def code_range(kind: TensorType) -> tuple[int, int]:
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def rounded(values: Array, tensor: Tensor) -> Array:
-    """Floats as ``tensor`` holds them, float32: half precision, or the nearest code. Integers and bools as they are.
-
-    Raises:
-        UnsupportedError: a grid does not reach as far as the numbers.
-    """
-    grid = grid_of(tensor) if values.dtype.kind == "f" else None
-    if grid is not None and tensor.type is not None:
-        return _on_grid(values, tensor.label, code_range(tensor.type), *grid)
-    if values.dtype.kind == "f" and tensor.type is TensorType.FLOAT16:
-        return values.astype(np.float16).astype(np.float32)
-    if values.dtype.kind == "f" and tensor.type is TensorType.BFLOAT16:
-        bits = values.astype(np.float32).view(np.uint32)
-        nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
-        return np.where(np.isnan(values), values, nearest.view(np.float32))
-    return values
-
-
-def _on_grid(values: Array, label: str, codes: tuple[int, int], scale: float, zero_point: int) -> Array:
-    steps = (values / np.float32(scale)).astype(np.float64)
-    # Halves go away from zero, as C's round has them.
-    nearest = np.copysign(np.floor(np.abs(steps) + 0.5), steps)
-    lowest, highest = (code - zero_point for code in codes)
-    if values.size and not (nearest.min() >= lowest and nearest.max() <= highest):
-        raise UnsupportedError(
-            f"{label} holds {lowest * scale:.4g} to {highest * scale:.4g}, and numbers from {values.min():.4g} to "
-            f"{values.max():.4g} go into it: they are cut off, which no checkpoint does."
-        )
-    return np.asarray(nearest.astype(np.float32) * np.float32(scale))
+def has_few_bits(tensor: Tensor) -> bool:
+    """Whether it holds codes, or floats of half precision."""
+    return holds_codes(tensor) or tensor.type in FLOAT_TYPES - {TensorType.FLOAT32}
 
 
 @contextmanager

@@ -24,11 +24,10 @@ from mtp_extract.errors import NoDrafterError, RoleError, escape
 from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import computing
 from mtp_extract.graph.expressions import Expr
-from mtp_extract.graph.fill import is_mask
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Attention, leaves_of
 from mtp_extract.graph.masks import Masks
-from mtp_extract.graph.positions import caches_of
+from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
 from mtp_extract.graph.roles import FoundRole, SetAside, in_order, set_aside
 from mtp_extract.graph.rope import rounding_of
@@ -70,7 +69,7 @@ class Walk:
     hidden_activation: str
     caches: Mapping[str, Tensor]
     cache_scales: Mapping[str, float]  # of integers without a scale of their own, what the graph multiplies them by
-    coarse: tuple[Value, ...]  # activations on a grid or in half precision
+    coarse: tuple[Value, ...]  # activations on a grid
     reading: Reading = field(repr=False, compare=False)
 
 

@@ -14,10 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.call import DTYPES, LARGEST, Array, Call, computing, grid_of, rounded
+from mtp_extract.graph.call import DTYPES, LARGEST, Array, Call, computing, has_few_bits, holds_codes
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import COPIES, ELEMENTWISE, KERNELS
-from mtp_extract.graph.moving import LAYOUT
+from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS, LAYOUT
 from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, widened
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -35,14 +34,14 @@ def evaluate(graph: FlatGraph, inputs: Mapping[str, Array], wanted: Sequence[Val
 
     Args:
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
-            :data:`~mtp_extract.graph.call.DTYPES`; real numbers, float32, where its tensor has a scale.
+            :data:`~mtp_extract.graph.call.DTYPES`.
 
     Returns:
-        per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32; of a
-        quantized tensor, the real numbers.
+        per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32.
 
     Raises:
-        UnsupportedError: an operator is not known, an integer wraps around, a result has more than 2²⁵ elements.
+        UnsupportedError: an operator is not known, or computes with numbers of few bits; an integer wraps around; a
+            result has more than 2²⁵ elements.
         RoleError: a value is read and nothing computes it.
         FormatError: operands do not fit the operator.
     """
@@ -98,7 +97,8 @@ class _Block:
         call = Call(self.graph, node)
         if node.kind not in KERNELS:
             raise call.refuse("is no operator that this release can evaluate")
-        operands = [self.operand(call, position) for position in range(len(node.inputs))]
+        _check_bits(call)
+        operands = [self.read(node.operand(position)) for position in range(len(node.inputs))]
         with computing(node.op.label):
             results = _computed(call, operands)
         if len(results) != len(node.outputs):
@@ -106,27 +106,29 @@ class _Block:
         for value, made in zip(node.outputs, results, strict=True):
             self.known[id(value)] = self.result(call, value.tensor, made)
 
-    def operand(self, call: Call, position: int) -> Array:
-        """Operand ``position``, seen as it was made; what is handed on as it is stored must mean the same there."""
-        value, seen = call.node.operand(position), call.tensor(position)
-        others = [] if value.constant else [value.tensor]
-        if position in COPIES.get(call.node.kind, ()):
-            others += [result.tensor for result in call.node.outputs]
-        for other in others:
-            if other is not seen and (other.type_id, grid_of(other)) != (seen.type_id, grid_of(seen)):
-                raise call.refuse(f"takes {seen.label} for {other.label}, with another type or scale")
-        return self.read(value)
-
     def result(self, call: Call, tensor: Tensor, made: Array) -> Array:
         """``made`` as ``tensor`` holds it."""
         if call.node.op.activation:
             raise call.refuse(f"has the fused activation {call.node.op.activation}")
-        if made.dtype != (np.float32 if grid_of(tensor) else DTYPES.get(tensor.type, np.void)):
+        if made.dtype != DTYPES.get(tensor.type, np.void):
             raise call.refuse(f"makes {made.dtype.name} where {tensor.label} should be")
-        kept = rounded(made, tensor)
-        if kept.shape[:-1] != tuple(tensor.shape):
-            raise FormatError(f"{tensor.label} is computed as {list(kept.shape[:-1])}: the graph is damaged.")
-        return kept
+        if made.shape[:-1] != tuple(tensor.shape):
+            raise FormatError(f"{tensor.label} is computed as {list(made.shape[:-1])}: the graph is damaged.")
+        return made
+
+
+def _check_bits(call: Call) -> None:
+    """Of numbers of few bits only floats are made; those of half precision may be moved before."""
+    kind, made = call.node.kind, [value.tensor for value in call.node.outputs]
+    seen = [call.tensor(position) for position in range(len(call.node.inputs))]
+    if not any(map(has_few_bits, (*seen, *made))):
+        return
+    on_grid = any(map(holds_codes, (*seen, *made)))
+    types = {tensor.type for tensor in made} | {seen[i].type for i in LAYOUT.get(kind, ()) if i < len(seen)}
+    moves = kind in LAYOUT and len(types) == 1 and not on_grid
+    widens = not any(map(has_few_bits, made)) and (kind == "DEQUANTIZE" or (kind == "CAST" and not on_grid))
+    if not (moves or widens):
+        raise call.refuse("computes with numbers of few bits")
 
 
 def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
@@ -148,6 +150,8 @@ def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
 def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[Array, ...]:
     """Elements as records of what they are in all samples."""
     samples, dtype = max(x.shape[-1] for x in operands), operands[moved[0]].dtype
+    if any(x.dtype != dtype for i, x in enumerate(operands) if i in moved):
+        raise call.refuse("brings different types together")
 
     def record(x: Array) -> Array:
         whole = np.ascontiguousarray(np.broadcast_to(x, (*x.shape[:-1], samples)))

@@ -33,7 +33,7 @@ class Expr:
     ==========  =====================================================================================================
     input       the name of the signature's input
     weight      the :class:`Value` of a constant vector
-    matrix      the :class:`Value` of a constant matrix, whether it is stored ``[in, out]``, what it multiplies
+    matrix      the :class:`Value` of a constant matrix ``[out, in]``, what it multiplies
     product     a frozenset of (expression, power); the empty one is the number 1
     sum         a frozenset of (expression, factor)
     groups      expression, width: the sum of every ``width`` elements
@@ -202,9 +202,6 @@ class Expressions:
             return expr
         if expr.kind == "product":
             return self.product({self.part(e, ids): power for e, power in expr.powers.items()}, ids.size)
-        if ids.size < expr.size and expr.kind == "function":
-            name, factor, inner = expr.parts
-            return self.expr("function", name, factor, self.part(inner, ids), size=ids.size)
         times, odd = divmod(ids.size, expr.size)
         if times and not odd:
             if (ids == np.arange(ids.size) // times).all():

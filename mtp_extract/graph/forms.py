@@ -9,22 +9,22 @@ scored    a number for each row (a query head) and slot, or each row, in a stage
 Operators that move elements keep the form. What is done to a score on its way through the masks is a tree; it says
 slot by slot what becomes of the score. Its leaves are numbers, and values that positions and masks decide::
 
-    tree := SCORE | ("add", tree, leaf, ±1) | ("times" or "over", tree, leaf) | ("select", leaf, tree|leaf, tree|leaf)
-          | ("window", tree, number of its table of first slots, slots, what stands elsewhere)
+    tree := SCORE | ("add", tree, leaf, ±1) | ("select", leaf, tree|leaf, tree|leaf)
+          | ("window", tree, its window, what stands elsewhere)
     leaf := number | ("leaf", value, its axis of slots or None)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import Value
+from mtp_extract.graph.flat import Node, Value
 from mtp_extract.graph.views import View
 
 Tree = tuple[Any, ...]
@@ -36,43 +36,59 @@ CacheAxes = tuple[int | None, int, int]
 """Of a cache's shape, the axes of KV heads (None where there is one), slots and dimensions."""
 
 
+class Window(NamedTuple):
+    """Some slots from where the position says: the number of its table of first slots, and how many."""
+
+    table: int
+    size: int
+
+
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """``factor`` × elements of the input ``name`` + ``added``; the axes of the input are the labels of ``view``."""
+    """``factor`` × elements of the input ``name``; the axes of the input are the labels of ``view``."""
 
     name: str
     view: View
     factor: float = 1.0
-    added: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Rotated:
-    """Elements of a query: Σ over the last axis of ``number · query[element] · position value[by]``.
+    """Elements of a query: Σ over terms of ``number · query[element] · position value[by]``.
 
     Attributes:
         query: the expression of the normed query.
-        number, element, by: ``[*shape, terms]``; ``by`` 0 stands for the number 1.
+        terms: records of the three, ``terms["number"]`` being ``[*shape, terms]``; ``by`` 0 stands for the number 1.
     """
 
     query: Expr
-    number: npt.NDArray[np.float64]
-    element: Ids
-    by: Ids
+    terms: npt.NDArray[np.void]
+
+    @staticmethod
+    def of(query: Expr, number: npt.NDArray[np.float64], element: Ids, by: Ids) -> Rotated:
+        """Each ``[*shape, terms]``."""
+        kinds = [(name, kind, number.shape[-1:]) for name, kind in (("number", "f8"), ("element", "i8"), ("by", "i8"))]
+        terms = np.zeros(number.shape[:-1], kinds)
+        terms["number"], terms["element"], terms["by"] = number, element, by
+        return Rotated(query, terms)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.element.shape[:-1]
+    def number(self) -> npt.NDArray[np.float64]:
+        return self.terms["number"]
 
     @property
-    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.number, self.element, self.by
+    def element(self) -> Ids:
+        return self.terms["element"]
 
-    def moved(self, move: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Rotated:
-        """The same numbers with their elements moved."""
-        return Rotated(self.query, *(np.stack([move(a[..., t]) for t in range(a.shape[-1])], -1) for a in self.arrays))
+    @property
+    def by(self) -> Ids:
+        return self.terms["by"]
 
-    def plus(self, other: Rotated, sign: float = 1.0) -> Rotated:
+    def times(self, numbers: npt.NDArray[np.float64] | float) -> Rotated:
+        """The same, every number multiplied."""
+        return Rotated.of(self.query, self.number * numbers, self.element, self.by)
+
+    def plus(self, other: Rotated) -> Rotated:
         """The terms of both.
 
         Raises:
@@ -80,13 +96,16 @@ class Rotated:
         """
         if self.number.shape[-1] + other.number.shape[-1] > _MOST_TERMS:
             raise UnreadableError("adds elements of a query again and again")
-        signed = sign * other.number, other.element, other.by
-        return Rotated(self.query, *(np.concatenate(pair, -1) for pair in zip(self.arrays, signed, strict=True)))
+        number = np.concatenate([self.number, other.number], -1)
+        element, by = np.concatenate([self.element, other.element], -1), np.concatenate([self.by, other.by], -1)
+        return Rotated.of(self.query, number, element, by)
 
     def with_terms(self, count: int) -> Rotated:
         """The same, with terms of 0 up to ``count``."""
-        widths = [(0, 0)] * len(self.shape) + [(0, count - self.number.shape[-1])]
-        return Rotated(self.query, *(np.pad(a, widths) for a in self.arrays))
+        widths = [(0, 0)] * self.terms.ndim + [(0, count - self.number.shape[-1])]
+        return Rotated.of(
+            self.query, np.pad(self.number, widths), np.pad(self.element, widths), np.pad(self.by, widths)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,13 +151,18 @@ class Attention:
 
     Attributes:
         axes: of V.
-        windows: the parts of the slots whose weights alone meet V: number of the table of first slots, and slots.
+        windows: the parts of the slots whose weights alone meet V.
     """
 
     scores: Scores
     value: str
     axes: CacheAxes
-    windows: frozenset[tuple[int, int]]
+    windows: frozenset[Window]
+
+    @property
+    def all_windows(self) -> list[Window]:
+        """Those of its scores and of its weights."""
+        return sorted({*windows_of(self.scores.tree), *self.windows})
 
 
 Inside = Cache | Rotated | Scored
@@ -149,7 +173,15 @@ Form = Inside | Term
 def shape_of(form: Form) -> tuple[int, ...]:
     if isinstance(form, Cache | Scored):
         return form.view.shape
-    return form.shape if isinstance(form, Rotated) else tuple(form.ids.shape)
+    return form.terms.shape if isinstance(form, Rotated) else form.ids.shape
+
+
+def broadcast_shape(node: Node, operands: Sequence[Form | None]) -> tuple[int, ...]:
+    """The shape that ``operands`` of ``node`` have together."""
+    pairs = zip(operands, node.inputs, strict=True)
+    return np.broadcast_shapes(
+        *(shape_of(f) if f is not None else tuple(v.tensor.shape) for f, v in pairs if v is not None)
+    )
 
 
 def leaves_of(tree: Tree) -> Iterator[Value]:
@@ -158,14 +190,14 @@ def leaves_of(tree: Tree) -> Iterator[Value]:
         yield tree[1]
     else:
         for part in tree[1:]:
-            if isinstance(part, tuple):
+            if isinstance(part, tuple) and not isinstance(part, Window):
                 yield from leaves_of(part)
 
 
-def windows_of(tree: Tree) -> Iterator[tuple[int, int]]:
-    """The windows of a tree: number of the table of first slots, and slots."""
-    if tree[0] == "window":
-        yield tree[2], tree[3]
-    for part in tree[1:]:
-        if isinstance(part, tuple) and part[0] != "leaf":
+def windows_of(tree: Tree) -> Iterator[Window]:
+    """The windows of a tree."""
+    for part in tree[1:] if tree[0] != "leaf" else ():
+        if isinstance(part, Window):
+            yield part
+        elif isinstance(part, tuple):
             yield from windows_of(part)

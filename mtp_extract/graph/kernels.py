@@ -7,19 +7,98 @@ refused: none wraps around.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from mtp_extract.errors import FormatError
-from mtp_extract.graph.call import DTYPES, Array, Call, Kernel, grid_of
-from mtp_extract.graph.moving import LAYOUT, MOVING
+from mtp_extract.graph.call import DTYPES, Array, Call, Kernel, ints, one
+from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.tflite import TensorType
 
 _SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
 _SURE = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
+
+
+# Operators that move elements: plain arrays of any dtype, numbers, numbers of elements, or records.
+
+
+def _broadcast(call: Call, x: Array, shape: Array) -> Array:
+    call.check_size(*ints(shape))
+    return np.broadcast_to(x, ints(shape))
+
+
+def _slice(call: Call, x: Array, begin: Array, size: Array) -> Array:
+    starts = ints(begin)
+    ends = [d if n == -1 else b + n for b, n, d in zip(starts, ints(size), x.shape, strict=True)]
+    if any(not 0 <= b <= e <= d for b, e, d in zip(starts, ends, x.shape, strict=True)):
+        raise call.refuse(f"takes {starts} to {ends} of {list(x.shape)}")
+    return x[tuple(map(slice, starts, ends))]
+
+
+def _strided_slice(call: Call, x: Array, begin: Array, end: Array, strides: Array) -> Array:
+    no_begin, no_end, ellipsis, new_axis, drops = (call.option(slot, "i") for slot in range(5))
+    if ellipsis or new_axis or call.option(5, "?", False):
+        raise call.refuse("adds axes, or counts its ends from its begins")
+    index: list[Any] = []
+    for i, (first, last, step) in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
+        start, stop = None if no_begin >> i & 1 else first, None if no_end >> i & 1 else last
+        index.append(start or 0 if drops >> i & 1 else slice(start, stop, step))
+    return np.asarray(x[tuple(index)])
+
+
+def _gather(call: Call, x: Array, chosen: Array) -> Array:
+    axis = call.option(0, "i")
+    if call.option(1, "i"):
+        raise call.refuse("chooses otherwise in each batch")
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
+        raise call.refuse("takes elements that its operand lacks")
+    call.check_size(x.size // max(x.shape[axis], 1), chosen.size)
+    return np.take(x, chosen, axis)
+
+
+def _joined(join: Callable[..., Array], slot: int) -> Kernel:
+    def kernel(call: Call, *operands: Array) -> Array:
+        call.check_size(sum(x.size for x in operands))
+        return join(operands, call.option(slot, "i"))
+
+    return kernel
+
+
+def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
+    sizes = list(call.numbers(0)) if shape is None else ints(shape)
+    if min(sizes, default=0) < -1 or (shape is not None and shape.ndim != 1):
+        raise call.refuse(f"gives its operand the shape {sizes}")
+    return x.reshape(sizes)
+
+
+_ALL = tuple(range(256))
+_LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
+    "BROADCAST_TO": ((0,), _broadcast),
+    "CONCATENATION": (_ALL, _joined(np.concatenate, 0)),
+    "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, one(axis))),
+    "GATHER": ((0,), _gather),
+    "PACK": (_ALL, _joined(np.stack, 1)),
+    "RESHAPE": ((0,), _reshape),
+    "SLICE": ((0,), _slice),
+    "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), one(axis)))),
+    "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.numbers(0) or None)),
+    "STRIDED_SLICE": ((0,), _strided_slice),
+    "TRANSPOSE": ((0,), lambda call, x, order: np.transpose(x, ints(order))),
+    "UNPACK": ((0,), lambda call, x: tuple(np.moveaxis(x, call.option(1, "i"), 0))),
+}
+MOVING: MappingProxyType[str, Kernel] = MappingProxyType({kind: made for kind, (_, made) in _LAYOUT.items()})
+"""Kind → kernel."""
+
+LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
+    {**{kind: at for kind, (at, _) in _LAYOUT.items()}, "DYNAMIC_UPDATE_SLICE": (0, 1)}
+)
+"""Kind → which operands are moved; the others say where to. The last has no kernel: only scores may be written so."""
+
+
+# Operators that compute.
 
 
 def _within(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
@@ -66,10 +145,7 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 
 def _cast(call: Call, x: Array) -> Array:
     """To floats, bools, or integers of integers; to float64, which the evaluator refuses, where a type is unknown."""
-    target = call.node.outputs[0].tensor
-    kind = np.dtype(DTYPES.get(target.type))
-    if grid_of(call.tensor(0)) is not None or grid_of(target) is not None:
-        raise call.refuse("takes codes for numbers")
+    kind = np.dtype(DTYPES.get(call.node.outputs[0].tensor.type))
     if kind.kind in "bf" or x.dtype.kind == "b":
         return x.astype(kind)
     if x.dtype.kind == "f":
@@ -96,7 +172,7 @@ _ELEMENTWISE: dict[str, Kernel] = {
     "CAST": _cast,
     "DIV": _elementwise(np.divide, 2),
     "RSQRT": _elementwise(lambda x: 1 / np.sqrt(x), 1),
-    **dict.fromkeys(("DEQUANTIZE", "QUANTIZE"), lambda call, x: x),
+    "DEQUANTIZE": lambda call, x: x,
     **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
 }
 KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
@@ -111,6 +187,14 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
 ELEMENTWISE = frozenset(_ELEMENTWISE)
 """Those whose result is, element by element, what its operands decide there, broadcast as NumPy does."""
 
-_CHOOSE = {"SELECT": (1, 2), "SELECT_V2": (1, 2), "MAXIMUM": (0, 1), "MINIMUM": (0, 1)}
-COPIES: MappingProxyType[str, tuple[int, ...]] = MappingProxyType({**LAYOUT, **_CHOOSE})
-"""Those that hand the stored bytes of these operands on, whose types and scales must then be the result's."""
+
+def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array, ...]:
+    """What an operator that moves elements makes of ``arrays``, which stand for its operands that are moved."""
+    moving, places = iter(arrays), LAYOUT[node.kind]
+    given = [
+        next(moving) if i in places else graph.integers(value).reshape(value.tensor.shape)
+        for i, value in enumerate(node.inputs)
+        if value is not None
+    ]
+    made = MOVING[node.kind](Call(graph, node), *given)
+    return tuple(map(np.asarray, made)) if isinstance(made, tuple) else (np.asarray(made),)

@@ -1,5 +1,6 @@
-"""What masks do to a score: ``slope · score + offset``, by slot, by what mask inputs hold there, and by the position.
+"""What masks do to a score, by slot, by what mask inputs hold there, and by the position.
 
+The score is kept or replaced, and a number added.
 A mask acts slot by slot: no operator may bring two slots together, so what mask inputs hold at a slot are all the cases
 that there are. Where everything that leads to a mask depends on *slot less position* besides, all rows (positions) are
 the same up to a shift, and the first and the last show all; else every row is computed, of caches that are not long.
@@ -7,6 +8,7 @@ the same up to a shift, and the first and the last show all; else every row is c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,38 +20,32 @@ import numpy.typing as npt
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
-from mtp_extract.graph.fill import fill_mask
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.forms import Attention, Tree, leaves_of, windows_of
-from mtp_extract.graph.kernels import ELEMENTWISE
-from mtp_extract.graph.moving import LAYOUT
-from mtp_extract.graph.positions import Positions
+from mtp_extract.graph.forms import Attention, Tree, Window, leaves_of
+from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
+from mtp_extract.graph.positions import Positions, filled
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.litertlm.tflite import TensorType
 
 Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 
+_HIDDEN = -0.7 * float(np.finfo(np.float32).max)
+"""What LiteRT's runtime writes where a float mask hides a slot."""
 _LARGEST_OFFSET = 64.0
 """What may be added to a score that is seen: more would round it away."""
-_LARGEST_SLOPE = 1e6
 _MOST_NUMBERS = 64
 
 
 @dataclass(frozen=True)
 class Effect:
-    """``slope · score + offset``, ``[samples, slots]``; ``lost`` where the score was rounded away."""
+    """What becomes of a score, ``[samples, slots]``: ``offset``, added to the score where it is ``scored``; ``lost``
+    where that rounds the score away.
+    """
 
-    slope: Doubles
+    scored: Bools
     offset: Doubles
     lost: Bools
-
-    def where(self, chosen: Bools, other: Effect) -> Effect:
-        """This where ``chosen``, ``other`` elsewhere."""
-        return Effect(
-            np.where(chosen, self.slope, other.slope),
-            np.where(chosen, self.offset, other.offset),
-            np.where(chosen, self.lost, other.lost),
-        )
 
 
 @dataclass(frozen=True)
@@ -58,15 +54,15 @@ class Cases:
 
     Attributes:
         positions: ``[samples]``.
-        shown: mask input → whether it shows slots, ``[samples]``.
+        shown: mask input → whether it shows slots, ``[samples, 1]``.
         numbers: by ``id``, what a leaf is, ``[samples, *shape]``.
-        within: by number of a table of first slots, whether slots are in its window, ``[samples, slots]``.
+        within: whether slots are in a window, ``[samples, slots]``.
     """
 
     positions: Ids
     shown: Mapping[str, Bools]
     numbers: Mapping[int, npt.NDArray[np.generic]]
-    within: Mapping[int, Bools]
+    within: Mapping[Window, Bools]
 
 
 class Masks:
@@ -78,83 +74,64 @@ class Masks:
 
     def window(self, attention: Attention) -> int | None:
         """How many slots the last query sees where mask inputs hide none; None for all."""
-        last, shown = np.array([self.slots - 1]), [dict.fromkeys((MASK, MASK_LOCAL), True)]
-        cases = self.cases(attention, last, shown)
+        cases = self.cases(attention, np.array([self.slots - 1]), ())
         effect = self.effect(attention.scores.tree, cases)
         finite = effect.offset[np.isfinite(effect.offset)]
-        with np.errstate(invalid="ignore"):
-            seen = (effect.slope != 0) & (effect.offset >= finite.max(initial=-np.inf) - 1)
-        for table, _ in attention.windows:
-            seen &= cases.within[table]
+        seen = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
+        for window in attention.windows:
+            seen &= cases.within[window]
         count = int(seen.sum())
         return count if 0 < count < self.slots and seen[0, -count:].all() else None
 
-    def cases(
-        self,
-        attention: Attention,
-        positions: Ids,
-        contents: Sequence[Mapping[str, bool]],
-        within: Mapping[int, bool] | None = None,
-    ) -> Cases:
-        """Every position with every content of the mask inputs.
-
-        Args:
-            contents: mask input → whether it shows slots.
-            within: whether slots are in a window, by its table; the positions say it if None.
+    def cases(self, attention: Attention, positions: Ids, either: Sequence[str | Window]) -> Cases:
+        """Every position with every content of what is in ``either``: mask inputs, which else show all, and windows: a
+        slot is in one or not, whatever the position says.
         """
+        bits = np.array(list(itertools.product((True, False), repeat=len(either))))
+        free = dict(zip(either, np.tile(bits, (len(positions), 1)).T[..., None], strict=True))
+        at = np.repeat(positions, len(bits))
         leaves = list({id(value): value for value in leaves_of(attention.scores.tree)}.values())
-        at = np.repeat(positions, len(contents))
         needed = inputs_of(leaves) if leaves else frozenset()
-        fed, shown = self.positions.fed(needed, at), {}
-        for name in (MASK, MASK_LOCAL):
-            shown[name] = np.tile(np.array([c.get(name, True) for c in contents]), len(positions))
-            if name in needed:
-                rows = np.broadcast_to(shown[name][:, None], (at.size, self.slots))
-                fed[name] = fill_mask(self.graph.inputs[name], rows)
+        shown = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
+        fed = self.positions.fed(needed, at)
+        for name in needed & set(shown):
+            value, rows = self.graph.inputs[name], np.broadcast_to(shown[name], (at.size, self.slots))
+            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, _HIDDEN))
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []
-        numbers = {id(value): made for value, made in zip(leaves, found, strict=True)}
-        sizes, slots = dict([*windows_of(attention.scores.tree), *attention.windows]), np.arange(self.slots)
-        inside = {}
-        for table, size in sizes.items():
-            first = self.positions.first_slots[table][at][:, None]
-            own = (slots >= first) & (slots < first + size)
-            inside[table] = own if within is None else np.full_like(own, within[table])
-        return Cases(at, shown, numbers, inside)
+        within, slots = {}, np.arange(self.slots)
+        for window in attention.all_windows:
+            first = self.positions.first_slots[window.table][at][:, None]
+            own = free.get(window, (slots >= first) & (slots < first + window.size))
+            within[window] = np.broadcast_to(own, (at.size, self.slots))
+        return Cases(at, shown, {id(value): made for value, made in zip(leaves, found, strict=True)}, within)
 
-    def effect(self, tree: Tree, cases: Cases) -> Effect:
-        """What ``tree`` does in ``cases``."""
-        shape, kind = (cases.positions.size, self.slots), tree[0]
+    def effect(self, tree: Tree | float, cases: Cases) -> Effect:
+        """What ``tree`` does in ``cases``; a leaf stands in the place of a score."""
+        shape, kind = (cases.positions.size, self.slots), tree[0] if isinstance(tree, tuple) else "leaf"
         if kind == "score":
-            return Effect(np.ones(shape), np.zeros(shape), np.zeros(shape, bool))
+            return Effect(np.ones(shape, bool), np.zeros(shape), np.zeros(shape, bool))
+        if kind == "leaf":
+            return Effect(np.zeros(shape, bool), self._numbers(tree, cases), np.zeros(shape, bool))
+        assert isinstance(tree, tuple)
+        if kind == "add":
+            one = self.effect(tree[1], cases)
+            offset = one.offset + tree[3] * self._numbers(tree[2], cases)
+            return Effect(one.scored, offset, one.lost | one.scored & ~(np.abs(offset) <= _LARGEST_OFFSET))
         if kind == "window":
-            return self.effect(tree[1], cases).where(cases.within[tree[2]], _fixed(np.full(shape, tree[4])))
-        if kind == "select":
+            chosen, yes, no = cases.within[tree[2]], self.effect(tree[1], cases), self.effect(tree[3], cases)
+        else:
             chosen = self._numbers(tree[1], cases) != 0
-            yes, no = (
-                self.effect(part, cases)
-                if isinstance(part, tuple) and part[0] != "leaf"
-                else _fixed(self._numbers(part, cases))
-                for part in tree[2:]
-            )
-            return yes.where(chosen, no)
-        one, number = self.effect(tree[1], cases), self._numbers(tree[2], cases)
-        with np.errstate(all="ignore"):
-            if kind == "add":
-                offset = one.offset + tree[3] * number
-                return Effect(one.slope, offset, one.lost | (one.slope != 0) & ~(np.abs(offset) <= _LARGEST_OFFSET))
-            factor = number if kind == "times" else 1 / number
-            slope, offset = one.slope * factor, one.offset * factor
-            odd = (factor != 0) & ~((np.abs(factor) < _LARGEST_SLOPE) & (np.abs(factor) > 1 / _LARGEST_SLOPE))
-            return Effect(slope, offset, one.lost | odd | (slope != 0) & ~(np.abs(offset) <= _LARGEST_OFFSET))
+            yes, no = (self.effect(part, cases) for part in tree[2:])
+        scored, lost = np.where(chosen, yes.scored, no.scored), np.where(chosen, yes.lost, no.lost)
+        return Effect(scored, np.where(chosen, yes.offset, no.offset), lost)
 
-    def _numbers(self, leaf: object, cases: Cases) -> Doubles:
+    def _numbers(self, leaf: Tree | float, cases: Cases) -> Doubles:
         """A leaf slot by slot, ``[samples, slots]``."""
         shape = (cases.positions.size, self.slots)
-        if isinstance(leaf, float | int):
+        if not isinstance(leaf, tuple):
             return np.full(shape, float(leaf))
-        assert isinstance(leaf, tuple)
         _, value, axis = leaf
         found = cases.numbers[id(value)]
         wide = found.reshape(len(found), -1, 1) if axis is None else np.moveaxis(found, 1 + axis, -1)
@@ -231,15 +208,8 @@ class Masks:
         line = known[0] if kind == "CAST" else Line(*(a + sign * b for a, b in zip(known[0], known[-1], strict=True)))
         if kind in _COMPARISONS:
             return SHIFTED if line.shifts else None
-        return line if kind in ("ADD", "SUB", "CAST") and self._is_exact(node.outputs[0], line) else None
-
-    def _is_exact(self, value: Value, line: Line) -> bool:
-        """Whether ``value`` is a line as it is computed, and not only before it is rounded: so at both ends."""
-        ends = np.array([0, self.slots - 1])
-        rows = evaluate(self.graph, self.positions.fed(inputs_of([value]), ends), [value])[0].astype(np.float64)
-        table = np.broadcast_to(rows, (2, *value.tensor.shape)).reshape(2, -1, self.slots)
-        expected = table[:1, :, :1] + ends[:, None, None] * line.position + np.arange(self.slots) * line.slot
-        return bool((table == expected).all())
+        # Sums of floats are rounded; integers that wrap are refused.
+        return line if kind in ("ADD", "SUB", "CAST") and node.outputs[0].tensor.type in _WHOLE else None
 
     def _constant_line(self, value: Value) -> Line | None:
         """A constant that counts slots, or that has none."""
@@ -279,6 +249,7 @@ SHIFTED = Line(-math.inf, math.inf)
 """Any function of *slot less position* and of a mask input at the slot."""
 
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
+_WHOLE = frozenset({TensorType.INT32, TensorType.INT64})
 _KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION"})
 
 
@@ -288,7 +259,3 @@ def _step(steps: npt.NDArray[np.generic]) -> int | None:
         return 0
     first = float(steps.flat[0])
     return int(first) if first.is_integer() and bool((steps == steps.flat[0]).all()) else None
-
-
-def _fixed(numbers: Doubles) -> Effect:
-    return Effect(np.zeros_like(numbers), numbers.astype(np.float64), np.zeros(numbers.shape, bool))

@@ -11,21 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import Array, Call, grid_of
+from mtp_extract.graph.call import DTYPES, Array, has_few_bits
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
-from mtp_extract.graph.fill import fill_position, is_mask
-from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, Depends, FlatGraph, Value
-from mtp_extract.litertlm.storage import NUMBER_TYPES
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
 
 _MOST_SLOTS = 1 << 20
 _MOST_NUMBERS = 64
-_SMALL_CONSTANT = 1 << 12
 _NUMBERS_AT_ONCE = 1 << 18
-_COMPARED = frozenset(
-    {"CAST", "MUL", "ADD", "SUB", "NEG", "COS", "SIN", "DEQUANTIZE", "QUANTIZE", "CONCATENATION", "RESHAPE"}
-)
-"""Operators that may be recognized as the same, because no option but an axis decides what they compute."""
 
 
 class Positions:
@@ -44,8 +37,6 @@ class Positions:
         self.count = 1
         self._first: dict[int, int] = {}
         self._tables: dict[int, npt.NDArray[np.float64]] = {}
-        self._same: dict[tuple[object, ...], Value] = {}
-        self._canonical: dict[int, Value] = {}
 
     def table(self, value: Value) -> npt.NDArray[np.float64]:
         """What ``value`` is at every position, ``[positions, elements]``.
@@ -55,7 +46,6 @@ class Positions:
         """
         if value.depends & ~Depends.POSITION or value.tensor.elements > _MOST_NUMBERS:
             raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
-        value = self.canonical(value)
         if id(value) not in self._tables:
             pieces = [numbers for _, (numbers,) in self.at(np.arange(self.slots), [value])]
             self._tables[id(value)] = np.concatenate(pieces).astype(np.float64)
@@ -71,8 +61,7 @@ class Positions:
         return len(self.first_slots) - 1
 
     def elements(self, value: Value) -> Ids:
-        """The numbers of the elements of a value that rotates queries; the same for what is computed alike."""
-        value = self.canonical(value)
+        """The numbers of the elements of a value that rotates queries."""
         if id(value) not in self._first:
             self._first[id(value)] = self.count
             self.rotating.append(value)
@@ -85,29 +74,18 @@ class Positions:
         used = np.unique(np.searchsorted(firsts, np.unique(elements[elements > 0]), "right") - 1)
         return [self.rotating[index] for index in used]
 
-    def canonical(self, value: Value) -> Value:
-        """The first value that is computed by the same operators of the same."""
-        if id(value) not in self._canonical:
-            key = self._key(value)
-            self._canonical[id(value)] = value if key is None else self._same.setdefault(key, value)
-        return self._canonical[id(value)]
-
-    def _key(self, value: Value) -> tuple[object, ...] | None:
-        node, tensor = value.producer, value.tensor
-        described = tensor.type, tuple(tensor.shape), grid_of(tensor) if not value.constant else None
-        if value.constant:
-            plain = tensor.quantization is None and tensor.type in NUMBER_TYPES and tensor.elements <= _SMALL_CONSTANT
-            return (*described, bytes(self.graph.model.locate(tensor).read())) if plain else None
-        if node is None or node.kind not in _COMPARED:
-            return None
-        axis = Call(self.graph, node).option(0, "i") if node.kind == "CONCATENATION" else None
-        operands = (None if v is None else id(self.canonical(v)) for v in node.inputs)
-        return (*described, node.kind, node.op.activation, axis, *operands)
-
     def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
-        """The inputs of ``needed`` that say the position, ``[positions, *shape]``."""
-        names = needed & {INPUT_POS, PARAM_TENSOR}
-        return {name: fill_position(self.graph.inputs[name], positions) for name in sorted(names)}
+        """The inputs of ``needed`` that say the position, as runtimes fill them, ``[positions, *shape]``.
+
+        It is a number, or the slots that are written and read, ``[start, end, end]`` and zeros.
+        """
+        fed = {}
+        for name in sorted(needed & {INPUT_POS, PARAM_TENSOR}):
+            value = self.graph.inputs[name]
+            numbers = np.zeros((positions.size, 1 if name == INPUT_POS else max(value.tensor.elements, 3)), np.int64)
+            numbers[:, :3] = positions[:, None] + np.array([0, 1, 1])[: numbers.shape[1]]
+            fed[name] = filled(value, numbers)
+        return fed
 
     def at(self, positions: Ids, values: Sequence[Value]) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
         """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
@@ -116,6 +94,25 @@ class Positions:
             some = positions[begin : begin + step]
             made = evaluate(self.graph, self.fed(needed, some), values)
             yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in made]
+
+
+def is_mask(name: str) -> bool:
+    """Whether the runtime fills the input ``name`` with a mask."""
+    return name in (MASK, MASK_LOCAL)
+
+
+def filled(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
+    """The input ``value`` of ``numbers`` ``[samples, elements]``: ``[samples, *shape]``, in its type.
+
+    Raises:
+        UnsupportedError: it has another size, or a type that holds no numbers.
+    """
+    kind = DTYPES.get(value.tensor.type)
+    if kind is None or has_few_bits(value.tensor) or value.tensor.elements != numbers.shape[1]:
+        raise UnsupportedError(
+            f"The input {value.label} does not hold the {numbers.shape[1]} numbers that runtimes fill."
+        )
+    return np.asarray(numbers, kind).reshape(-1, *value.tensor.shape)
 
 
 def cache_slots(graph: FlatGraph) -> int:

@@ -16,14 +16,13 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
-from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, REDUCTIONS, Call, computing, grid_of
+from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, Call, computing, grid_of
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
 from mtp_extract.graph.forms import Form, Rotated, Scored, shape_of
-from mtp_extract.graph.kernels import KERNELS
-from mtp_extract.graph.matrices import LARGEST, MATRICES, product_of, weight_of
-from mtp_extract.graph.moving import LAYOUT
+from mtp_extract.graph.kernels import LAYOUT, MOVING, moved
+from mtp_extract.graph.matrices import LARGEST, MATRIX, product_of, weight_of
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
@@ -51,7 +50,6 @@ _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 """Operators and what their bound times this is at least, where no number of a drafter reaches it."""
 _MOST_ELEMENTS = 1 << 17
 _LARGEST_AXIS = 1 << 20
-_HALF_TYPES = frozenset({TensorType.FLOAT16, TensorType.BFLOAT16})
 
 
 class Reading:
@@ -63,7 +61,7 @@ class Reading:
         scaled: expression → values that are all of it times constants, in the order of the graph.
         products: expression of a product with a matrix → its operator.
         attentions: expression of what heads mixed → how.
-        coarse: values that the file holds on a grid or in half precision.
+        coarse: values that the file holds on a grid.
     """
 
     def __init__(self, graph: FlatGraph, outputs: Sequence[str], *, whole: bool = True) -> None:
@@ -78,7 +76,7 @@ class Reading:
         self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}
         self.products: dict[Expr, Node] = {}
         self.coarse: list[Value] = []
-        self.inside = AttentionReader(graph, self.expressions, self.coarse)
+        self.inside = AttentionReader(graph, self.expressions)
         self.attentions = self.inside.scoring.attentions
         self._read_inputs()
         needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
@@ -125,7 +123,7 @@ class Reading:
         count = _OPERANDS.get(node.kind, len(node.inputs))
         if len(node.inputs) != count or None in node.inputs:
             raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
-        if node.kind in CONVERSIONS or node.kind in MATRICES:
+        if node.kind in (*CONVERSIONS, MATRIX, "BATCH_MATMUL"):
             return
         values = [*(node.operand(i) for i in moved if i < len(node.inputs)), *node.outputs]
         types = {value.tensor.type_name for value in values} - {"BOOL"}
@@ -137,7 +135,7 @@ class Reading:
         return replace(made, ids=made.ids.reshape(value.tensor.shape))
 
     def _read(self, node: Node) -> Form | tuple[Form, ...]:
-        if node.kind in MATRICES and not node.operand(1).depends:
+        if node.kind == MATRIX and not node.operand(1).depends:
             if node.operand(0).tensor.type != node.outputs[0].tensor.type:
                 raise UnreadableError("makes numbers of another type")
             return self._matrix(node)
@@ -165,22 +163,20 @@ class Reading:
         if node is not None and shape_of(form) != tuple(tensor.shape):
             raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")
         held = grid_of(tensor) is not None
-        if isinstance(form, Term | Rotated) and self.whole and tensor.type not in FLOAT_TYPES and not held:
-            raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
+        if isinstance(form, Term | Rotated) and self.whole and tensor.type is not TensorType.FLOAT32 and not held:
+            raise UnsupportedError(f"{value.label} holds an activation; expected FLOAT32, or codes with a scale.")
         moved = node is not None and (node.kind in LAYOUT or node.kind == "QUANTIZE")
         if held and not moved and isinstance(form, Rotated | Scored):
             raise UnsupportedError(f"{value.label} holds a query or a score of an attention as {tensor.type_name}.")
         if isinstance(form, Term):
             form = self._keep_term(value, replace(form, ids=form.ids.reshape(tensor.shape)))
-            if node is not None and not moved and (held or tensor.type in _HALF_TYPES):
+            if node is not None and not moved and held:
                 self.coarse.append(value)
         self.forms[id(value)] = form
 
     def _keep_term(self, value: Value, term: Term) -> Term:
         if not 1 / LARGEST < abs(term.factor) < LARGEST:
             raise UnsupportedError(f"{value.label} is {term.factor:g} times a value of a drafter.")
-        if value.tensor.type is TensorType.FLOAT16 and not 1 / HALF_REACH <= abs(term.factor) <= HALF_REACH:
-            raise UnsupportedError(f"{value.label} holds {term.factor:g} times a value of a drafter in half precision.")
         if term.whole:
             self.first.setdefault(term.expr, (value, term.factor))
             if term.numbers:
@@ -248,12 +244,12 @@ class Reading:
         shape = product_of(self.graph, node, weight, tuple(read.ids.shape))
         size, ids = math.prod(shape), read.ids.reshape(-1)
         inner = self.expressions.part(read.expr, ids)
-        expr = self.expressions.expr("matrix", weight.value, weight.transposed, inner, size=size)
+        expr = self.expressions.expr("matrix", weight, inner, size=size)
         self.products.setdefault(expr, node)
         return Term(read.factor, expr, np.arange(size).reshape(shape), read.numbers)
 
     def _move(self, node: Node, operands: list[Any], terms: list[Term]) -> Form | tuple[Form, ...]:
-        if node.kind not in KERNELS:
+        if node.kind not in MOVING:
             raise UnreadableError("is none that a drafter needs")
         if len({(term.expr, term.factor) for term in terms}) > 1:
             if len({term.expr for term in terms}) == 1:
@@ -265,14 +261,7 @@ class Reading:
         places = self.data_operands(node)
         if any(grid_of(node.operand(i).tensor) != grid_of(node.outputs[0].tensor) for i in places if node.input(i)):
             raise UnreadableError("hands codes on with another scale")
-        given = iter(terms)
-        arrays = [
-            next(given).ids if i in places else self.graph.integers(value).reshape(value.tensor.shape)
-            for i, value in enumerate(node.inputs)
-            if value is not None
-        ]
-        made = KERNELS[node.kind](Call(self.graph, node), *arrays)
-        return tuple(replace(terms[0], ids=np.asarray(ids)) for ids in (made if isinstance(made, tuple) else (made,)))
+        return tuple(replace(terms[0], ids=ids) for ids in moved(self.graph, node, (term.ids for term in terms)))
 
     def _compute(self, node: Node, terms: list[Term]) -> Term:
         kind, made = node.kind, self.expressions
@@ -282,7 +271,7 @@ class Reading:
         if kind in CONVERSIONS:
             return self._converted(node, one)
         if kind == "MUL":
-            return self._multiplied(one, other)
+            return made.multiply(one, other)
         if kind == "POW" and made.number_of(other) is not None:
             return made.power(one, other.factor)
         if kind == "DIV" and made.number_of(other):
@@ -305,18 +294,6 @@ class Reading:
         if node.kind == "QUANTIZE":
             self.coarse.append(node.outputs[0])
         return term
-
-    def _multiplied(self, one: Term, other: Term) -> Term:
-        """A product; ones that multiply something else than a norm are none."""
-        for term, ones in ((one, other), (other, one)):
-            vector = ones.expr.kind == "weight" and not self.expressions.is_constant(term)
-            if (
-                vector
-                and -0.5 not in term.expr.powers.values()
-                and (self.expressions.numbers_of(self.graph, ones) == 1).all()
-            ):
-                return replace(term, ids=np.broadcast_arrays(term.ids, ones.ids)[0])
-        return self.expressions.multiply(one, other)
 
     def _summed(self, node: Node, term: Term) -> Term:
         rank = term.ids.ndim

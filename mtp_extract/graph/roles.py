@@ -10,7 +10,7 @@ import numpy as np
 from mtp_extract.errors import FormatError, RoleError
 from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.flat import FlatGraph, Value
-from mtp_extract.graph.moving import LAYOUT
+from mtp_extract.graph.kernels import LAYOUT
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
@@ -37,7 +37,6 @@ class FoundRole:
     input: Activation | None = None  # static quantization of the op's activations; None where they are float
     output: Activation | None = None
     result: Value | None = field(default=None, repr=False, compare=False)  # the value of the graph it computes
-    transposed: bool = False  # whether the constant is stored ``[in, out]``
 
     @property
     def key(self) -> tuple[int, int] | None:

@@ -12,7 +12,19 @@ import numpy as np
 from mtp_extract.graph.call import REDUCTIONS, Call
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
-from mtp_extract.graph.forms import SCORE, Attention, Cache, CacheAxes, Form, Rotated, Scored, Scores, Tree
+from mtp_extract.graph.forms import (
+    SCORE,
+    Attention,
+    Cache,
+    CacheAxes,
+    Form,
+    Rotated,
+    Scored,
+    Scores,
+    Tree,
+    Window,
+    broadcast_shape,
+)
 from mtp_extract.graph.positions import Positions
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
@@ -48,7 +60,7 @@ class Scoring:
 
     def __init__(self, graph: FlatGraph, expressions: Expressions, positions: Positions) -> None:
         self.graph, self.expressions, self.positions = graph, expressions, positions
-        self.windows: dict[Scores, set[tuple[int, int]]] = {}
+        self.windows: dict[Scores, set[Window]] = {}
         self.attentions: dict[Expr, Attention] = {}
 
     # Products.
@@ -71,28 +83,25 @@ class Scoring:
     def scores(self, rotated: Rotated, cache: Cache, flip: bool, flip_cache: bool) -> Scored:
         """A query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
         if flip:
-            rotated = rotated.moved(lambda a: np.swapaxes(a, -1, -2))
+            raise UnreadableError("multiplies a query that it transposes")
         over, along = (-1, -2) if flip_cache else (-2, -1)
         dimension, dimensions, _ = cache.view.along(over)
         slot, slots, start = cache.view.along(along)
         axes, heads = self._cache_axes(cache, slot, dimension)
-        if np.unique(dimensions).size != dimensions.size or rotated.shape[-1] != dimensions.size:
+        if np.unique(dimensions).size != dimensions.size or rotated.terms.shape[-1] != dimensions.size:
             raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
-        shape = (*np.broadcast_shapes(heads.shape, rotated.shape[:-2]), rotated.shape[-2])
+        shape = (*np.broadcast_shapes(heads.shape, rotated.terms.shape[:-2]), rotated.terms.shape[-2])
         rows, width = int(np.prod(shape)), self.graph.inputs[cache.name].tensor.shape[axes[2]]
         if rows * width * rotated.number.shape[-1] > _MOST_NUMBERS:
             raise UnreadableError("has more heads and dimensions than any drafter")
-        wide = rotated.moved(lambda a: np.broadcast_to(a, (*shape, dimensions.size)))
-        tables: list[Any] = []
-        for array in (wide.number * cache.factor, wide.element, wide.by):
-            table = np.zeros((rows, width, array.shape[-1]), array.dtype)
-            table[:, dimensions] = array.reshape(rows, dimensions.size, -1)
-            tables.append(table)
+        terms = np.zeros((rows, width), rotated.terms.dtype)
+        terms[:, dimensions] = np.broadcast_to(rotated.terms, (*shape, dimensions.size)).reshape(rows, -1)
+        wide = Rotated(rotated.query, terms).times(cache.factor)
         head = np.broadcast_to(heads[..., None], shape).reshape(-1)
         view = View.whole(["row", "slot"], [rows, slots.size]).reshaped((*shape, slots.size))
         view = view.with_axis(len(shape), np.outer([0, 1], slots))
         view = view if start is None else replace(view, starts={"slot": start})
-        return Scored("score", Scores(cache.name, axes, head, Rotated(rotated.query, *tables), SCORE), view)
+        return Scored("score", Scores(cache.name, axes, head, wide, SCORE), view)
 
     def mixed(self, scored: Scored, cache: Cache, flip: bool, flip_cache: bool) -> Form:
         """Weights times V, ``[…, rows, slots] · […, slots, dimensions]``."""
@@ -160,10 +169,9 @@ class Scoring:
 
     def _softmax(self, node: Node, scored: Scored) -> Scored:
         beta = float(Call(self.graph, node).option(0, "f", 0.0))
-        if scored.stage != "score" or not beta > 0 or not self._all_slots(scored.view, len(scored.view.axes) - 1):
+        if scored.stage != "score" or beta != 1 or not self._all_slots(scored.view, len(scored.view.axes) - 1):
             raise UnreadableError("is a softmax of something else than the scores of all slots")
-        scores = scored.scores if beta == 1 else replace(scored.scores, tree=("times", scored.scores.tree, beta))
-        return Scored("weights", scores, scored.view)
+        return replace(scored, stage="weights")
 
     def _reduced(self, node: Node, scored: Scored, stage: str) -> Scored:
         """The largest score, the total, or whether any slot is seen: over all slots."""
@@ -181,7 +189,7 @@ class Scoring:
         if scored.stage != "weights" or not set(view.starts) <= {"slot"}:
             raise UnreadableError(f"takes some {scored.stage} scores by the position")
         found = self.windows.setdefault(scored.scores, set())
-        found.update((table, view.shape[scored.slot_axis]) for table in view.starts.values())
+        found.update(Window(table, view.shape[scored.slot_axis]) for table in view.starts.values())
 
     def placed(self, node: Node, scored: Form | None) -> Scored:
         """DYNAMIC_UPDATE_SLICE of the scores of a window into one number, where that window lies."""
@@ -190,19 +198,15 @@ class Scoring:
             raise UnreadableError("writes something else than the scores of a window")
         if around.tensor.type not in FLOAT_TYPES or not around.constant:
             raise UnreadableError("writes the scores of a window into something else than stored numbers")
-        numbers, view, shape, at = (
-            np.unique(self.graph.floats(around)),
-            scored.view,
-            around.tensor.shape,
-            scored.slot_axis,
-        )
+        numbers, view, shape = np.unique(self.graph.floats(around)), scored.view, around.tensor.shape
+        at = scored.slot_axis
         begins = np.clip(self.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
         label, places, start = view.along(at)
         fits = all(view.shape[axis] == size for axis, size in enumerate(shape) if axis != at)
         belongs = start == self.positions.window(begins[:, at]) and np.array_equal(places, np.arange(places.size))
-        if numbers.size != 1 or not belongs or not fits or label is None or shape[at] != self.positions.slots:
+        if numbers.size != 1 or start is None or not (belongs and fits) or shape[at] != self.positions.slots:
             raise UnreadableError("puts scores where they do not belong")
-        tree = ("window", scored.scores.tree, start, places.size, float(numbers[0]))
+        tree = ("window", scored.scores.tree, Window(start, places.size), float(numbers[0]))
         by_slot = np.outer([own == label for own in view.labels], np.arange(shape[at]))
         whole = replace(view.with_axis(at, by_slot), starts={})
         return Scored("score", replace(scored.scores, tree=tree), whole)
@@ -211,7 +215,7 @@ class Scoring:
 
     def _masked(self, node: Node, operands: Sequence[Form | None], rows: Sequence[Scored]) -> Scored:
         """A score that meets masks, positions and numbers."""
-        shape = tuple(node.outputs[0].tensor.shape)
+        shape = broadcast_shape(node, operands)
         # With axes of one element in front, where the other operand has more.
         views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
         if any(not view.same(views[0]) for view in views) or views[0].shape != shape:
@@ -221,13 +225,9 @@ class Scoring:
             raise UnreadableError("brings different scores together")
         at = views[0].only("slot")
         parts = [self._part(form, value, views[0], at) for form, value in zip(operands, node.inputs, strict=True)]
-        tree = _tree(node, parts)
-        if tree[0] in ("times", "over") and tree[1] == SCORE and isinstance(tree[2], float) and tree[2]:
-            # What half precision may hold is asked of the factors of queries.
-            factor = tree[2] if tree[0] == "times" else 1 / tree[2]
-            rotated = replace(first.rotated, number=first.rotated.number * factor)
-            return Scored("score", replace(first, rotated=rotated), views[0])
-        return Scored("score", replace(first, tree=tree), views[0])
+        if first.tree == SCORE and (factor := _factor(node.kind, parts)):
+            return Scored("score", replace(first, rotated=first.rotated.times(factor)), views[0])
+        return Scored("score", replace(first, tree=_tree(node, parts)), views[0])
 
     def _part(self, form: Form | None, value: Value | None, view: View, at: int) -> Any:
         """What an operand is in a mask tree: a number a slot, the same for all rows."""
@@ -253,15 +253,20 @@ def _tree(node: Node, parts: list[Any]) -> Tree:
         if kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
             raise UnreadableError("chooses whole rows")
         return "select", *parts
-    if kind == "NEG":
-        return "times", parts[0], -1.0
-    if len(parts) == 2 and sum(mine) == 1:
+    if kind in ("ADD", "SUB") and sum(mine) == 1 and (kind == "ADD" or mine[0]):
         tree, leaf = parts if mine[0] else parts[::-1]
-        if kind == "ADD" or (kind == "SUB" and mine[0]):
-            return "add", tree, leaf, 1.0 if kind == "ADD" else -1.0
-        if kind == "MUL" or (kind == "DIV" and mine[0]):
-            return "times" if kind == "MUL" else "over", tree, leaf
+        return "add", tree, leaf, 1.0 if kind == "ADD" else -1.0
     raise UnreadableError("computes something of a score")
+
+
+def _factor(kind: str, parts: list[Any]) -> float | None:
+    """What an operator multiplies a score by that no mask has met; None where it does something else."""
+    numbers = [part for part in parts if isinstance(part, float)]
+    if kind == "NEG":
+        return -1.0
+    if kind == "MUL" and len(numbers) == 1:
+        return numbers[0]
+    return 1 / numbers[0] if kind == "DIV" and numbers == parts[1:] and numbers[0] else None
 
 
 def _same_rows(whole: Scored, one: Scored) -> bool:

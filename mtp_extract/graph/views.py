@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.graph.call import Call, Kernel, ints
 from mtp_extract.graph.expressions import Ids, UnreadableError
 
 Label = str | int
@@ -121,9 +120,18 @@ class View:
     def transposed(self, order: Sequence[int]) -> View:
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
 
+    def broadcast(self, sizes: Sequence[int]) -> View:
+        """Axes of one element repeated, as BROADCAST_TO has it."""
+        made = self.reshaped((1,) * (len(sizes) - len(self.axes)) + self.shape)
+        for axis, size in enumerate(sizes):
+            if made.shape[axis] not in (1, size):
+                raise _tangled()
+            made = made.with_axis(axis, np.tile(made.axes[axis], size // made.shape[axis]))
+        return made
+
     def picked(self, axis: int, chosen: Ids) -> View:
         """Some indices of an axis, in any order."""
-        if not chosen.size:
+        if not chosen.size or not ((chosen >= 0) & (chosen < self.shape[axis])).all():
             raise _tangled()
         return self.with_axis(axis, self.axes[axis][:, chosen])
 
@@ -137,71 +145,3 @@ class View:
     def without(self, axis: int, *, keeps: bool) -> View:
         """Reduced over ``axis``, which stays as one element if ``keeps``."""
         return replace(self, axes=(*self.axes[:axis], *([self._none()] if keeps else []), *self.axes[axis + 1 :]))
-
-
-def _stacked(views: Sequence[View], axis: int) -> View:
-    """The views one after the other along ``axis``."""
-    first = views[0]
-    for view in views:
-        if not replace(view.with_axis(axis, first.axes[axis]), base=first.base).same(first):
-            raise _tangled()
-    added = [(view.base - first.base)[:, None] + view.axes[axis] for view in views]
-    return first.with_axis(axis, np.concatenate(added, 1))
-
-
-def moved(call: Call, kernel: Kernel, views: Sequence[View], constants: Sequence[Ids]) -> list[View]:
-    """What an operator that moves elements makes of ``views``; ``constants`` are its other operands."""
-    kind, first = call.node.kind, views[0]
-    rank, shape = len(first.axes), first.shape
-    if kind == "CONCATENATION":
-        return [_stacked(views, call.option(0, "i") % rank)]
-    if kind == "PACK":
-        axis = call.option(1, "i") % (rank + 1)
-        return [_stacked([view.reshaped((*shape[:axis], 1, *shape[axis:])) for view in views], axis)]
-    if kind == "UNPACK":
-        axis = call.option(1, "i") % rank
-        parts = [first.picked(axis, np.array([i])) for i in range(shape[axis])]
-        return [part.reshaped((*shape[:axis], *shape[axis + 1 :])) for part in parts]
-    if kind in ("RESHAPE", "SQUEEZE", "EXPAND_DIMS"):
-        # Sizes alone: NumPy reshapes a view of one byte.
-        return [first.reshaped(kernel(call, np.broadcast_to(np.zeros((), np.int8), shape), *constants).shape)]
-    if kind == "TRANSPOSE":
-        return [first.transposed(ints(constants[0]))]
-    if kind in ("BROADCAST_TO", "TILE"):
-        return [_copied(first, ints(constants[0]), to=kind == "BROADCAST_TO")]
-    if kind == "GATHER":
-        return [_gathered(first, constants[0], call.option(0, "i") % rank, call.option(1, "i"))]
-    if kind in ("SLICE", "STRIDED_SLICE", "SPLIT", "SPLIT_V"):
-        return _cut(call, kernel, first, constants)
-    raise _tangled()
-
-
-def _copied(view: View, sizes: list[int], *, to: bool) -> View:
-    made = view.reshaped((1,) * (len(sizes) - len(view.axes)) + view.shape)
-    for axis, size in enumerate(sizes):
-        if to and made.shape[axis] not in (1, size):
-            raise _tangled()
-        made = made.with_axis(axis, np.tile(made.axes[axis], size // made.shape[axis] if to else size))
-    return made
-
-
-def _gathered(view: View, indices: Ids, axis: int, batch: int) -> View:
-    if batch or indices.ndim != 1 or not ((indices >= 0) & (indices < view.shape[axis])).all():
-        raise _tangled()
-    return view.picked(axis, indices)
-
-
-def _cut(call: Call, kernel: Kernel, view: View, constants: Sequence[Ids]) -> list[View]:
-    """Operators that take indices of each axis by itself: which, is asked axis by axis."""
-    found: list[View] = []
-    for axis, size in enumerate(view.shape):
-        numbers = np.arange(size).reshape([-1 if a == axis else 1 for a in range(len(view.shape))])
-        index = np.broadcast_to(numbers, view.shape)
-        made = kernel(call, constants[0], index) if call.node.kind == "SPLIT" else kernel(call, index, *constants)
-        parts = made if isinstance(made, tuple) else (made,)
-        found = found or [view] * len(parts)
-        if any(part.ndim != len(view.shape) for part in parts):
-            raise _tangled()
-        chosen = [part[tuple(slice(None) if a == axis else 0 for a in range(part.ndim))] for part in parts]
-        found = [own.picked(axis, np.asarray(c)) for own, c in zip(found, chosen, strict=True)]
-    return found

@@ -1,4 +1,4 @@
-"""Activations that a file holds on a grid or in half precision: how much of them is left.
+"""Activations that a file holds on a grid: how much of them is left.
 
 Rounding on such a grid is the runtime's, and outside of what is proven. A grid that cuts off what a drafter computes,
 or leaves next to nothing of it, makes another function all the same. So the expressions that are held so are computed
@@ -22,7 +22,7 @@ from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
-from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.litertlm.tflite import Tensor
 
 _SAMPLES = 16
 _SHARE_OF_V = 0.25
@@ -31,8 +31,6 @@ _FEWEST_CODES = 8
 """Within one standard deviation; three of Google's own files have 10 to 14."""
 _MOST_CUT_OFF, _MOST_POWER_CUT_OFF = 0.2, 0.3
 """Of the numbers, and of the sum of their squares. Google's calibration leaves up to 13 % of random numbers out."""
-_LARGEST_IN_HALF = 1024.0
-"""Root mean square of what half precision may hold: some numbers are 64 times as large, or as small."""
 _ROWS_AT_ONCE = 1 << 12
 
 
@@ -63,12 +61,9 @@ def hold_grids(graph: FlatGraph, walk: Walk) -> CoarseActivations:
     drawn, codes, cut_off = _Drawn(graph, walk), list[float](), 0.0
     for value in walk.coarse:
         term = walk.reading.forms[id(value)]
-        if not isinstance(term, Term) or term.expr.kind == "weight" or value.tensor.type is TensorType.BFLOAT16:
+        if not isinstance(term, Term) or term.expr.kind == "weight":
             continue
         numbers = term.factor * drawn.numbers(term.expr)
-        if grid_of(value.tensor) is None:
-            _check_half(value, numbers)
-            continue
         # Of logits the largest is what counts.
         share, within = _check_grid(value, numbers, exact=id(value) in logits)
         cut_off, codes = max(cut_off, share), [*codes, within]
@@ -98,14 +93,6 @@ def _check_grid(value: Value, numbers: npt.NDArray[np.float64], *, exact: bool) 
     return share, within
 
 
-def _check_half(value: Value, numbers: npt.NDArray[np.float64]) -> None:
-    size = float(np.sqrt(np.mean(np.square(numbers))))
-    if not 1 / _LARGEST_IN_HALF <= size <= _LARGEST_IN_HALF:
-        raise UnsupportedError(
-            f"{value.label} holds numbers of about {size:.3g} in half precision. Nothing is written."
-        )
-
-
 class _Drawn:
     """Expressions computed of random inputs, ``[samples, size]``."""
 
@@ -126,7 +113,7 @@ class _Drawn:
         if kind == "weight":
             return self.graph.floats(parts[0]).astype(np.float64)[None]
         if kind == "matrix":
-            return self._product(parts[0], parts[1], self.numbers(parts[2]))
+            return self._product(parts[0].tensor, self.numbers(parts[1]))
         if kind == "mixed":
             # Rotations keep lengths, and heads that look at some slots more than at others take as much of V.
             random = np.random.default_rng(crc32(parts[1].encode()))
@@ -145,16 +132,11 @@ class _Drawn:
             return inner[:, expr.chosen]
         return np.repeat(inner, parts[1], 1) if kind == "each" else np.tile(inner, (1, parts[1]))
 
-    def _product(self, weight: Value, transposed: bool, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        tensor = weight.tensor
-        source = QuantizedTensor.of(self.graph.model, tensor)
-        sizes = [size for size in tensor.shape if size != 1 or len(tensor.shape) == 2]
-        if transposed:
-            return np.asarray(x @ source.dequantize().reshape(sizes), np.float64)
+    def _product(self, weight: Tensor, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        source, (outputs, width) = QuantizedTensor.of(self.graph.model, weight), weight.shape
         made = []
-        for first in range(0, sizes[0], _ROWS_AT_ONCE):
-            count = min(_ROWS_AT_ONCE, sizes[0] - first)
-            rows = source.floats(first * sizes[1], (first + count) * sizes[1]).reshape(count, sizes[1])
+        for first in range(0, outputs, _ROWS_AT_ONCE):
+            rows = source.floats(first * width, min(first + _ROWS_AT_ONCE, outputs) * width).reshape(-1, width)
             made.append(x.astype(np.float32) @ rows.T)
         return np.concatenate(made, 1).astype(np.float64)
 

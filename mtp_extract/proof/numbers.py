@@ -21,7 +21,6 @@ Read = Callable[[str], Weight]
 """Role → its tensor as written."""
 
 _ROUNDING = 1e-6
-_CONFIG = 1e-5
 
 
 def hold_config(walk: Walk, config: DrafterConfig) -> None:
@@ -30,22 +29,15 @@ def hold_config(walk: Walk, config: DrafterConfig) -> None:
     Raises:
         ProofError: one is another than the graph's.
     """
-    found = {
-        "rms_norm_eps": walk.rms_norm_eps,
-        "final_logit_softcap": walk.soft_cap,
-        "hidden_activation": walk.hidden_activation,
-        "heads": [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers],
-    }
-    expected = {
-        "rms_norm_eps": config.rms_norm_eps,
-        "final_logit_softcap": config.final_logit_softcap,
-        "hidden_activation": config.hidden_activation,
-        "heads": [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers],
-    }
-    for name, one in found.items():
-        other = expected[name]
-        numbers = isinstance(one, float) and isinstance(other, float | int)
-        if not (math.isclose(one, other, rel_tol=_CONFIG) if numbers else one == other):  # type: ignore[arg-type]
+    heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers]
+    written = [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
+    for name, one, other in (
+        ("rms_norm_eps", walk.rms_norm_eps, config.rms_norm_eps),
+        ("final_logit_softcap", walk.soft_cap, config.final_logit_softcap),
+        ("hidden_activation", walk.hidden_activation, config.hidden_activation),
+        ("heads", heads, written),
+    ):
+        if one != other:
             raise ProofError(f"{name}: the graph has {one}, the config {other}. Nothing is written.")
 
 
@@ -84,9 +76,8 @@ def _numbers_of(model: TfliteModel, role: FoundRole | None) -> Callable[[int, in
         return lambda begin, end: np.ones(end - begin, np.float32)
     source, factor = QuantizedTensor.of(model, role.tensor), np.float32(role.factor)
     read = source.floats
-    if role.transposed or role.tensor.elements == 1:
-        stored = source.floats().reshape(role.shape[::-1] if role.transposed else 1)
-        whole = np.ascontiguousarray(np.broadcast_to(stored, role.shape[::-1]).T).reshape(-1)
+    if role.tensor.elements == 1:
+        whole = np.broadcast_to(source.floats(), math.prod(role.shape))
 
         def read(begin: int = 0, end: int | None = None) -> Floats:
             return whole[begin:end]

@@ -133,7 +133,7 @@ def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: tu
         amplitude = layer.rotation.amplitude / layer.query_factor
         slots = SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(amplitude))
         found.append(slots.hold())
-        _check_scale(index, amplitude * (slots.slope or 1.0), config)
+        _check_scale(index, amplitude, config)
     return max(rows for rows, _ in found), all(alike for _, alike in found)
 
 

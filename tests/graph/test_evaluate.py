@@ -117,14 +117,11 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[0]))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[]))
     yield OneOp("BROADCAST_TO", (floats(3, 1), index(2, 3, 4)))
-    yield OneOp("TILE", (floats(2, 3), index(2, 2)))
     for axis in (0, -1):
         yield OneOp("CONCATENATION", (x, x + 1), options("Concatenation", axis=axis))
         yield OneOp("PACK", (x, x + 1), options("Pack", valuesCount=2, axis=axis))
     yield OneOp("UNPACK", (floats(2, 3),), options("Unpack", num=3, axis=1), ("float32",) * 3)
     yield OneOp("SPLIT", (number(-1), floats(2, 6)), options("Split", numSplits=3), ("float32",) * 3)
-    split = options("SplitV", numSplits=3)
-    yield OneOp("SPLIT_V", (floats(2, 6), const(np.array([1, 3, 2], np.int32)), number(-1)), split, ("float32",) * 3)
     for axis in (0, 1, -1):
         yield OneOp("GATHER", (x, ints(2, 2, low=0, high=1)), options("Gather", axis=axis))
         yield OneOp("GATHER", (const(x), ints(5, low=0, high=1)), options("Gather", axis=axis))
@@ -163,19 +160,13 @@ def multiplied() -> Iterator[OneOp]:
 
 
 def quantized() -> Iterator[OneOp]:
-    """From codes to numbers and back."""
+    """From codes to numbers."""
     grid = Grid((0.25,), (3,))
     yield OneOp("DEQUANTIZE", (ints(2, 5, kind=np.int8),), options("Dequantize"), input_grid=grid)
     yield OneOp("DEQUANTIZE", (ints(2, 5, kind=np.int16),), options("Dequantize"), input_grid=Grid((0.25,), (0,)))
     rows = Grid((0.5, 0.25, 2.0), (1, 0, -2))
     yield OneOp("DEQUANTIZE", (const(ints(3, 4, kind=np.int8), rows),), options("Dequantize"))
     yield OneOp("DEQUANTIZE", (const(floats(3, 4).astype(np.float16)),), options("Dequantize"))
-    halves = np.array([-0.375, -0.125, 0.125, 0.375, 0.3, 3.0], np.float32)
-    for kind in ("int8", "int16"):
-        yield OneOp("QUANTIZE", (halves,), options("Quantize"), (kind,), Grid((0.25,), (0,)))
-    yield OneOp("QUANTIZE", (floats(40),), options("Quantize"), ("int8",), Grid((0.05,), (7,)))
-    # The codes themselves, which a MUL may scale instead.
-    yield OneOp("RESHAPE", (ints(4, kind=np.int8), index(2, 2)), results=("int8",), input_grid=grid, result_grid=grid)
 
 
 CASES = [*elementwise(), *binary(), *moved(), *cast(), *multiplied(), *quantized()]
@@ -259,7 +250,6 @@ def test_an_integer_that_wraps_around_is_refused(case: OneOp) -> None:
 WIDE = 1 << 13
 LARGE = [
     OneOp("BROADCAST_TO", (floats(1), index(WIDE, WIDE, WIDE))),
-    OneOp("TILE", (floats(2, 2), index(WIDE, WIDE))),
     OneOp("ADD", (floats(WIDE, 1), floats(1, WIDE)), options("Add")),
     OneOp("BATCH_MATMUL", (floats(WIDE, 1), floats(1, WIDE)), options("BatchMatMul")),
     OneOp("GATHER", (floats(1, WIDE), ints(WIDE, low=0, high=0)), options("Gather")),
@@ -282,25 +272,28 @@ def test_a_result_that_no_drafter_has_is_refused_before_it_is_made(case: OneOp) 
 
 GRID = Grid((0.5,), (0,))
 REFUSED: list[tuple[OneOp, str]] = [
-    (OneOp("CAST", (ints(2, 5, kind=np.int8),), options("Cast"), input_grid=GRID), "takes codes for numbers"),
+    (OneOp("CAST", (ints(2, 5, kind=np.int8),), options("Cast"), input_grid=GRID), "few bits"),
     (OneOp("CAST", (floats(4),), options("Cast"), ("int32",)), "makes integers of floats"),
     (OneOp("DIV", (ints(4), ints(4)), options("Div"), ("int32",)), "makes float64"),
     (OneOp("RANGE", tuple(np.array(n, np.int32) for n in (0, 4, 1)), results=("int32",)), "RANGE"),
     (OneOp("UNIQUE", (ints(4),), options("Unique"), ("int32", "int32")), "UNIQUE"),
     (OneOp("ADD", (floats(4), floats(4)), options("Add", fusedActivationFunction=4)), "fused activation"),
     (OneOp("ADD", (floats(4), ints(4)), options("Add")), "mixes FLOAT32 and INT32"),
-    (OneOp("SELECT_V2", (bools(4), floats(4), ints(4))), "for tensor 3 .*another type"),
+    (OneOp("SELECT_V2", (bools(4), floats(4), ints(4))), "makes float64"),
     (OneOp("SELECT", (bools(2), floats(2, 2), floats(2, 2))), "whole rows"),
-    (OneOp("CONCATENATION", (floats(2), ints(2)), options("Concatenation")), "another type"),
+    (OneOp("CONCATENATION", (floats(2), ints(2)), options("Concatenation")), "different types"),
     (OneOp("COS", (ints(4),)), "mixes"),
     (OneOp("CAST", (floats(4),), options("Cast"), ("int4",)), "where tensor 1 'o0' .INT4"),
     (OneOp("ADD", (ints(4), ints(4)), options("Add", fusedActivationFunction=1), ("int32",)), "fused activation"),
     (OneOp("BATCH_MATMUL", (ints(2, 2), ints(2, 2)), options("BatchMatMul"), ("int32",)), "other types"),
     (
         OneOp("RESHAPE", (ints(4, kind=np.int8), index(2, 2)), None, ("int8",), Grid((0.25,), (0,)), input_grid=GRID),
-        "another type or scale",
+        "few bits",
     ),
-    (OneOp("QUANTIZE", (floats(3, low=65, high=70),), options("Quantize"), ("int8",), GRID), "cut off"),
+    (OneOp("QUANTIZE", (floats(3),), options("Quantize"), ("int8",), GRID), "QUANTIZE"),
+    (OneOp("CAST", (floats(3),), options("Cast"), ("float16",)), "few bits"),
+    (OneOp("NEG", (const(floats(3, 4).astype(np.float16)),), None, ("float16",)), "few bits"),
+    (OneOp("RESHAPE", (const(floats(3, 4).astype(np.float16)), index(12))), "few bits"),
     (OneOp("DEQUANTIZE", (ints(3, kind=np.int8),), options("Dequantize")), "makes int8"),
     (OneOp("SLICE", (floats(4), index(2), index(3))), "takes"),
     (OneOp("GATHER", (floats(4), index(4)), options("Gather")), "lacks"),
@@ -341,14 +334,3 @@ def test_an_input_that_is_not_given_is_refused() -> None:
     graph = OneOp("COS", (floats(3),)).flat()
     with pytest.raises(UnsupportedError, match="'i0'"):
         evaluate(graph, {}, list(graph.outputs.values()))
-
-
-def test_numbers_are_rounded_to_the_types_of_the_file() -> None:
-    x = np.array([[0.1, 1e-9, 1e9]], np.float32)
-    for case, expected in (
-        (OneOp("CAST", (x[0] * 2,), options("Cast"), ("float16",)), [0.199951171875, 0, np.inf]),
-        (OneOp("QUANTIZE", (x[0, :2],), options("Quantize"), ("int8",), Grid((0.25,), (0,))), [0, 0]),
-    ):
-        graph, given = case.flat(), case.samples()
-        wanted = list(graph.outputs.values())
-        np.testing.assert_array_equal(evaluate(graph, given, wanted)[0][0], expected)

@@ -46,7 +46,7 @@ def scores(amplitude: float = 1.0, heads: int = HEADS) -> Scores:
     number = np.broadcast_to(amplitude * np.stack([np.ones(WIDTH), np.where(own < half, -1, 1)], -1), element.shape)
     query = Expressions().expr("input", "q", size=WIDTH * heads)
     head = np.arange(heads) // 2
-    return Scores("k", (1, 2, 3), head, Rotated(query, number.copy(), element, by), SCORE)
+    return Scores("k", (1, 2, 3), head, Rotated.of(query, number, element, by), SCORE)
 
 
 def rotation(found: Scores, angles: np.ndarray) -> Rotation:

@@ -262,7 +262,6 @@ def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
     model = data[region.begin : region.begin + region.size]
     # The head's factor is what its soft cap's two numbers leave over; damaged, they leave something over.
     factors = {role.role: role.factor for role in drafter.walk.roles}
-    turned = {role.role for role in drafter.walk.roles if role.transposed}
     for role, found in planned.values.items():
         if not np.isfinite(found).all():
             return f"{role} is not finite"
@@ -271,8 +270,6 @@ def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
         ):
             continue
         held = independent(model, tensors[role]).astype(np.float64) / factors[role]
-        # A matrix that is multiplied from the other side is stored [in, out].
-        held = held.T if role in turned else held
         if not np.array_equal(found.reshape(-1), np.broadcast_to(held.astype(np.float32).reshape(-1), found.size)):
             return f"{role} is not what tensor {tensors[role]} holds"
     if sorted(tensors.values()) != sorted(expected.tensors.values()) and set(tensors) == set(expected.tensors):

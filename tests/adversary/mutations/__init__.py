@@ -38,6 +38,7 @@ from adversary.mutations.third_readers import THIRD_READERS
 from adversary.mutations.third_slots import THIRD_SLOTS
 from adversary.mutations.third_weights import THIRD_WEIGHTS
 from adversary.mutations.weights import NOT_SEEN, WEIGHTS
+from adversary.mutations.windows import WINDOWS
 
 __all__ = ["MUTATIONS"]
 
@@ -83,4 +84,5 @@ MUTATIONS: tuple[Case, ...] = (
     *THIRD_NUMBERS,
     *THIRD_FILES,
     *THIRD_READERS,
+    *WINDOWS,
 )

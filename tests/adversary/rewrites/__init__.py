@@ -7,6 +7,7 @@ read today; what leaves it is listed in docs/proof.md.
 from __future__ import annotations
 
 from adversary.edits import Case, Change
+from adversary.mutations.windows import windowed
 from adversary.rewrites.absorbed import ABSORBED
 from adversary.rewrites.blocks import BLOCKS
 from adversary.rewrites.caches import CACHES
@@ -45,4 +46,5 @@ REWRITES: tuple[Case, ...] = (
     *SPELLED,
     *SECOND,
     *THIRD,
+    Case("same: windows of slots", "scored_and_weighed", windowed(32, 32)),
 )
