@@ -7,44 +7,30 @@ and file names are no evidence: a drafter that was tuned and inserted again leav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtp_extract.data import load_mapping
 from mtp_extract.io.source import Source
 
-
-class License(NamedTuple):
-    """A licence: its id on the Hub, its name, where its text is."""
-
-    id: str
-    name: str
-    url: str
+Entry = Mapping[str, Any]
+"""Of the table: what people call the model, repository and file on the Hub, the model it drafts for, and its licence's
+id; or of a licence: its id on the Hub, its name, where its text is."""
 
 
-class KnownBundle(NamedTuple):
-    """One published file: what people call the model, where it is on the Hub, and the model that it drafts for."""
-
-    name: str
-    repository: str
-    file: str
-    base_model: str
-    license: str
-
-
-def _published(sha256: str | None, section: str | None = None) -> KnownBundle | None:
+def _published(sha256: str | None, section: str | None = None) -> Entry | None:
     """The file with this SHA-256, or whose drafter's section has it; None of both is known of no file."""
     for entry in load_mapping("bundles")["bundles"]:
         if (sha256 and sha256 == entry["sha256"]) or (section and section == entry["drafter"]["sha256"]):
-            return KnownBundle(*(entry[field] for field in KnownBundle._fields))
+            return dict(entry)
     return None
 
 
-def known_bundle(source: Source) -> KnownBundle | None:
+def known_bundle(source: Source) -> Entry | None:
     """The published file that ``source`` is, by the SHA-256 that the Hub gives for it; None without one."""
     return _published(source.provenance.get("sha256"))
 
 
-def bundle_of(extraction: Mapping[str, Any]) -> KnownBundle | None:
+def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
     """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
     section = extraction["source"].get("section") or {}
     return _published(_provenance(extraction).get("sha256"), section.get("sha256"))
@@ -53,22 +39,22 @@ def bundle_of(extraction: Mapping[str, Any]) -> KnownBundle | None:
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:
     """Hub id of the base: by the published bundle, by the geometry, or the repository that the bundle came from."""
     if bundle := bundle_of(extraction):
-        return bundle.base_model
+        return str(bundle["base_model"])
     for geometry in load_mapping("geometries")["geometries"]:
         if geometry["name"] == extraction.get("known_as"):
             return str(geometry["base_model"])
     return _provenance(extraction).get("repository")
 
 
-def license_of(extraction: Mapping[str, Any]) -> License | None:
+def license_of(extraction: Mapping[str, Any]) -> Entry | None:
     """Licence of the weights; None unless the bundle is a published file, or comes from the repository of one.
 
     A drafter of known geometry alone says nothing: a tuned one has it too.
     """
     bundles, bundle = load_mapping("bundles"), bundle_of(extraction)
     by_repository = {entry["repository"]: entry["license"] for entry in bundles["bundles"]}
-    id_ = bundle.license if bundle else by_repository.get(_provenance(extraction).get("repository"))
-    return License(id_, **bundles["licenses"][id_]) if id_ else None
+    id_ = bundle["license"] if bundle else by_repository.get(_provenance(extraction).get("repository"))
+    return {"id": id_, **bundles["licenses"][id_]} if id_ else None
 
 
 def _provenance(extraction: Mapping[str, Any]) -> Mapping[str, str]:

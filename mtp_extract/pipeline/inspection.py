@@ -63,7 +63,7 @@ def inspect(
         "size": opened.source.size,
         "kind": "litertlm" if bundle else "tflite",
         "version": ".".join(map(str, bundle.version)) if bundle else None,
-        "known_bundle": known.name if known else None,
+        "known_bundle": known["name"] if known else None,
         "provenance": dict(sorted(opened.source.provenance.items())),
         "items": dict(bundle.items) if bundle else {},
         "sections": [
@@ -82,7 +82,9 @@ def inspect(
     try:
         drafter = opened.drafter(sliding_window)
         report["drafter"] = _drafter(drafter, tensors, graph)
-        report["drafter"]["base_model"] = drafter.known["base_model"] if drafter.known else known and known.base_model
+        report["drafter"]["base_model"] = (
+            drafter.known["base_model"] if drafter.known else known and known["base_model"]
+        )
     except NoDrafterError as error:
         if bundle is None and not opened.is_model:
             raise

@@ -81,8 +81,8 @@ def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[
     known, format_, base = license_of(record), EVERY.get(record["layout"]), _base_of(record, words)
     kinds = ["eagle3"] if _is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
     metadata = {
-        "license": words.license or (known.id if known else _UNKNOWN_LICENSE),
-        "license_link": known.url if known and not words.license else None,
+        "license": words.license or (known["id"] if known else _UNKNOWN_LICENSE),
+        "license_link": known["url"] if known and not words.license else None,
         "base_model": [base] if base else None,
         # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
         # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
@@ -200,7 +200,7 @@ def _origin(record: Mapping[str, Any], argument: str) -> str:
 def _source_argument(record: Mapping[str, Any]) -> str:
     """How to name the bundle on a command line, as one shell word, as exactly as the record allows."""
     provenance, bundle = record["source"]["provenance"], bundle_of(record)
-    named = f"hf://{bundle.repository}/{bundle.file}" if bundle else "BUNDLE.litertlm"
+    named = f"hf://{bundle['repository']}/{bundle['file']}" if bundle else "BUNDLE.litertlm"
     if provenance.get("repository") and provenance.get("path"):
         revision = provenance.get("commit") or provenance.get("revision")
         named = f"hf://{provenance['repository']}/{provenance['path']}" + (f"@{revision}" if revision else "")
@@ -221,6 +221,6 @@ def _licence(record: Mapping[str, Any], words: CardWords) -> str:
         )
     tuned = ", of which the tuned ones are a modification" if record.get("tuning") else ""
     return (
-        f"Google published the bundle under the [{known.name}]({known.url}), and so are these weights{tuned}. Where "
-        "whoever published the bundle states another licence, that one holds."
+        f"Google published the bundle under the [{known['name']}]({known['url']}), and so are these weights{tuned}. "
+        "Where whoever published the bundle states another licence, that one holds."
     )

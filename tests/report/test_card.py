@@ -169,7 +169,7 @@ _E4B = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
 
 def test_a_bundle_is_named_by_its_sha256() -> None:
     known = known_bundle(_Named("x", 3659530240, sha256=_E4B))
-    assert known is not None and known.name == "Gemma 4 E4B"
+    assert known is not None and known["name"] == "Gemma 4 E4B"
     assert known_bundle(_Named("x", 3659530240, sha256="d" * 64)) is None
     # Inserting a tuned drafter in place keeps name and size.
     assert known_bundle(_Named("gemma-4-E4B-it.litertlm", 3659530240)) is None
