@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_extract.base.checkpoint import holds_drafter
-from mtp_extract.base.comparison import BaseComparison, compare_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluate.progress import Say, silent
-from mtp_extract.insert.drafter import planned_insertion
-from mtp_extract.insert.plan import InsertionPlan, InsertionResult
+from mtp_extract.insertion.base_checkpoint import holds_drafter
+from mtp_extract.insertion.comparison import BaseComparison, compare_base
+from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress

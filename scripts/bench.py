@@ -192,7 +192,7 @@ def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple
 
 
 UNPROVEN_INSERTION = (
-    "import types, mtp_extract.insert.drafter as i; "
+    "import types, mtp_extract.insertion.drafter as i; "
     "said = {'positions': 1, 'position_values': 0, 'mask_rows': {'computed': 1, 'of': 1, 'alike': True}, "
     "'largest_scores': [], 'cache_axes': {}, 'activations_held_in': {}, 'fewest_codes': None, "
     "'largest_share_cut_off': 0, 'coarse_tables': []}; "

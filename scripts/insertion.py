@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import MODEL_TYPE, open_bundle
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.io.laid import write_laid
 from mtp_extract.litertlm.writer import bundle_with
 from mtp_extract.pipeline.extraction import extract

@@ -18,8 +18,6 @@ from helpers.make_bundle import Memory
 from mtp_extract import bundle as bundle_module
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of, shapes_of
-from mtp_extract.base.checkpoint import read_base
-from mtp_extract.base.places import Place, find_base
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
@@ -42,7 +40,10 @@ from mtp_extract.formats import FORMATS, format_named
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.base import find_base
+from mtp_extract.insertion.base_checkpoint import read_base
+from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.slots import Place
 from mtp_extract.io import laid
 from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source

@@ -13,7 +13,7 @@ import pytest
 
 import mtp_extract
 from mtp_extract.cli import module_of
-from mtp_extract.insert.plan import InsertionPlan, InsertionResult
+from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"

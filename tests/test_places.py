@@ -14,11 +14,11 @@ from helpers.record_document import TUNING
 from typer.testing import CliRunner
 
 from mtp_extract import extract
-from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.cli import bench
 from mtp_extract.errors import OutputError
 from mtp_extract.formats import FORMATS
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.base import planned_base_insertion
+from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.io.place import check_place
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert

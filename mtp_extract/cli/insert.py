@@ -21,7 +21,7 @@ from mtp_extract.io.place import check_place, files_of
 from mtp_extract.options import About, ChatTemplate
 
 if TYPE_CHECKING:
-    from mtp_extract.insert.plan import InsertionPlan
+    from mtp_extract.insertion.plan import InsertionPlan
     from mtp_extract.io.source import Progress
 
 _OF_DRAFTER = ("graph_from", "section", "base", "prompts")
@@ -77,7 +77,7 @@ def command(
             raise typer.BadParameter(
                 f"{', '.join(wrong)}: for a drafter, and --base-weights puts in a base. Leave it out."
             )
-        from mtp_extract.base.insertion import planned_base_insertion
+        from mtp_extract.insertion.base import planned_base_insertion
 
         if out is not None:
             check_place(out, overwrite=overwrite, inputs=(source, *files_of(base_weights)))
@@ -93,7 +93,7 @@ def command(
     if base is not None and not Path(source).is_dir():
         raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
 
-    from mtp_extract.insert.drafter import planned_insertion
+    from mtp_extract.insertion.drafter import planned_insertion
 
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
@@ -135,20 +135,15 @@ def _carry_out(
 
 
 def _show_plan(plan: InsertionPlan) -> None:
-    rows = [
-        [role, decision.storage.type.name, decision.how, f"{decision.error:.2g}"]
-        for role, decisions in plan.decisions.items()
-        for decision in decisions
-    ]
-    say("Each weight, what becomes of it, and how far what is stored is from the checkpoint (relative RMS error):")
-    table(rows, ["role", "stored", "what", "error"])
-    if plan.of_base:
-        where = f"{size(plan.changed)} of {size(plan.size)} are written anew, in {plan.written} places"
-        say(f"The base of {escape(plan.name)}: {where}")
-    else:
-        where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
-        what = "A drafter added to" if plan.added else "The drafter of"
-        say(f"{what} {escape(plan.name)}: {where}, {size(plan.size)}")
+    every = [(role, encoding) for role, own in plan.encodings.items() for encoding in own]
+    changed = [(role, each) for role, each in every if each.how != "kept"]
+    where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
+    what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
+    say(f"{what} {escape(plan.name)}, {where}: {len(changed)} of {len(every)} weights change, {size(plan.size)}")
+    if changed:
+        say("How far what will be stored is from the checkpoint (relative RMS error):")
+        rows = [[role, each.storage.type.name, each.how, f"{each.error:.2g}"] for role, each in changed]
+        table(rows, ["role", "stored", "what", "error"])
     say_notes(plan.notes)
 
 

@@ -17,7 +17,7 @@ from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.api import CheckpointInspection
-    from mtp_extract.base.comparison import BaseComparison
+    from mtp_extract.insertion.comparison import BaseComparison
 
 
 def command(

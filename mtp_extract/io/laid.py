@@ -1,8 +1,7 @@
 """Writing a large file: what is copied, what is put over it, and what is made.
 
-A file is planned as :class:`Piece` s. What is copied, given bytes and zeros are written in order, later ones over
-earlier ones, a MiB at a time. Then all cores make the rest, each piece in chunks; where such a piece lies, nothing that
-is planned later may lie. At the end the file is opened as any other and compared.
+A file is planned as :class:`Piece` s, which are written in order, later ones over earlier ones, a MiB at a time. Then
+all cores make the rest and write it where it goes. At the end the file is opened as any other and compared.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.errors import OutputError
 from mtp_extract.io.files import new_file, read_back_error, write_all
 from mtp_extract.io.source import Advance, LocalSource, Source
-from mtp_extract.io.threads import Job, Turns, on_all_cores
+from mtp_extract.io.threads import on_all_cores
 
-Produce = Callable[[], Iterator[bytes | memoryview]]
+Put = Callable[[int, bytes], None]
+"""Writes bytes at a place of the file."""
 Span = tuple[int, int]
 """Bytes of the file, ``[begin, end)``."""
 
@@ -30,16 +29,13 @@ _READ = 1 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` bytes at ``at`` of a file: a range of ``source``, ``data``, what ``produce`` yields, or zeros."""
+    """``length`` bytes at ``at`` of a file: a range of ``source``, ``data``, or zeros."""
 
     at: int
     length: int
     source: Source | None = field(default=None, repr=False)
     offset: int = 0
     data: bytes | None = field(default=None, repr=False)
-    produce: Produce | None = field(default=None, repr=False)
-    table: object = None
-    """Equal for pieces whose chunks are made in turn, because they are columns of one; None for one by itself."""
 
     @property
     def end(self) -> int:
@@ -70,7 +66,7 @@ def made(at: int, data: bytes) -> Piece:
 
 
 class LaidSource(Source):
-    """What is planned, to be read as if it were written; zeros in place of what is still to be made."""
+    """What is planned, to be read as if it were written."""
 
     def __init__(self, laid: Laid, name: str) -> None:
         self.name, self.size, self.provenance = name, laid.size, {}
@@ -92,25 +88,47 @@ def _part(piece: Piece, start: int, count: int) -> bytes:
     return bytes(count) if piece.data is None else piece.data[start : start + count]
 
 
-def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> None:
+def write_laid(
+    path: Path, laid: Laid, advance: Advance = lambda _: None, fill: Callable[[Put], None] = lambda _: None
+) -> None:
     """Write the new file ``path``, read it back and compare.
+
+    Args:
+        fill: writes what is made, over the rest, by the function that it is given, from any thread.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
         SourceError: what is copied cannot be read.
     """
-    own = [piece for piece in laid.pieces if piece.produce is not None]
-    given = Laid(laid.size, tuple(piece for piece in laid.pieces if piece.produce is None))
-    spans = sorted((piece.at, piece.end) for piece in own)
+    filled: list[tuple[int, int, str]] = []
     with new_file(path, laid.size) as fd:
-        for piece in given.pieces:
+        for piece in laid.pieces:
             _copy(fd, piece, advance)
-        sums = on_all_cores(Job(_make(fd, piece, advance), piece.length, piece.table) for piece in own)
+
+        def put(at: int, data: bytes) -> None:
+            with _WRITING:
+                write_all(fd, data, at)
+            filled.append((at, at + len(data), xxh3_128_hexdigest(data)))
+            advance(len(data))
+
+        fill(put)
+    planned = LaidSource(laid, str(path))
+    filled.sort()
+    edges = [0, *(edge for begin, end, _ in filled for edge in (begin, end)), laid.size]
+    rest = [(at, min(at + _READ, end)) for begin, end in _pairs(edges) for at in range(begin, end, _READ)]
     with LocalSource(path) as back:
-        made_parts = (_reads_back(back, piece, digest) for piece, digest in zip(own, sums, strict=True))
-        same = all(on_all_cores(Job(check) for check in (_is_as_given(back, given, spans), *made_parts)))
-    if not same:
-        raise read_back_error(path)
+        same = on_all_cores(lambda span: _read(back, *span) == _read(planned, *span), rest)
+        same += on_all_cores(lambda entry: xxh3_128_hexdigest(_read(back, *entry[:2])) == entry[2], filled)
+        if not all(same) or back.size != laid.size:
+            raise read_back_error(path)
+
+
+def _pairs(edges: list[int]) -> Iterator[Span]:
+    return zip(edges[::2], edges[1::2], strict=True)
+
+
+def _read(source: Source, begin: int, end: int) -> bytes:
+    return source.read(begin, end - begin)
 
 
 def _copy(fd: int, piece: Piece, advance: Advance) -> None:
@@ -122,40 +140,3 @@ def _copy(fd: int, piece: Piece, advance: Advance) -> None:
         data = _part(piece, at - piece.at, min(_READ, piece.end - at))
         write_all(fd, data, at)
         advance(len(data))
-
-
-def _make(fd: int, piece: Piece, advance: Advance) -> Turns[str]:
-    """Make ``piece`` and write it; its XXH3-128."""
-    assert piece.produce is not None
-    digest, at = xxh3_128(), piece.at
-    for chunk in piece.produce():
-        digest.update(chunk)
-        with _WRITING:
-            write_all(fd, chunk, at)
-        at += len(chunk)
-        advance(len(chunk))
-        yield
-    if at != piece.end:
-        raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
-    return digest.hexdigest()
-
-
-def _reads_back(written: Source, piece: Piece, expected: str) -> Turns[bool]:
-    digest = xxh3_128()
-    for at in range(piece.at, piece.end, _READ):
-        digest.update(written.read(at, min(_READ, piece.end - at)))
-        yield
-    return digest.hexdigest() == expected
-
-
-def _is_as_given(written: Source, given: Laid, made_spans: list[Span]) -> Turns[bool]:
-    """Whether ``written`` is ``given`` everywhere but in ``made_spans``, which are in order."""
-    planned = LaidSource(given, written.name)
-    edges = [0, *(edge for span in made_spans for edge in span), given.size]
-    for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        for at in range(begin, end, _READ):
-            yield
-            count = min(_READ, end - at)
-            if written.read(at, count) != planned.read(at, count):
-                return False
-    return written.size == given.size

@@ -20,7 +20,7 @@ from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import upload as hub_upload
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.options import About, Bytes, about, check_values, whole_numbers
 from mtp_extract.pipeline.conversion import convert as convert_function
 from mtp_extract.pipeline.extraction import extract as extract_function

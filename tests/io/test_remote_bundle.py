@@ -21,9 +21,9 @@ from helpers.make_bundle import DRAFTER as MODEL_TYPE
 from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 
 import mtp_extract
-from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError
+from mtp_extract.insertion.base import planned_base_insertion
 from mtp_extract.io import laid
 from mtp_extract.io.remote import RemoteSource
 from mtp_extract.io.source import Advance, LocalSource

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
-from mtp_extract.io.laid import Laid, LaidSource, Piece, made, write_laid
+from mtp_extract.io.laid import Laid, LaidSource, Piece, Put, made, write_laid
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
@@ -84,14 +81,16 @@ def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
                 Piece(10, 25_000, source=source, offset=300),
                 made(100, b"over it"),
                 Piece(200, 50),
-                Piece(29_000, 1000, produce=lambda: iter([b"x" * 600, b"y" * 400])),
-                Piece(1000, 50, produce=lambda: iter([b"z" * 50])),
             ),
         )
         planned = LaidSource(laid, "planned")
-        write_laid(tmp_path / "out", laid)
+
+        def fill(put: Put) -> None:
+            for at, data in ((29_600, b"y" * 400), (29_000, b"x" * 600), (1000, b"z" * 50)):
+                put(at, data)
+
+        write_laid(tmp_path / "out", laid, fill=fill)
         written = (tmp_path / "out").read_bytes()
-        # What is still to be made is not there yet.
         for begin, end in ((0, 1000), (1050, 29_000)):
             assert written[begin:end] == planned.read(begin, end - begin)
     assert written[29_000:] == b"x" * 600 + b"y" * 400
@@ -118,44 +117,6 @@ def test_a_source_that_shrank(tmp_path: Path) -> None:
             write_laid(tmp_path / "out", Laid(10_000, (Piece(0, 10_000, source=source),)))
 
 
-def test_a_producer_that_gives_too_little(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="produced 2 bytes"):
-        write_laid(tmp_path / "out", Laid(5, (Piece(0, 5, produce=lambda: iter([b"ab"])),)))
-
-
-def test_what_is_made_of_one_place_is_made_in_turn(tmp_path: Path) -> None:
-    """Whatever thread it is: a chunk of each, not one after the other."""
-    made_of: list[int] = []
-
-    def produce(number: int) -> Iterator[bytes]:
-        for _ in range(3):
-            made_of.append(number)
-            yield bytes([number]) * 4
-
-    pieces = [Piece(12 * at, 12, produce=partial(produce, at), table="rows") for at in range(3)]
-    write_laid(tmp_path / "out", Laid(36, tuple(pieces)))
-    assert made_of == [0, 1, 2] * 3
-    assert (tmp_path / "out").read_bytes() == bytes(12) + b"\1" * 12 + b"\2" * 12
-
-
-def test_an_error_stops_what_is_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_extract.io.threads.cores", lambda: 2)
-    started = threading.Event()
-
-    def endless() -> Iterator[bytes]:
-        while True:
-            started.set()
-            yield b""
-
-    def failing() -> Iterator[bytes]:
-        started.wait()
-        raise UnsupportedError("too large")
-        yield b""
-
-    with pytest.raises(UnsupportedError, match="too large"):
-        write_laid(tmp_path / "out", Laid(20, (Piece(0, 10, produce=endless), Piece(10, 10, produce=failing))))
-
-
 @pytest.mark.parametrize("number", [5, 15, 30, 45])
 def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it copied, given, made or left as zeros: the file is read as any other, and compared."""
@@ -172,11 +133,10 @@ def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeyp
         pieces = (
             Piece(0, 20, source=source, offset=30),
             made(10, b"other12345"),
-            Piece(25, 10, produce=lambda: iter([b"made" + b"." * 6])),
         )
         monkeypatch.setattr(os, "close", spoiled)
         with pytest.raises(OutputError, match="reads back differently"):
-            write_laid(tmp_path / "out", Laid(50, pieces))
+            write_laid(tmp_path / "out", Laid(50, pieces), fill=lambda put: put(25, b"made......"))
 
 
 def test_a_header_without_room() -> None:

@@ -14,7 +14,7 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import upload as upload_command
 from mtp_extract.errors import CheckpointError, HubError
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import verify_against

@@ -22,7 +22,7 @@ from mtp_extract.checkpoint.files import write_file
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import FORMATS, format_named, format_of
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of

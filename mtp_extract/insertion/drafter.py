@@ -1,4 +1,4 @@
-"""Insertion, the way back: checkpoint → bundle, in one page.
+"""Insertion, the way back: a drafter's checkpoint → bundle, in one page.
 
 The bundle's own graph, types, layout and other sections stay; what changes are the bytes of the drafter's constants,
 or, where a shared constant is to differ, the drafter's section. Everything is planned, and checked, before a byte is
@@ -7,9 +7,8 @@ written.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,25 +16,17 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.constant import constant_of
-from mtp_extract.errors import (
-    CheckpointError,
-    FormatError,
-    NoDrafterError,
-    PairError,
-    UnsupportedError,
-    escape,
-)
+from mtp_extract.errors import CheckpointError, FormatError, NoDrafterError, PairError, UnsupportedError, escape
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.insert.activations import Ranges, recalibrated
-from mtp_extract.insert.decision import KEPT, Decision, decide, require_ones
-from mtp_extract.insert.fit import base_misfits, check_geometry
-from mtp_extract.insert.placing import Site, new_tensors, pieces_of
-from mtp_extract.insert.plan import InsertionPlan, check_written
-from mtp_extract.io.laid import Laid, LaidSource, Piece, copied
+from mtp_extract.insertion.activations import Ranges, recalibrated
+from mtp_extract.insertion.encoding import KEPT, Encoding, check_written, encode
+from mtp_extract.insertion.fit import base_misfits, check_geometry
+from mtp_extract.insertion.placing import Overlay, Site, new_tensors, overlays
+from mtp_extract.insertion.plan import InsertionPlan
+from mtp_extract.insertion.slots import Place, Slot, require_ones
+from mtp_extract.io.laid import Laid, LaidSource, copied
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike
-from mtp_extract.io.threads import Job, on_all_cores
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.writer import Added, bundle_with
@@ -95,7 +86,7 @@ def planned_insertion(
                 f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
                 remedies=("graph_from",),
             )
-        yield _plan(checkpoint, opened, drafter, (bundle, source, graph_from), ranges, added)
+        yield _plan(checkpoint, drafter, (bundle, source, graph_from), ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -110,7 +101,11 @@ def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
 
 
 def _with_drafter(opened: Opened, template: Opened) -> Opened:
-    """``opened`` with the drafter's section of ``template`` (or the bare model that it is) at its end."""
+    """``opened`` with the drafter's section of ``template`` (or the bare model that it is) at its end.
+
+    Raises:
+        PairError: the base in ``opened`` cannot run it.
+    """
     drafter = template.drafter()
     region, bundle = drafter.model.region, opened.bundle
     assert bundle is not None
@@ -122,7 +117,7 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
         new.append(Added(TFLITE_WEIGHTS, owned, copied(weights.source, weights.begin, weights.size)))
     virtual = LaidSource(bundle_with(bundle, {}, new), opened.source.name)
     grown = Opened(virtual, read_bundle(virtual), None, template.signature)
-    if problems := base_misfits(grown, grown.drafter()):
+    if problems := list(base_misfits(grown, grown.drafter())):
         raise PairError(
             f"{opened.source.name}: its base cannot run the drafter of {template.source.name}: {'; '.join(problems)}. "
             "Take a drafter that was exported for this base."
@@ -132,101 +127,97 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
 
 def _plan(
     checkpoint: Checkpoint,
-    opened: Opened,
     drafter: Shard,
     inputs: tuple[PathLike | None, ...],
     ranges: Ranges | None,
     added: bool,
 ) -> InsertionPlan:
+    opened, window = drafter.opened, checkpoint.mtp.sliding_window
     notes = check_geometry(checkpoint.mtp, drafter.config, opened.source.name)
-    if not added:
+    if not added and (problems := list(base_misfits(opened, drafter))):
         # What was there before stays, fit or not.
-        problems = base_misfits(opened, drafter)
-        notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
-    checkpoint = checkpoint.whole()
-    window = checkpoint.mtp.sliding_window
-    decisions = _decide(checkpoint, drafter)
-    layout, moved = _layout(opened, drafter, _sites(drafter, decisions))
+        notes.append(f"In this bundle the drafter could not run before: {'; '.join(problems)}.")
+    encodings = {encoding.role: encoding for encoding in encode(list(_slots(checkpoint, drafter)))}
+    layout, moved = _layout(drafter, _sites(drafter, encodings))
     if moved:
         virtual = LaidSource(layout, opened.source.name)
         section = drafter.section.index if drafter.section else None
         relaid = Opened(virtual, read_bundle(virtual) if opened.bundle else None, section, drafter.signature.key)
         drafter = relaid.drafter(window)
-    calibrated, remarks = _activations(drafter, decisions, ranges)
+    calibrated, remarks = _activations(drafter, encodings.values(), ranges)
 
-    def verify(path: Path) -> Proof:
+    def check(path: Path) -> Proof:
         with open_bundle(path, section=opened.section, signature=opened.signature) as new:
             found = new.drafter(window)
-            written = checkpoint_of(found)
-            check_written(path, ((written.tensors[role], decision) for role, decision in decisions.items()))
-            return prove_checkpoint(found, written)
+            check_written(path, encodings.values(), _slots(checkpoint, found))
+            return prove_checkpoint(found, checkpoint_of(found))
 
     return InsertionPlan(
         name=opened.source.name,
-        decisions={role: (decision,) for role, decision in decisions.items()},
+        encodings={role: (encoding,) for role, encoding in encodings.items()},
         layout=layout,
-        pieces=(*pieces_of(_sites(drafter, decisions), moved), *calibrated),
+        overlays=(*overlays(_sites(drafter, encodings), moved), *calibrated),
         notes=(*notes, *remarks),
+        source=opened.source,
+        inputs=inputs,
+        check=check,
         added=added,
         rebuilt=len(moved),
-        _source=opened.source,
-        _inputs=inputs,
-        _verify=verify,
     )
 
 
-def _sites(drafter: Shard, decisions: Mapping[str, Decision]) -> list[Site]:
-    roles = (found for found in drafter.walk.roles if found.role in decisions)
-    return [Site(drafter.model, found, decisions[found.role]) for found in roles]
+def _slots(checkpoint: Checkpoint, drafter: Shard) -> Iterator[Slot]:
+    """Every constant of ``drafter`` with its weight in ``checkpoint``.
 
-
-def _activations(
-    drafter: Shard, decisions: Mapping[str, Decision], ranges: Ranges | None
-) -> tuple[list[Piece], list[str]]:
-    """New scales of static activations, and notes on them."""
-    static = [role.role for role in drafter.walk.roles if role.input is not None]
-    if not static:
-        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
-    if ranges is None:
-        if all(decision.how == KEPT for decision in decisions.values()):
-            return [], []
-        return [], [
-            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
-            "may be accepted less often than the checkpoint's. A base and prompts give new ones."
-        ]
-    pieces, kept = recalibrated(drafter, ranges)
-    done = f"Static activations of {len(static)} matrices were calibrated anew."
-    return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
-
-
-def _decide(checkpoint: Checkpoint, drafter: Shard) -> dict[str, Decision]:
-    stored = checkpoint_of(drafter).tensors
-    jobs: dict[str, Job[Decision]] = {}
+    Raises:
+        UnsupportedError: a weight is missing, or one that no constant holds is not of ones.
+    """
+    found, weights = {role.role: role for role in drafter.walk.roles}, checkpoint.whole().tensors
     for role, shape in shapes_of(drafter.config).items():
-        held, new = stored.get(role.name), checkpoint.tensors.get(role.name)
-        constant = constant_of(held) if held is not None else None
-        if new is None:
+        if (new := weights.get(role.name)) is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
-        if constant is not None:
-            deciding = decide(role.name, constant, new, checkpoint.dtype)
-            jobs[role.name] = Job(deciding, math.prod(shape))
-        else:
+        own = found.get(role.name)
+        if own is None or own.tensor is None:
             require_ones(role.name, shape, new, checkpoint.dtype)
-    return dict(zip(jobs, on_all_cores(jobs.values()), strict=True))
+        else:
+            yield Slot(role.name, (Place(drafter.signature.key, drafter.model, own),), new, checkpoint.dtype)
 
 
-def _layout(opened: Opened, drafter: Shard, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
+def _sites(drafter: Shard, encodings: Mapping[str, Encoding]) -> list[Site]:
+    places = (Place(drafter.signature.key, drafter.model, role) for role in drafter.walk.roles)
+    return [(place, encodings[place.found.role]) for place in places if place.found.role in encodings]
+
+
+def _layout(drafter: Shard, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
     """The file that is written over, and the roles that have a new and empty place in it."""
-    changes = [change for change, _ in new_tensors(drafter.model, sites)]
+    opened, changes = drafter.opened, [change for change, _ in new_tensors(drafter.model, sites)]
     source = opened.source
     if not changes:
-        whole = source.laid if isinstance(source, LaidSource) else copied(source, 0, source.size)
-        return whole, frozenset()
+        return (source.laid if isinstance(source, LaidSource) else copied(source, 0, source.size)), frozenset()
     section = rebuilt(drafter.model, changes)
     keys = {(change.subgraph, change.tensor) for change in changes}
-    roles = frozenset(site.found.role for site in sites if (site.tensor.subgraph, site.tensor.index) in keys)
+    roles = frozenset(e.role for place, e in sites if (place.tensor.subgraph, place.tensor.index) in keys)
     if opened.bundle is None:
         return section, roles
     if drafter.section is None:
         raise FormatError(f"{source.name}: its drafter has no section.")
     return bundle_with(opened.bundle, {drafter.section.index: section}), roles
+
+
+def _activations(
+    drafter: Shard, encodings: Iterable[Encoding], ranges: Ranges | None
+) -> tuple[list[Overlay], list[str]]:
+    """New scales of static activations, and notes on them."""
+    static = [role.role for role in drafter.walk.roles if role.input is not None]
+    if not static:
+        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
+    if ranges is None:
+        if all(encoding.how == KEPT for encoding in encodings):
+            return [], []
+        return [], [
+            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
+            "may be accepted less often than the checkpoint's. A base and prompts give new ones."
+        ]
+    scales, kept = recalibrated(drafter, ranges)
+    done = f"Static activations of {len(static)} matrices were calibrated anew."
+    return [*scales], [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]

@@ -12,8 +12,8 @@ from helpers.variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.insert.activations import Range, Ranges
-from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insertion.activations import Range, Ranges
+from mtp_extract.insertion.drafter import planned_insertion
 
 STATIC = variant("torch_static8_mix48_kv8")
 

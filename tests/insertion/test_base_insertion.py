@@ -14,18 +14,17 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.bases import PREFIX, Weights, base_with, edited_section, patched, places_of
 from helpers.make_bundle import kind, set_buffer
 
-from mtp_extract.base.comparison import compare_base
-from mtp_extract.base.distance import EQUAL, EQUAL_CODES
-from mtp_extract.base.insertion import planned_base_insertion
-from mtp_extract.base.places import find_base, grouped
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import insert as insert_command
 from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.cli._run import run_lean
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
-from mtp_extract.insert.decision import FLOATS, KEPT, REQUANTIZED
-from mtp_extract.insert.plan import InsertionResult
-from mtp_extract.io.laid import Laid, write_laid
+from mtp_extract.insertion.base import find_base, planned_base_insertion
+from mtp_extract.insertion.comparison import EQUAL, EQUAL_CODES, compare_base
+from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
+from mtp_extract.insertion.plan import InsertionResult
+from mtp_extract.insertion.slots import grouped
+from mtp_extract.io.laid import write_laid
 from mtp_extract.pipeline.extraction import extract
 
 LAYER = f"{PREFIX}layers.0."
@@ -50,7 +49,7 @@ def tuned(weights: Weights) -> None:
 def test_the_base_that_is_there_changes_nothing(sample: Path, tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "new.litertlm"
     with planned_base_insertion(base_with(tmp_path / "base", dtype=dtype), sample) as plan:
-        kept = {d.how for role, each in plan.decisions.items() for d in each if dtype == "" or role.endswith("norm")}
+        kept = {d.how for role, each in plan.encodings.items() for d in each if dtype == "" or role.endswith("norm")}
         plan.write(out)
     assert kept == {KEPT}
     assert dtype or out.read_bytes() == sample.read_bytes()
@@ -59,9 +58,9 @@ def test_the_base_that_is_there_changes_nothing(sample: Path, tmp_path: Path, dt
 def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) -> None:
     base, out = base_with(tmp_path / "base", tuned, shards=2), tmp_path / "new.litertlm"
     with planned_base_insertion(base, sample) as plan:
-        assert {each[0].how for role, each in plan.decisions.items() if role.endswith("norm")} == {FLOATS}
-        assert {each[0].how for role, each in plan.decisions.items() if role.endswith("proj")} == {REQUANTIZED}
-        assert max(decision.error for each in plan.decisions.values() for decision in each) < 0.01
+        assert {each[0].how for role, each in plan.encodings.items() if role.endswith("norm")} == {FLOATS}
+        assert {each[0].how for role, each in plan.encodings.items() if role.endswith("proj")} == {REQUANTIZED}
+        assert max(decision.error for each in plan.encodings.values() for decision in each) < 0.01
         result = plan.write(out)
     assert any("drafter" in note for note in result.notes)
     with open_bundle(out) as opened:
@@ -91,7 +90,7 @@ def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: P
     bundle, out = patched(tmp_path / "scale.litertlm", {at: scale.tobytes()}), tmp_path / "new.litertlm"
     base = base_with(tmp_path / "base", tuned)
     with planned_base_insertion(base, bundle) as plan:
-        assert [d.how for d in plan.decisions["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
+        assert [d.how for d in plan.encodings["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
         plan.write(out)
     with open_bundle(out) as opened:
         assert compare_base(opened, base).problem is None
@@ -101,8 +100,8 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
     """One scale of one signature is another in the new file, as a faulty disk or program leaves it."""
     base = base_with(tmp_path / "base", tuned)
 
-    def spoiled(path: Path, laid: Laid, progress: Any) -> None:
-        write_laid(path, laid, progress)
+    def spoiled(path: Path, *given: Any) -> None:
+        write_laid(path, *given)
         place = places_of(path, "layers.1.down_proj")[-1]
         assert place.found.tensor is not None and place.found.tensor.quantization is not None
         quantization = place.found.tensor.quantization
@@ -110,7 +109,7 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
             file.seek(place.model.region.begin + quantization.scales.start)
             file.write((quantization.scale[:1] * np.float32(1.5)).tobytes())
 
-    monkeypatch.setattr("mtp_extract.insert.plan.write_laid", spoiled)
+    monkeypatch.setattr("mtp_extract.insertion.plan.write_laid", spoiled)
     with pytest.raises(OutputError, match=r"layers\.1\.down_proj reads back differently"):
         put(base, sample, tmp_path / "new.litertlm")
     assert not list(tmp_path.glob("*.litertlm"))
@@ -163,16 +162,6 @@ def test_what_has_no_place_is_refused(
     with pytest.raises(error, match=words):
         put(base_with(tmp_path / "base", change, **config), sample, tmp_path / "new.litertlm")
     assert not list(tmp_path.glob("*.litertlm"))
-
-
-def test_nothing_is_written_over(sample: Path, base: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own.litertlm"
-    own.write_bytes(sample.read_bytes())
-    with pytest.raises(OutputError, match="is read and stays"):
-        put(base, own, own)
-    with pytest.raises(OutputError, match="exists"):
-        put(base, sample, own)
-    assert own.read_bytes() == sample.read_bytes()
 
 
 def _share(sample: Path, out: Path, other: str | None) -> Path:

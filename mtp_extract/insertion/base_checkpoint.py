@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
@@ -21,8 +20,7 @@ from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.pipeline.staging import RECORD
 
-_CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Of the whole model, of the text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -43,7 +41,7 @@ class BaseCheckpoint:
     text: Mapping[str, Any]
     """Its configuration, ``text_config``."""
     weights: Mapping[str, Weight]
-    """Role → weight, for every role that the directory has a tensor for."""
+    """Role → weight, for every role that the directory has a tensor for; without ``lm_head`` where that is tied."""
     names: Mapping[str, str]
     """Role → name of that tensor."""
     unknown: tuple[str, ...]
@@ -52,11 +50,6 @@ class BaseCheckpoint:
     """Tensors that transformers does not load: K and V of layers that share another layer's."""
     others: Mapping[str, int]
     """Tensors of other parts of the model, counted by the part's name."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the embedding table."""
-        return "lm_head" not in self.weights
 
 
 def holds_drafter(directory: Path) -> bool:
@@ -79,36 +72,26 @@ def read_base(directory: Path) -> BaseCheckpoint:
         UnsupportedError: it stores integers, or has parts that no bundle is known to have.
     """
     text = _text_config(directory)
-    layers = text["num_hidden_layers"]
+    layers, shared = text["num_hidden_layers"], text.get("num_kv_shared_layers") or 0
     stored = reading.find_tensors(directory, _WEIGHTS, "fetch the checkpoint again", listed_only=True)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
     if prefix is None:
         expected = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
         raise CheckpointError(f"{escape(directory)}: expected a tensor {expected}, found none.")
-    unused = {f"{prefix}layers.{i}.{part}" for i in _shared_layers(text, layers) for part in _SHARED} & stored.keys()
-    named = {
-        role.name: _HEAD if role.name == "lm_head" else prefix + role.names["transformers"]
-        for role in roles_of(layers, architecture=GEMMA4)
-    }
-    names = {role: name for role, name in named.items() if name in stored.keys() - unused}
+    unused = {f"{prefix}layers.{i}.{part}" for i in range(layers - shared, layers) for part in _SHARED} & stored.keys()
+    named = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
+    names = {role: name for role, name in (named | {"lm_head": _HEAD}).items() if name in stored.keys() - unused}
     weights = {role: stored_weight(*stored[name]) for role, name in names.items()}
     for role, weight in weights.items():
         _require_floats(weight, names[role])
     rest = [name for name in stored if name not in unused.union(names.values())]
     own = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
-    return BaseCheckpoint(
-        directory,
-        MappingProxyType(text),
-        MappingProxyType(weights),
-        MappingProxyType(names),
-        tuple(own),
-        tuple(name for name in stored if name in unused),
-        Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own),
-    )
+    others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own)
+    return BaseCheckpoint(directory, text, weights, names, tuple(own), tuple(n for n in stored if n in unused), others)
 
 
 def _text_config(directory: Path) -> dict[str, Any]:
-    """The configuration of the text model, whose weights are floats and whose number of layers is one."""
+    """The configuration of the text model, whose weights are floats and whose numbers of layers are such."""
     config = read_object(directory / _CONFIG, _AS_WRITTEN)
     model_type = config.get("model_type")
     if model_type not in _MODEL_TYPES:
@@ -126,17 +109,14 @@ def _text_config(directory: Path) -> dict[str, Any]:
         )
     if text.get("enable_moe_block"):
         raise UnsupportedError(f"{escape(directory)}: a mixture of experts, which no bundle is known to hold.")
-    layers = text.get("num_hidden_layers")
-    if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
+    layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers") or 0
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
         raise CheckpointError(f"{escape(directory / _CONFIG)}: num_hidden_layers is {escape(layers)}.")
+    if type(shared) is not int or not 0 <= shared <= layers:
+        raise CheckpointError(
+            f"{escape(directory / _CONFIG)}: num_kv_shared_layers is {escape(shared)}, of {layers} layers."
+        )
     return text
-
-
-def _shared_layers(text: Mapping[str, Any], layers: int) -> range:
-    count = text.get("num_kv_shared_layers") or 0
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= layers:
-        raise CheckpointError(f"config.json: num_kv_shared_layers is {escape(count)}, of {layers} layers.")
-    return range(layers - count, layers)
 
 
 def _require_floats(weight: Weight, name: str) -> None:

@@ -73,31 +73,6 @@ def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
     assert json.loads(run(exact, sample, "--dry-run", "--json")[1])["out"] is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("-o", "x", "--dry-run"), "--out"),
-        (("--dry-run", "--prompts", "x.txt"), "--base"),
-    ],
-)
-def test_wrong_usage(arguments: tuple[str, ...], said: str, sample: Path, exact: Path) -> None:
-    status, out, error = run(exact, sample, *arguments)
-    assert (status, out) == (2, "")
-    assert said in error
-
-
-def test_errors_name_the_option(sample: Path, exact: Path, tmp_path: Path) -> None:
-    (tmp_path / NEW).write_bytes(b"precious")
-    status, _, error = run(exact, sample, "-o", tmp_path / NEW)
-    assert status == 1
-    assert "--overwrite" in error
-    assert (tmp_path / NEW).read_bytes() == b"precious"
-    status, out, error = run(exact, sample, "-o", tmp_path / NEW / "below")
-    assert (status, out) == (1, ""), "said before any work"
-    assert "is not a directory" in error
-    assert "--out" in error
-
-
 def test_a_disk_without_space(sample: Path, exact: Path, tmp_path: Path) -> None:
     size = sample.stat().st_size // 2
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); {CODE}"

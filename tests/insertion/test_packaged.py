@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mtp_extract.base.comparison import compare_base
-from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.insertion.base import planned_base_insertion
+from mtp_extract.insertion.comparison import compare_base
 
 
 def equal(bundle: Path, base: Path) -> bool:

@@ -9,11 +9,27 @@ from mtp_extract.bundle import Opened, Shard
 from mtp_extract.errors import PairError, escape
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.litertlm.container import TFLITE_MODEL
-from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
+from mtp_extract.litertlm.tflite import Tensor
 
 _BASE = "prefill_decode"
 _DECODE, _VERIFY = "decode", "verify"
 _CLOSE = 1e-6
+
+_COMPARED = {
+    "backbone_hidden_size": "a base's width of",
+    "hidden_size": "a width of",
+    "intermediate_size": "a feed-forward width of",
+    "vocab_size": "a vocabulary of",
+    "num_heads": "a number of heads of",
+    "num_layers": "a number of layers of",
+    "layer_types": "layers of type",
+    "head_dims": "heads of width",
+    "num_kv_heads": "KV heads",
+    "sliding_window": "a window of",
+    "rms_norm_eps": "an epsilon of",
+    "attention_scale": "an attention scale of",
+    "hidden_activation": "the activation",
+}
 
 
 def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
@@ -37,23 +53,6 @@ def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -
     if checkpoint.ordered_head is not None:
         notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
     return notes
-
-
-_COMPARED = {
-    "backbone_hidden_size": "a base's width of",
-    "hidden_size": "a width of",
-    "intermediate_size": "a feed-forward width of",
-    "vocab_size": "a vocabulary of",
-    "num_heads": "a number of heads of",
-    "num_layers": "a number of layers of",
-    "layer_types": "layers of type",
-    "head_dims": "heads of width",
-    "num_kv_heads": "KV heads",
-    "sliding_window": "a window of",
-    "rms_norm_eps": "an epsilon of",
-    "attention_scale": "an attention scale of",
-    "hidden_activation": "the activation",
-}
 
 
 def _compared(checkpoint: DrafterConfig, graph: DrafterConfig) -> Iterator[tuple[str, object, object]]:
@@ -81,54 +80,39 @@ def _is_close(expected: object, found: object, close: float) -> bool:
     return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
 
-def base_misfits(opened: Opened, drafter: Shard) -> list[str]:
-    """Why the base in the bundle could not run ``drafter``; empty where it can, or there is none to ask.
+def base_misfits(opened: Opened, drafter: Shard) -> Iterator[str]:
+    """Why the base in the bundle could not run ``drafter``; none where it can, or there is none to ask.
 
     LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
     the drafter's graph cannot be invoked.
     """
     sections = [s for s in opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _BASE]
     if not sections:
-        return []
+        return
     model = opened.model(sections[0])
     decode, verify = model.signature(_DECODE), model.signature(_VERIFY)
     if decode is None:
-        return [f"the base has no signature {_DECODE!r}"]
-    problems = []
+        yield f"the base has no signature {_DECODE!r}"
+        return
     if verify is None:
-        problems.append(f"the base has no signature {_VERIFY!r}, by which it would check drafts")
-    problems += [
-        f"the base's {signature.key} has no output {ACTIVATIONS!r}, from which a drafter starts"
-        for signature in (decode, verify)
-        if signature is not None and ACTIVATIONS not in signature.outputs
-    ]
-    problems += _cache_misfits(model, decode, drafter)
-    problems += _width_misfits(model, decode, drafter)
-    return problems
-
-
-def _cache_misfits(model: TfliteModel, decode: Signature, drafter: Shard) -> Iterator[str]:
+        yield f"the base has no signature {_VERIFY!r}, by which it would check drafts"
+    for signature in filter(None, (decode, verify)):
+        if ACTIVATIONS not in signature.outputs:
+            yield f"the base's {signature.key} has no output {ACTIVATIONS!r}, from which a drafter starts"
+    outputs = {name: model.tensor(decode.subgraph, index) for name, index in decode.outputs.items()}
     for name, cache in drafter.walk.caches.items():
-        if name not in decode.outputs:
+        if (base := outputs.get(name)) is None:
             yield f"the base has no cache {escape(name)}"
-            continue
-        own = model.tensor(decode.subgraph, decode.outputs[name])
-        if (own.shape, own.type) != (cache.shape, cache.type):
+        elif (base.shape, base.type) != (cache.shape, cache.type):
             yield (
-                f"the cache {escape(name)} is {own.type_name} {list(own.shape)} in the base and {cache.type_name} "
+                f"the cache {escape(name)} is {base.type_name} {list(base.shape)} in the base and {cache.type_name} "
                 f"{list(cache.shape)} in the drafter"
             )
-
-
-def _width_misfits(model: TfliteModel, decode: Signature, drafter: Shard) -> Iterator[str]:
-    def last(tensor: Tensor) -> int:
-        return tensor.shape[-1] if tensor.shape else 0
-
-    pairs = ((ACTIVATIONS, PROJECTED, "projected activations"), (LOGITS, LOGITS, "logits"))
-    for name, output, what in pairs:
-        if name not in decode.outputs:
-            continue
-        own = last(model.tensor(decode.subgraph, decode.outputs[name]))
-        width = last(drafter.graph.outputs[output].tensor)
-        if own != width:
+    for name, output, what in ((ACTIVATIONS, PROJECTED, "projected activations"), (LOGITS, LOGITS, "logits")):
+        own, width = (_width(tensor) for tensor in (outputs.get(name), drafter.graph.outputs[output].tensor))
+        if own is not None and own != width:
             yield f"the base's {name} are {own} wide, the drafter's {what} {width}"
+
+
+def _width(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else next(reversed(tensor.shape), 0)

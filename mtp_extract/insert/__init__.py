@@ -1,1 +1,0 @@
-"""Putting a checkpoint's weights back where a bundle keeps them."""

@@ -1,0 +1,255 @@
+"""The base in a bundle: where every signature of its sections stores each role, and putting a fine-tuned one there.
+
+Signatures share the codes of a matrix and have scales of their own, so that codes are written once and scales as often
+as there are signatures. Nothing moves: what has no place of its own is refused, by name. Weights are streamed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from mtp_extract.bundle import MODEL_TYPE, Opened, open_bundle
+from mtp_extract.checkpoint.stored import common_dtype
+from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.errors import CheckpointError, PairError, RoleError, UnsupportedError, escape, few
+from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
+from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, read_base
+from mtp_extract.insertion.encoding import check_written, encode
+from mtp_extract.insertion.fit import differences
+from mtp_extract.insertion.placing import new_tensors, overlays
+from mtp_extract.insertion.plan import InsertionPlan
+from mtp_extract.insertion.slots import Place, Slot, grouped, require_ones
+from mtp_extract.io.laid import copied
+from mtp_extract.io.place import PathLike, files_of
+from mtp_extract.io.source import Progress, counter
+from mtp_extract.litertlm.container import TFLITE_MODEL, Section
+from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.tflite import Signature, TfliteModel
+
+_DECODER = "prefill_decode"
+_TABLES = {"embedder": "embed_tokens", "per_layer_embedder": "embed_tokens_per_layer"}
+_LAYER_SCALAR = ".layer_scalar"
+# The base of E2B has 976 subgraphs, and 35 layers in each of its signatures.
+_BUDGET = 40_000_000
+_MOST_NODES = 100_000
+# What exporters compute constants in, and configurations round them to.
+_NUMBERS_ALIKE = 1e-5
+
+
+@dataclass(frozen=True)
+class BundledBase:
+    """A bundle's base."""
+
+    opened: Opened
+    walk: BaseWalk
+    """Of the signature with most layers: what the decoder computes with."""
+    places: Mapping[str, tuple[Place, ...]]
+    """Role → wherever it is stored, one entry a signature (and a table)."""
+
+
+def find_base(opened: Opened) -> BundledBase:
+    """Walk every signature of the base's sections.
+
+    Raises:
+        UnsupportedError: the bundle lacks one of them, or computes what Gemma 4 does not.
+        RoleError: a role is missing in a graph, or a constant left over.
+        FormatError: a section is damaged.
+    """
+    sections = {s.model_type or _DECODER: s for s in opened.sections if s.data_type == TFLITE_MODEL}
+    for needed in (_DECODER, "embedder"):
+        if needed not in sections:
+            listed = ", ".join(escape(k) for k in sections) or "none"
+            raise UnsupportedError(
+                f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {listed}."
+            )
+    budget, found = Budget(_BUDGET), list[Place]()
+    section = sections[_DECODER]
+    model = opened.model(section, budget)
+    first = read_first(model)
+    decoder = _walk(section, model, first, walk_base)
+    for signature in model.signatures:
+        by_bytes = partial(match_base, known=decoder)
+        walked = decoder if signature is first else _walk(section, model, signature, by_bytes)
+        found += [Place(signature.key, model, role) for role in walked.roles]
+    for section, table in ((sections[kind], table) for kind, table in _TABLES.items() if kind in sections):
+        model = opened.model(section, budget)
+        for signature in model.signatures:
+            walked = _walk(section, model, signature, partial(walk_table, role=table))
+            found += _tables(signature.key, model, walked, table)
+    places = defaultdict[str, list[Place]](list)
+    for place in found:
+        places[place.found.role].append(place)
+    for role in ("lm_head", "embed_tokens"):
+        if role not in places:
+            raise RoleError(f"{opened.source.name}: no signature of its base reads a {role}.")
+    return BundledBase(opened, decoder, {role: tuple(own) for role, own in places.items()})
+
+
+def _walk(
+    section: Section, model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk]
+) -> BaseWalk:
+    """The roles of one signature."""
+    try:
+        return walk(flatten(model, signature, _MOST_NODES))
+    except (RoleError, UnsupportedError) as error:
+        # Which of many signatures: the walk itself does not know.
+        where = f"{model.region.source.name}: {section.label}, signature {escape(signature.key)!r}"
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _tables(signature: str, model: TfliteModel, walked: BaseWalk, role: str) -> Iterator[Place]:
+    """The table of an embedder, or its tables, which are columns of one role side by side."""
+    at = 0
+    for found in walked.roles:
+        columns = None if found.role == role else (at, at + found.shape[1])
+        yield Place(signature, model, replace(found, role=role), columns)
+        at += found.shape[1]
+
+
+def check_geometry(base: BundledBase, checkpoint: BaseCheckpoint) -> None:
+    """Whether the two are of one shape, and compute norms and logits alike.
+
+    Raises:
+        PairError: they are not; the message lists what differs.
+    """
+    expected = {
+        "num_hidden_layers": base.walk.layers,
+        "hidden_size": base.walk.width,
+        "vocab_size": base.places["embed_tokens"][0].found.shape[0],
+        "rms_norm_eps": base.walk.rms_norm_eps,
+        "final_logit_softcapping": base.walk.soft_cap,
+    }
+    compared = [(key, value, checkpoint.text.get(key, value)) for key, value in expected.items()]
+    if wrong := differences(compared, _NUMBERS_ALIKE):
+        raise PairError(
+            f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
+            f"{'; '.join(wrong)}. Give the base that the bundle is of, or one tuned from it."
+        )
+
+
+@dataclass(frozen=True)
+class Match:
+    """A role of a base: its weight in the checkpoint, and where the bundle holds it."""
+
+    role: str
+    name: str | None
+    """Of its tensor in the checkpoint; None where the checkpoint has none."""
+    shape: tuple[int, ...]
+    """Of the weight in the checkpoint, or else in the bundle."""
+    weight: Weight | None
+    """None where the checkpoint does not say what it is."""
+    places: tuple[Place, ...]
+    problem: str
+    """Why the two cannot be compared; empty where they can."""
+
+    @property
+    def slots(self) -> list[Slot]:
+        """A slot for every constant that holds it, or columns of it; signatures share most."""
+        if self.weight is None or self.problem:
+            return []
+        stored = [place for place in self.places if place.found.tensor is not None]
+        return [Slot.of(self.role, group, self.weight, common_dtype([self.weight])) for group in grouped(stored)]
+
+
+def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
+    """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1."""
+    for role in dict.fromkeys((*checkpoint.weights, *base.places)):
+        own = "embed_tokens" if role == "lm_head" and role not in checkpoint.weights else role
+        weight, places = checkpoint.weights.get(own), base.places.get(role, ())
+        if weight is None and role.endswith(_LAYER_SCALAR):
+            weight = filled((1,))
+        # No graph multiplies by a layer scalar of 1, and several tables are one weight.
+        shape = places[0].found.shape if places else (1,)
+        if ends := [place.columns[1] for place in places if place.columns is not None]:
+            shape = (shape[0], max(ends))
+        problem = ""
+        if weight is None:
+            problem = "the checkpoint has no such tensor"
+        elif not places and not role.endswith(_LAYER_SCALAR):
+            problem = "no graph of the bundle reads it"
+        elif shape != weight.shape:
+            problem = f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
+        yield Match(role, checkpoint.names.get(own), weight.shape if weight else shape, weight, places, problem)
+
+
+@contextmanager
+def planned_base_insertion(
+    directory: str | os.PathLike[str],
+    bundle: str | os.PathLike[str],
+    progress: Progress = lambda done, total: None,
+) -> Iterator[InsertionPlan]:
+    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is; ``progress`` is of its weights.
+
+    Raises:
+        CheckpointError: the directory is no complete checkpoint of a Gemma 4 base.
+        PairError: it is of another geometry than the bundle's base.
+        UnsupportedError: a weight has no place of its own in the bundle.
+        RoleError: the bundle's graphs cannot be read.
+    """
+    checkpoint = read_base(Path(directory))
+    if checkpoint.unknown:
+        raise CheckpointError(
+            f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
+            f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
+        )
+    with open_bundle(bundle) as opened:
+        yield _plan((bundle, *files_of(directory)), opened, checkpoint, progress)
+
+
+def _plan(
+    inputs: tuple[PathLike, ...], opened: Opened, checkpoint: BaseCheckpoint, progress: Progress
+) -> InsertionPlan:
+    slots = _slots(opened, checkpoint)
+    total = sum(math.prod(slot.new.shape) for own in slots.values() for slot in own)
+    made = iter(encode([slot for own in slots.values() for slot in own], counter(progress, total)))
+    encodings = {role: tuple(next(made) for _ in own) for role, own in slots.items()}
+    sites = [(place, encoding) for own in encodings.values() for encoding in own for place in encoding.slot.places]
+    for model in {id(place.model): place.model for place, _ in sites}.values():
+        for _, why in new_tensors(model, (site for site in sites if site[0].model is model)):
+            raise UnsupportedError(f"{why}. A base's weights get no other places: keep equal what is stored once.")
+    written, notes = tuple(overlays(sites)), []
+    if written and any(place.found.input is not None for place, _ in sites):
+        notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
+    if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
+        notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
+
+    def check(path: Path) -> None:
+        with open_bundle(path) as new:
+            again = _slots(new, checkpoint).values()
+            check_written(path, (encoding for _, encoding in sites), (slot for own in again for slot in own))
+
+    layout = copied(opened.source, 0, opened.source.size)
+    return InsertionPlan(
+        opened.source.name, encodings, layout, written, tuple(notes), opened.source, inputs, check, True
+    )
+
+
+def _slots(opened: Opened, checkpoint: BaseCheckpoint) -> dict[str, list[Slot]]:
+    """Every role of the base in ``opened``, with its weight in ``checkpoint`` wherever a constant holds it.
+
+    Raises:
+        PairError, RoleError: as :func:`planned_base_insertion`.
+        CheckpointError: the checkpoint lacks one.
+        UnsupportedError: one is not stored, and would have to be.
+    """
+    base = find_base(opened)
+    check_geometry(base, checkpoint)
+    found = {}
+    for match in matches(base, checkpoint):
+        if match.weight is None:
+            raise CheckpointError(f"{match.role}: the bundle's base has this weight, and {match.problem}.")
+        if match.problem:
+            raise UnsupportedError(f"{match.role}: {match.problem}. Give a checkpoint of the same geometry.")
+        # A graph does not multiply by what was 1 when it was exported.
+        if not match.places or any(place.found.tensor is None for place in match.places):
+            require_ones(match.role, match.shape, match.weight, common_dtype([match.weight]))
+        found[match.role] = match.slots
+    return found

@@ -1,0 +1,154 @@
+"""Slots over their rows: what one pass finds is what float64 finds number by number, and what is read once is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import stored
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
+from mtp_extract.checkpoint.weight import of_array
+from mtp_extract.errors import OutputError
+from mtp_extract.insertion import comparison
+from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, look_at
+from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
+from mtp_extract.insertion.slots import Place, Slot
+
+VARIANTS = Path(__file__).resolve().parent.parent / "variants"
+Floats = npt.NDArray[np.float32]
+Moves = Callable[[Floats, Floats], Floats]
+
+
+def moved_by(steps: float) -> Moves:
+    """Every number, by up to so many of its steps."""
+    return lambda weight, step: weight + step * np.random.default_rng(0).uniform(-steps, steps, weight.shape)
+
+
+def one(weight: Floats, step: Floats) -> Floats:
+    """One number alone, the last."""
+    other = weight.copy()
+    other[-1, -1] += 2 * step[-1, -1]
+    return other
+
+
+MOVES: dict[str, Moves] = {
+    "not at all": lambda weight, step: weight,
+    "a little": moved_by(0.3),
+    "further": moved_by(2.0),
+    "one": one,
+    "far": lambda weight, step: weight * np.float32(1e20),
+    "to nothing": lambda weight, step: weight * np.float32(0),
+}
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[dict[str, Place]]:
+    """Matrices with zero points, in blocks, in 2, 4 and 8 bits, with a factor folded in."""
+    found: dict[str, Place] = {}
+    with ExitStack() as stack:
+        for name in ("torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_static8_mix48_kv8"):
+            drafter = stack.enter_context(open_bundle(VARIANTS / f"{name}.tflite")).drafter()
+            for role in drafter.walk.roles:
+                if role.tensor is not None and len(role.shape) == 2:
+                    place = Place("s", drafter.model, role)
+                    storage = Slot("", (place,), place.stored, "f32").constant.source.storage
+                    found.setdefault(f"{storage.type.name} {storage.kind}", place)
+                    folded = replace(place, found=replace(role, factor=1.5))
+                    found.setdefault(f"{storage.type.name} with a factor", folded)
+        yield found
+
+
+def by_number(slot: Slot, step: Floats) -> tuple[float, float, int]:
+    """The error, the largest distance in steps, and how many numbers lie further than half a step."""
+    held, given = slot.held.array().astype(np.float64), slot.new.array().astype(np.float64)
+    apart = np.where(given == held, 0.0, np.abs(given - held) / step)
+    slack = 0.5001 + DTYPES[slot.dtype].roundoff * np.abs(given) / step
+    error = np.sqrt(np.square(given - held).sum() / np.square(given).sum()) if given.any() else np.inf
+    return float(error), float(apart.max()), int((apart > slack).sum())
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_one_pass_finds_what_number_by_number_finds(
+    places: dict[str, Place], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "_ELEMENTS", 1000)
+    assert len(places) > 5
+    verdicts = set()
+    for kind, place in places.items():
+        if name == "far" and "blockwise" in kind:
+            continue  # its scales are FP16, in which no such weight can be
+        weight, steps = place.stored.array(), place.stored.steps
+        assert steps is not None
+        step = np.broadcast_to(np.abs(steps.in_blocks(1)) / steps.factor, weight.shape)
+        slot = Slot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
+        look = look_at([slot])[slot]
+        verdict, error, *_ = look.verdict()
+        expected, most, outside = by_number(slot, step)
+        assert error == pytest.approx(expected, rel=1e-4, abs=2e-5), kind
+        assert look.steps == pytest.approx(most, rel=1e-4, abs=1e-4) and look.outside == outside, kind
+        assert (verdict == EQUAL) == np.array_equal(slot.new.array(), weight), kind
+        if "blockwise" not in kind:
+            (encoding,) = encode([slot])
+            assert (encoding.how == KEPT) == (verdict == EQUAL or (not look.codes_apart and look.scales_alike)), kind
+        verdicts.add(verdict)
+    assert (verdicts == {EQUAL}) == (name == "not at all")
+
+
+def test_what_is_not_finite_differs(places: dict[str, Place]) -> None:
+    place = next(iter(places.values()))
+    weight = place.stored.array()
+    weight[3, 4] = np.nan
+    slot = Slot("role", (place,), of_array(weight), "f32")
+    assert look_at([slot])[slot].verdict()[0] == DIFFERENT
+
+
+@pytest.fixture
+def tables(places: dict[str, Place], tmp_path: Path) -> list[Slot]:
+    """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
+    shape = next(place.found.shape for place in places.values() if place.found.shape[1] % 32 == 0)
+    chosen = [place for place in places.values() if place.found.shape == shape]
+    assert len(chosen) > 2
+    beside = np.concatenate([place.stored.array() for place in chosen], axis=1)
+    beside[:, shape[1] :] *= np.float32(1.01)
+    path, data = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
+    path.write_bytes(data)
+    whole = stored_weight(path, StoredTensor("BF16", beside.shape, 0, len(data)))
+    columns = [(at * shape[1], (at + 1) * shape[1]) for at in range(len(chosen))]
+    return [
+        Slot.of("table", (replace(place, columns=own),), whole, "bf16")
+        for place, own in zip(chosen, columns, strict=True)
+    ]
+
+
+def test_rows_that_several_tables_are_columns_of_are_read_once(
+    tables: list[Slot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared, decided, encoded and checked: as often for all as for one, with what one by one gives."""
+    read: list[int] = []
+    real = stored.read_rows
+    monkeypatch.setattr(stored, "read_rows", lambda *given: read.append(given[3] - given[2]) or real(*given))
+
+    def counted(of: Callable[[], object]) -> int:
+        read.clear()
+        of()
+        return sum(read)
+
+    fresh = [replace(slot, new=replace(slot.new)) for slot in tables]
+    last = [fresh[-1]]
+    # The first eight rows, which say whether it is worth asking for all, may be at hand from before.
+    assert counted(lambda: look_at(fresh)) <= fresh[0].new.rows + 8
+    assert counted(lambda: encode(fresh[1:])) <= counted(lambda: encode(last)) + 8
+    together, alone = encode(fresh), [encode([slot])[0] for slot in fresh]
+    assert {encoding.how for encoding in together} == {KEPT, REQUANTIZED}
+    for ours, theirs in zip(together, alone, strict=True):
+        assert (ours.how, ours.error, ours.digest) == (theirs.how, theirs.error, theirs.digest)
+    with pytest.raises(OutputError, match="table reads back differently"):
+        check_written(Path("new"), together, tables)
