@@ -178,5 +178,7 @@ class Region:
             offset = index * _PAGE
             page = self._pages[index] = self.source.read(self.begin + offset, min(_PAGE, self.size - offset))
             if len(self._pages) > _PAGES_KEPT:
-                del self._pages[next(iter(self._pages))]
+                # Another thread may have dropped it by now.
+                oldest, *_ = self._pages
+                self._pages.pop(oldest, None)
         return page
