@@ -13,7 +13,7 @@ towards 1, where a whole text goes one way, and the quantile is that of as few d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,11 +60,7 @@ def share_interval(hits: Sequence[float], sizes: Sequence[float], *, level: floa
     Raises:
         MtpExtractError: a text has more hits than draws, or fewer than none.
     """
-    kept = _kept(hits, sizes)
-    if kept is None:
-        return None
-    _check(*kept)
-    return _interval(share_bounds(*kept, level=level))
+    return _over_texts(share_bounds, (hits,), sizes, level)
 
 
 def difference_interval(
@@ -75,49 +71,42 @@ def difference_interval(
     Args:
         gained: of each text, draws that only the second hits.
         lost: those that only the first hits.
-        sizes, level: as of :func:`share_interval`.
-
-    Returns:
-        None with fewer than :data:`LEAST_TEXTS` texts.
-
-    Raises:
-        MtpExtractError: a text gains and loses more than its draws.
+        sizes, level: as of :func:`share_interval`, as what is returned and raised.
     """
-    kept = _kept(gained, lost, sizes)
-    if kept is None:
-        return None
-    _check(kept[0] + kept[1], kept[2])
-    return _interval(difference_bounds(*kept, level=level))
+    return _over_texts(difference_bounds, (gained, lost), sizes, level)
 
 
 def ratio_interval(sums: Sequence[float], sizes: Sequence[float], *, level: float = 0.95) -> Interval | None:
     """The interval of a ratio of positive sums over texts that nothing bounds, such as tokens over seconds.
 
     Returns:
-        None with fewer than :data:`LEAST_TEXTS` texts, or where a text alone has all of
-        either sum.
+        None with fewer than :data:`LEAST_TEXTS` texts, or where a text alone has all of either sum.
     """
-    kept = _kept(sums, sizes)
-    if kept is None or any(column.sum() <= column.max() for column in kept):
+    totals = np.array((sums, sizes), dtype=np.float64)
+    if any(column.sum() <= column.max(initial=0) for column in totals):
         return None
-    return _interval(ratio_bounds(*kept, level=level))
+    return _over_texts(ratio_bounds, (sums,), sizes, level, bounded=False)
 
 
-def _kept(*counts: Sequence[float]) -> tuple[Floats, ...] | None:
-    """Counts, the last of which are sizes, of the texts that have any draws; None of too few texts."""
-    columns = np.array(counts, dtype=np.float64)
+def _over_texts(
+    bounds: Callable[..., tuple[Floats, Floats]],
+    hits: Sequence[Sequence[float]],
+    sizes: Sequence[float],
+    level: float,
+    bounded: bool = True,
+) -> Interval | None:
+    """The ``bounds`` over texts that have any draws, each with no more ``hits`` than draws where they are bounded."""
+    columns = np.array((*hits, sizes), dtype=np.float64)
     columns = columns[:, columns[-1] > 0]
-    return tuple(columns) if columns.shape[1] >= LEAST_TEXTS else None
-
-
-def _check(hits: Floats, sizes: Floats) -> None:
-    slack = _ROUNDING * sizes
-    for hit, size in zip(hits[wrong := (hits < -slack) | (hits > sizes + slack)], sizes[wrong], strict=True):
-        raise MtpExtractError(f"expected hits of 0 to {size:g} draws, found {hit:g}; count them again")
-
-
-def _interval(bounds: tuple[Floats, Floats]) -> Interval:
-    low, high = bounds
+    if columns.shape[1] < LEAST_TEXTS:
+        return None
+    total, draws = columns[:-1].sum(0), columns[-1]
+    slack = _ROUNDING * draws
+    if bounded and (wrong := (total < -slack) | (total > draws + slack)).any():
+        raise MtpExtractError(
+            f"expected hits of 0 to {draws[wrong][0]:g} draws, found {total[wrong][0]:g}; count them again"
+        )
+    low, high = bounds(*columns, level=level)
     return Interval(float(low), float(high))
 
 
