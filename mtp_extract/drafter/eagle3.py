@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
-from mtp_extract.drafter.mtp import Angles, RMSNorm, angles, turn, with_weights
-from mtp_extract.drafter.protocol import KV, BaseState, Needs
+from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
+from mtp_extract.drafter.protocol import KV, BaseState, Needs, picked
 
 
 class Eagle3Layer(nn.Module):
@@ -102,7 +102,7 @@ class Eagle3State:
     """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
 
 
-class Eagle3Drafter(nn.Module):
+class Eagle3Drafter(DrafterNetwork):
     """The EAGLE-3 head: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
     Made by :func:`mtp_extract.drafter.load_any`.
@@ -171,53 +171,41 @@ class Eagle3Drafter(nn.Module):
 
         In the first round the base was fed from position 0 on.
         """
-        weight, previous = self.fc.weight, base.previous
-        embed = self._embedding(base.embed)
-        states = self.fuse(base.fed.layers)  # [B, F, W]
-        tokens, positions = base.fed.tokens.to(weight.device), base.fed.positions.to(weight.device) - 1
+        device, previous = self.fc.weight.device, base.previous
+        embed, states = self._embedding(base.embed), self.fuse(base.fed.layers)  # [B, F, W]
+        tokens, positions = base.fed.tokens.to(device), base.fed.positions.to(device) - 1
         if previous is None:
             # The token at 0 has no state before it.
             tokens, positions = tokens[:, 1:], positions[:, 1:]
-            first = torch.zeros_like(base.positions[:, :1])
         else:
-            states, first = torch.cat((previous.hidden, states), dim=1), positions[:, :1]
+            states = torch.cat((previous.hidden, states), dim=1)
         x, _ = self.layer.read(embed(tokens), states[:, :-1])
         cache = self.layer.keys_values(x, self.layer.angles(positions))
         if previous is not None:
             cache = torch.cat((previous.cache[0], cache[0]), dim=1), torch.cat((previous.cache[1], cache[1]), dim=1)
-        newest = base.positions.to(weight.device) - 1  # [B, Q]
-        index = (newest - first.to(weight.device))[..., None].expand(-1, -1, states.shape[-1])
-        slots = torch.arange(cache[0].shape[1], device=weight.device)
+        newest = base.positions.to(device) - 1  # [B, Q]
+        first = base.fed.positions[:, :1].to(device) - int(previous is not None)  # the position of states[:, 0]
+        slots = torch.arange(cache[0].shape[1], device=device)
         return Eagle3State(
             embed=embed,
-            hidden=states.gather(1, index),
+            hidden=picked(states, newest - first),
             positions=newest,
             cache=cache,
             visible=slots < newest[..., None],
         )
 
-    def step(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
-        """As :meth:`Drafter.step`; logits are −∞ for tokens that the head cannot propose."""
-        normed, following = self.advance(state, token)
-        return self.logits(normed), following
-
     def fork(self, state: Eagle3State, parents: Tensor) -> Eagle3State:
-        """As :meth:`Drafter.fork`: each branch has keys and values of its own steps."""
-        index = parents.to(state.hidden.device)
-
-        def of(part: Tensor) -> Tensor:
-            return part.gather(1, index.view(*index.shape, *[1] * (part.dim() - 2)).expand(-1, -1, *part.shape[2:]))
-
+        """Go on from the queries ``parents``, int64 [batch, branches]: each has keys and values of its own steps."""
         return dataclasses.replace(
             state,
-            hidden=of(state.hidden),
-            positions=state.positions.gather(1, index),
-            visible=of(state.visible),
-            own=(of(state.own[0]), of(state.own[1])) if state.own is not None else None,
+            hidden=picked(state.hidden, parents),
+            positions=picked(state.positions, parents),
+            visible=picked(state.visible, parents),
+            own=state.own and (picked(state.own[0], parents), picked(state.own[1], parents)),
         )
 
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
-        """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
+        """As :meth:`DrafterNetwork.advance`; what comes out takes the place of the fused state in the next step."""
         layer = self.layer
         x, residual = layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
         by = layer.angles(state.positions)
@@ -229,18 +217,14 @@ class Eagle3Drafter(nn.Module):
         hidden = normed if self.config.norm_output else h
         return normed, dataclasses.replace(state, hidden=hidden, positions=state.positions + 1, own=(keys, values))
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """[…, vocabulary] of ``normed`` […, width]."""
-        drafted: Tensor = self.lm_head(normed)
+    def logits(self, h: Tensor) -> Tensor:
+        """[…, vocabulary] of ``h`` […, width]; −∞ for tokens that the head cannot propose."""
+        drafted: Tensor = self.lm_head(h)
         if not self.config.reduced:
             return drafted
         whole = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
         whole[..., self.targets] = drafted
         return whole
-
-    def with_tensors(self, changes: Mapping[str, Tensor]) -> Eagle3Drafter:
-        """A head with some tensors replaced, by the name of their module, and the others shared."""
-        return with_weights(Eagle3Drafter, self.config, {**self.state_dict(), **changes})
 
     def _embedding(self, embed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""

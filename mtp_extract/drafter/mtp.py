@@ -18,28 +18,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig
 from mtp_extract.drafter.arguments import DraftArguments, Transform
-from mtp_extract.drafter.heads import OrderedHead
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
-from mtp_extract.drafter.protocol import KV, BaseState, Needs
+from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn, with_weights
+from mtp_extract.drafter.protocol import KV, BaseState, Needs, picked
 
-_Shape = TypeVar("_Shape")
-_Network = TypeVar("_Network", bound=nn.Module)
-
-
-def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
-    """The network of this shape with these very tensors, every one of them, in evaluation mode."""
-    with torch.device("meta"):
-        made = network(shape)
-    made.load_state_dict(dict(state), strict=True, assign=True)
-    return made.eval().requires_grad_(False)
+_ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
 
 
 class DrafterOutput(NamedTuple):
@@ -49,46 +40,31 @@ class DrafterOutput(NamedTuple):
     projected: Tensor
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight, in F32. The weight is the factor itself, not one less."""
+class OrderedHead(nn.Module):
+    """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.pow(wide.square().mean(-1, keepdim=True) + self.eps, -0.5)
-        return (normed * self.weight.float()).type_as(x)
-
-
-class Angles(NamedTuple):
-    """Cosines and sines of a rotation, F32 [batch, queries, 1, head_dim], one of each pair for either half."""
-
-    cosine: Tensor
-    sine: Tensor
-
-
-def angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
-    """The rotation of heads of ``width`` at ``position_ids`` [batch, queries].
-
-    Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation
-    leaves the frequencies past its share at zero.
+    ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken
+    over the whole call, so the value of the *unselected* logits depends on what else is in the batch; the
+    argmax does not.
     """
-    rotated = int(rope.partial_rotary_factor * width // 2)
-    index = torch.arange(width // 2, device=position_ids.device)
-    # A reciprocal, as in transformers: at position 100 000 the last bit of a frequency is 1/100 of a radian.
-    frequency = 1.0 / rope.theta ** (2 * index / width) / rope.factor * (index < rotated)
-    angle = (position_ids[..., None].float() * frequency)[:, :, None, :]  # [B, L, 1, D/2]
-    sine = angle.sin()
-    return Angles(torch.cat((angle.cos(),) * 2, dim=-1), torch.cat((-sine, sine), dim=-1))
 
+    def __init__(self, config: DrafterConfig, head: OrderedHeadConfig) -> None:
+        super().__init__()
+        self.head, self.vocab_size = head, config.vocab_size
+        self.centroids = nn.Linear(config.hidden_size, head.num_centroids, bias=False)
+        self.register_buffer("token_ordering", torch.zeros(config.vocab_size, dtype=torch.long))
+        self.token_ordering: Tensor
 
-def turn(x: Tensor, by: Angles) -> Tensor:
-    """``x`` [batch, queries, heads, head_dim], rotated."""
-    wide = x.float()
-    return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        nearest = self.centroids(x).topk(self.head.top_k, dim=-1).indices  # [B, L, k]
+        tokens = self.token_ordering.view(self.head.num_centroids, -1)[nearest].flatten(-2)  # [B, L, k · V/C]
+        at_once = max(1, _ROWS_AT_ONCE // tokens.shape[-1])
+        parts = zip(torch.split(tokens.flatten(0, -2), at_once), torch.split(x.flatten(0, -2), at_once), strict=True)
+        # Every query picks rows of its own, which many queries at once would not fit into memory.
+        selected = torch.cat([(weight[rows] @ query[..., None]).squeeze(-1) for rows, query in parts])
+        selected = selected.view(tokens.shape)
+        rest = (selected.min() - 1.0).expand(*x.shape[:-1], self.vocab_size)
+        return rest.scatter(-1, tokens, selected)
 
 
 class View(NamedTuple):
@@ -158,7 +134,7 @@ class MtpState:
     step: int = 0  # steps done
 
 
-class MtpDrafter(nn.Module):
+class MtpDrafter(DrafterNetwork):
     """The MTP drafter: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
     Made by :func:`mtp_extract.drafter.load_drafter`.
@@ -220,16 +196,11 @@ class MtpDrafter(nn.Module):
         return MtpState(base.embed, base.hidden.to(weight), kv, position_ids, masks, views)
 
     def advance(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
-        """One draft step without the head.
+        """One draft step without the head; in the next its own projection takes the place of the base's hidden state.
 
         Args:
-            state: from :meth:`start`, or from the step before.
-            token: int64 [batch, queries], the pending token, then one that was drafted last.
+            state, token: as of :meth:`DrafterNetwork.advance`, as what is returned.
             transform: changes what the network reads in this step, and nothing of the next.
-
-        Returns:
-            The state after the final norm, [batch, queries, width], and the state of the next step, in which the
-            drafter's own projection takes the place of the base's hidden state.
         """
         embedding, views = state.embed(token).to(state.hidden), state.views
         read = DraftArguments(embedding, state.hidden, state.shared_kv, state.position_ids, state.masks)
@@ -239,23 +210,13 @@ class MtpDrafter(nn.Module):
         h, projected = self._network(read.embedding_and_hidden, views)
         return h, dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
-    def step(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
-        """One draft step: as of :meth:`advance`, with logits [batch, queries, vocabulary] in the place of the state."""
-        h, following = self.advance(state, token, transform)
-        return self.logits(h), following
-
     def fork(self, state: MtpState, parents: Tensor) -> MtpState:
         """Go on from the queries ``parents``, int64 [batch, branches]: each branch has a projected state of its own."""
-        index = parents.to(state.hidden.device)[..., None].expand(-1, -1, state.hidden.shape[-1])
-        return dataclasses.replace(state, hidden=state.hidden.gather(1, index))
+        return dataclasses.replace(state, hidden=picked(state.hidden, parents))
 
     def with_config(self, config: DrafterConfig) -> MtpDrafter:
         """A drafter of another config with these very weights: for controls, such as another scale."""
         return with_weights(MtpDrafter, config, self.state_dict())
-
-    def with_tensors(self, changes: Mapping[str, Tensor]) -> MtpDrafter:
-        """A drafter with some tensors replaced, by the name of their module, and the others shared."""
-        return with_weights(MtpDrafter, self.config, {**self.state_dict(), **changes})
 
     def _network(self, inputs: Tensor, views: tuple[View, ...]) -> tuple[Tensor, Tensor]:
         """The state after the final norm, [batch, queries, width], and the projected one, [batch, queries, base width].
@@ -302,7 +263,8 @@ class Altered:
         return self.drafter.start(base, self.convention)
 
     def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        return self.drafter.step(state, token, self.transform)
+        h, following = self.drafter.advance(state, token, self.transform)
+        return self.drafter.logits(h), following
 
     def fork(self, state: MtpState, parents: Tensor) -> MtpState:
         return self.drafter.fork(state, parents)

@@ -22,6 +22,12 @@ DraftState = Any
 """Where a round of drafting stands; only the drafter that made it looks inside."""
 
 
+def picked(part: Tensor, queries: Tensor) -> Tensor:
+    """[batch, branches, …] of ``part`` [batch, queries, …], at the places ``queries``, int64 [batch, branches]."""
+    index = queries.to(part.device)
+    return part.gather(1, index.view(*index.shape, *[1] * (part.dim() - 2)).expand(-1, -1, *part.shape[2:]))
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a drafter reads of its base. A base that cannot give it is not the one the drafter was made for."""
@@ -72,8 +78,7 @@ class BaseState:
         cls, fed: Fed, positions: Tensor, embed: Callable[[Tensor], Tensor], previous: DraftState = None
     ) -> BaseState:
         """At pending tokens int64 [batch, queries], each right after one of those that were ``fed``."""
-        index = (positions - 1 - fed.positions[:, :1]).to(fed.hidden.device)
-        hidden = fed.hidden.gather(1, index[..., None].expand(-1, -1, fed.hidden.shape[-1]))
+        hidden = picked(fed.hidden, positions - 1 - fed.positions[:, :1])
         last = fed.positions[:, -1:]
         slots = {
             kind: last - torch.arange(keys.shape[2] - 1, -1, -1, device=last.device)

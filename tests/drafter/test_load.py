@@ -74,11 +74,11 @@ def test_a_stored_lm_head_must_be_the_embedding(saved: Save) -> None:
 
 def test_float16_is_refused_with_the_reason(saved: Save) -> None:
     directory = saved(GEOMETRIES["dense"])
-    with pytest.raises(DrafterError, match=r"float16 was asked for.*65504"):
+    with pytest.raises(DrafterError, match=r"float16 is asked for.*65504"):
         load_drafter(directory, dtype=torch.float16)
     half = {name: t.half() for name, t in load_file(directory / "model.safetensors").items()}
     save_file(half, directory / "model.safetensors")
-    with pytest.raises(DrafterError, match=r"stored as float16.*65504.*torch\.bfloat16"):
+    with pytest.raises(DrafterError, match=r"float16 is stored.*torch\.bfloat16.*65504"):
         load_drafter(directory)
     assert load_drafter(directory, dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
@@ -89,7 +89,7 @@ def test_other_dtypes(saved: Save) -> None:
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
     assert drafter.ordered_head is not None
     assert drafter.ordered_head.token_ordering.dtype == torch.long
-    with pytest.raises(DrafterError, match=r"found torch\.int8"):
+    with pytest.raises(DrafterError, match=r"torch\.int8 is asked for"):
         load_drafter(directory, dtype=torch.int8)
 
 

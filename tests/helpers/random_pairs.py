@@ -12,7 +12,8 @@ import transformers
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.drafter.mtp import MtpDrafter, with_weights
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.network import with_weights
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 PROMPTS = (

@@ -1,0 +1,94 @@
+"""What both architectures have: norms, rotation, strict weights, and a draft step as a state and its logits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mtp_extract.architecture.config import RopeConfig
+
+_Shape = TypeVar("_Shape")
+_Network = TypeVar("_Network", bound=nn.Module)
+_Drafter = TypeVar("_Drafter", bound="DrafterNetwork")
+
+
+def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
+    """The network of this shape with these very tensors, every one of them, in evaluation mode."""
+    with torch.device("meta"):
+        made = network(shape)
+    made.load_state_dict(dict(state), strict=True, assign=True)
+    return made.eval().requires_grad_(False)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, in F32. The weight is the factor itself, not one less."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.pow(wide.square().mean(-1, keepdim=True) + self.eps, -0.5)
+        return (normed * self.weight.float()).type_as(x)
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of a rotation, F32 [batch, queries, 1, head_dim], one of each pair for either half."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+def angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
+    """The rotation of heads of ``width`` at ``position_ids`` [batch, queries].
+
+    Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation
+    leaves the frequencies past its share at zero.
+    """
+    rotated = int(rope.partial_rotary_factor * width // 2)
+    index = torch.arange(width // 2, device=position_ids.device)
+    # A reciprocal, as in transformers: at position 100 000 the last bit of a frequency is 1/100 of a radian.
+    frequency = 1.0 / rope.theta ** (2 * index / width) / rope.factor * (index < rotated)
+    angle = (position_ids[..., None].float() * frequency)[:, :, None, :]  # [B, L, 1, D/2]
+    sine = angle.sin()
+    return Angles(torch.cat((angle.cos(),) * 2, dim=-1), torch.cat((-sine, sine), dim=-1))
+
+
+def turn(x: Tensor, by: Angles) -> Tensor:
+    """``x`` [batch, queries, heads, head_dim], rotated."""
+    wide = x.float()
+    return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)
+
+
+class DrafterNetwork(nn.Module, ABC):
+    """A network that drafts by the :class:`~mtp_extract.drafter.protocol.Drafter` protocol; ``config`` is its shape."""
+
+    config: Any
+
+    @abstractmethod
+    def advance(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
+        """One draft step without the head: the state after the final norm, [batch, queries, width], and what follows.
+
+        Args:
+            state: from ``start``, or from the step before.
+            token: int64 [batch, queries], the pending token, then one that was drafted last.
+        """
+
+    @abstractmethod
+    def logits(self, h: Tensor) -> Tensor:
+        """[…, vocabulary] of ``h`` […, width] after the final norm; −∞ for a token that it cannot draft."""
+
+    def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
+        """As :meth:`advance`, with logits [batch, queries, vocabulary] in place of the state."""
+        h, following = self.advance(state, token)
+        return self.logits(h), following
+
+    def with_tensors(self: _Drafter, changes: Mapping[str, Tensor]) -> _Drafter:
+        """A drafter with some tensors replaced, by the name of their module, and the others shared."""
+        return with_weights(type(self), self.config, {**self.state_dict(), **changes})
