@@ -125,11 +125,11 @@ def _latency(seconds: Iterable[float]) -> Latency | None:
     return Latency(float(np.mean(values)), float(np.percentile(values, 99))) if values else None
 
 
-def _by_position(pages: Sequence[Counters | None]) -> list[float] | None:
+def _by_position(pages: Sequence[Counters | None]) -> list[Figure] | None:
     """Accepted drafts by position, over rounds; None unless each page has them, and rounds in which they can be."""
-    found = [page.positions for page in pages if page is not None and page.positions]
-    rounds = sum(page.rounds or 0 for page in pages if page is not None)
-    places = [sum(column) for column in zip_longest(*found, fillvalue=0)]
-    if not rounds or len(found) < len(pages) or not all(0 <= count <= rounds for count in places):
+    found = [page for page in pages if page is not None and page.positions and page.rounds is not None]
+    made = [page.rounds or 0 for page in found]
+    places = [list(column) for column in zip_longest(*(page.positions or () for page in found), fillvalue=0)]
+    if len(found) < len(pages) or any(not 0 <= a <= b for hits in places for a, b in zip(hits, made, strict=True)):
         return None
-    return [count / rounds for count in places]
+    return [_ratio(hits, made, sum(made), share_interval(hits, made)) for hits in places]

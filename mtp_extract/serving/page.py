@@ -10,7 +10,7 @@ import msgspec
 from mtp_extract.errors import few
 from mtp_extract.evaluate.texts import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, listing, staged
-from mtp_extract.report.numbers import DASH, mean, number, percent, rate
+from mtp_extract.report.numbers import DASH, mean, number, rate
 from mtp_extract.report.page import Page, Table, write_report
 from mtp_extract.serving.figures import asked_of
 from mtp_extract.serving.result import Asked, Benchmark, Side
@@ -173,6 +173,6 @@ def tables(found: Benchmark) -> Iterator[Table]:
 
 
 def _drafts(of: Side) -> tuple[str | int, ...]:
-    places = " ".join(percent(share) for share in of.acceptance_by_position or ())
+    places = " ".join(map(rate, of.acceptance_by_position or ()))
     accepted, drafted, rounds = (number(count, "d") for count in (of.accepted, of.drafted, of.rounds))
     return of.counted, accepted, drafted, rate(of.acceptance), rounds, mean(of.tokens_per_round), places or DASH

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from mtp_extract._version import __version__
-from mtp_extract.io.typed import Count, Figure, NotNegative, Positive, Record, Share, Tool
+from mtp_extract.io.typed import Count, Figure, NotNegative, Positive, Record, Tool
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 
@@ -42,7 +42,7 @@ class Side(Record):
     rounds: Count | None  #: of drafting and judging
     acceptance: Figure  #: accepted / drafted; its interval is over windows where only these are counted
     tokens_per_round: Figure  #: 1 + accepted / rounds; its interval as above
-    acceptance_by_position: list[Share] | None  #: by position in a round: share of rounds that accept the draft there
+    acceptance_by_position: list[Figure] | None  #: by position in a round: share of rounds that accept the draft there
 
 
 class Figures(Record):

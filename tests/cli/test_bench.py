@@ -271,10 +271,15 @@ def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
     with model_server("vLLM") as server:
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted)
         found = run_benchmark(plan(prompts, server, concurrency=2, warm_up=0))
+        apart = run_benchmark(plan(prompts, server, warm_up=0)).total.sides["server"].acceptance_by_position
         # Drafts in the second place of more rounds than there were.
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted | {"accepted_0": 0, "accepted_1": 3})
         wrong = run_benchmark(plan(prompts, server, warm_up=0))
-    assert found.total.sides["server"].acceptance_by_position == [1, 0.5, 0, 0]
+    shares = [1, 0.5, 0, 0]
+    assert found.total.sides["server"].acceptance_by_position == [Figure(share, 10) for share in shares]
+    # One at a time, each text is a draw: there are five, and so intervals.
+    assert [place.value for place in apart or ()] == shares
+    assert all(place.ci95 is not None and place.ci95[0] <= place.value <= place.ci95[1] for place in apart or ())
     assert all(of.sides["server"].acceptance_by_position is None for of in found.workloads.values())
     assert wrong.total.sides["server"].acceptance_by_position is None
     (window,) = checked(found)["windows"]["server"]
