@@ -160,17 +160,13 @@ def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
         ["tokens per round", before.texts, *tokens],
         ["teacher-forced tokens per round", *_lengths(overall)],
         ["… where text is new to training", *_lengths(found.unseen)],
-        ["… where training has seen it", *_lengths(found.seen)],
     ]
     table(rows, ("", "texts", *when, "change", ""))
     say("By workload, teacher-forced tokens per round, and rounds:")
     by_workload = [[name, *_lengths(one), f"x {one.saving.ratio:.3f}"] for name, one in found.workloads.items()]
     table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
     say("Texts that lose most, or gain least, teacher-forced tokens per round:")
-    worst = [
-        [text.workload, text.name, f"{text.before.teacher_forced:.2f} to {text.after.teacher_forced:.2f}"]
-        for text in found.worst
-    ]
+    worst = [[text["workload"], text["name"], f"{text['before']:.2f} to {text['after']:.2f}"] for text in found.worst]
     table(worst, longest=_WIDEST)
 
 

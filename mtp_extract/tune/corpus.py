@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -17,9 +17,9 @@ from mtp_extract.evaluate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.seen import Numbers, repeated_share, seen, sequences
-from mtp_extract.tune.served import ServerWriter, in_words
-from mtp_extract.tune.text import Item, Writer, people_texts
+from mtp_extract.tune.seen import Numbers, seen, sequences
+from mtp_extract.tune.served import TextServer, agreement, in_words
+from mtp_extract.tune.text import Line, Writer, people_texts
 
 T = TypeVar("T")
 
@@ -29,8 +29,6 @@ TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
 _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
-
-_ALONE = "Whether other workloads than those trained on get worse is not known: no text of any was held out."
 
 _NAME = 40  # characters
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
@@ -58,8 +56,7 @@ class Corpus:
     units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
     names: tuple[str, ...]  # of each held-out text, where it comes from or how its prompt begins
     repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
-    given: bool = False  # whether the user's workloads are trained on, and others are to be held out beside them
-    text_from: Mapping[str, Any] | None = None  # the server that wrote the texts, and how far it is this base
+    text_from: Mapping[str, Any] | None = None  # who wrote the texts if not the base, and how far it would have
 
     @property
     def trained(self) -> tuple[Text, ...]:
@@ -69,21 +66,14 @@ class Corpus:
     @property
     def as_json(self) -> Mapping[str, Any]:
         """For the record."""
-        texts = {
-            "trained": len(self.trained),
-            "watched": len(self.watched),
-            "held_out": len(self.held_out),
-            "repeats": self.repeats,
-        }
-        shared = repeated_share(self.held_out[: self.own], self.trained)
-        return {"texts": texts, "shared_sequences": round(shared, 4), "text_from": self.text_from}
+        counts = {side: len(getattr(self, side)) for side in ("trained", "watched", "held_out")}
+        return {"texts": {**counts, "repeats": self.repeats}, "text_from": self.text_from}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Who wrote the texts, and what they are not."""
         source = () if self.text_from is None else (in_words(self.text_from),)
-        alone = (_ALONE,) if self.given and self.own == len(self.held_out) else ()
-        return *source, *alone, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
+        return *source, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
 
     @cached_property
     def known(self) -> Numbers:
@@ -96,59 +86,63 @@ class Corpus:
         Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
         that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
         """
-        known = seen(watched, self.watched, self.known, watched.stands.shape[1])
+        known = seen(watched, self.watched, self.known)
         parts = [watched.where(rows) for rows in (known, ~known)]
         if any(part.texts < LEAST_TEXTS for part in parts):
             return watched.teacher_forced
         return sum(part.teacher_forced for part in parts) / 2
 
-    @classmethod
-    def of(cls, pair: Pair, tell: Show = silent) -> Corpus:
-        """The texts that the pair's plan asks for; what the base has not written yet, it writes.
 
-        Raises:
-            MtpExtractError: too few prompts, or the base ends its texts at once.
-        """
-        plan, steps = pair.plan, pair.plan.draft_steps
-        sides, guards = divided(plan)
-        writer = writer_of(pair)
-        # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
-        guards = writer.fitting(guards)
-        if not plan.given:
-            sides = {side: writer.fitting(items) for side, items in sides.items()}
-        by_base = plan.text is None
-        asked = [*(chain.from_iterable(sides.values()) if by_base else ()), *guards]
-        write(pair, writer, asked, tell)
-        text_from = writer.checked(asked) if isinstance(writer, ServerWriter) else None
+def gather(pair: Pair, tell: Show = silent) -> Corpus:
+    """The texts that the pair's plan asks for; what is not written yet, the base or a server writes.
 
-        def written(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
-            return list(zip(items, writer.texts(items), strict=True))
+    Raises:
+        MtpExtractError: too few prompts or texts, or a server has another base.
+    """
+    plan, steps = pair.plan, pair.plan.draft_steps
+    sides, guards = divided(plan)
+    server = TextServer.of(plan) if plan.text_from is not None else None
+    writer = Writer(pair, plan, server)
+    # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
+    guards = writer.fitting(guards)
+    if not plan.given:
+        sides = {side: writer.fitting(items) for side, items in sides.items()}
+    asked = [*(() if plan.text is not None else chain.from_iterable(sides.values())), *guards]
+    lines = iter(found := writer.lines(asked, tell))
 
-        texts = {side: written(items) if by_base else people_texts(items, writer) for side, items in sides.items()}
-        kinds = [_texts(_enough(TRAINED, new_texts(texts[TRAINED], steps), steps))]
-        if by_base:
-            further = _further_kinds(pair, writer, sides[TRAINED], tell)
-            kinds += [_texts(new_texts(kind, steps)) for kind in further]
-        # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
-        learned = [*chain.from_iterable(kinds)]
-        watched = _enough(WATCHED, new_texts(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
-        learned += _texts(watched)
-        own = _enough(HELD_OUT, new_texts(texts[HELD_OUT], steps, learned), steps)
-        candidates = [*texts[HELD_OUT], *written(guards)]
-        held_out = new_texts(candidates, steps, learned)
-        origins = [None, *(item for item, _ in held_out)]
-        return cls(
-            kinds=tuple(filter(None, kinds)),
-            watched=_texts(watched),
-            held_out=_texts(held_out),
-            workloads=tuple(item.workload for item, _ in held_out),
-            own=len(own),
-            units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
-            names=tuple(_name(item) for item, _ in held_out),
-            repeats=len(_with_rounds(candidates, steps)) - len(held_out),
-            given=plan.given,
-            text_from=text_from,
-        )
+    def written(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
+        return [(item, next(lines).as_text) for item in items]
+
+    texts = {
+        side: written(items) if plan.text is None else people_texts(items, writer) for side, items in sides.items()
+    }
+    shipped = written(guards)
+    text_from = None
+    if server is not None or plan.text is not None:
+        by = _texts(chain.from_iterable(texts.values())) if plan.text is not None else [line.as_text for line in found]
+        text_from = {**agreement(pair.base, by, plan.temperature, server), **_told(found if server else [])}
+    kinds = [_texts(_enough(TRAINED, new_texts(texts[TRAINED], steps), steps))]
+    if plan.text is None:
+        kinds += _further_kinds(writer, sides[TRAINED], tell)
+    # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
+    learned = [*chain.from_iterable(kinds)]
+    watched = _enough(WATCHED, new_texts(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
+    learned += _texts(watched)
+    own = _enough(HELD_OUT, new_texts(texts[HELD_OUT], steps, learned), steps)
+    candidates = [*texts[HELD_OUT], *shipped]
+    held_out = new_texts(candidates, steps, learned)
+    origins = [None, *(item for item, _ in held_out)]
+    return Corpus(
+        kinds=tuple(filter(None, kinds)),
+        watched=_texts(watched),
+        held_out=_texts(held_out),
+        workloads=tuple(item.workload for item, _ in held_out),
+        own=len(own),
+        units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
+        names=tuple(_name(item) for item, _ in held_out),
+        repeats=sum(len(text.anchors) >= steps for _, text in candidates) - len(held_out),
+        text_from=text_from,
+    )
 
 
 def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
@@ -162,13 +156,6 @@ def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
     held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
     sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
-    learned = {item.key for item in sides[TRAINED]}
-    # Of another name, as a user's own workload may be called "code" too.
-    guards = [
-        replace(item, workload=f"{item.workload} (shipped)")
-        for item in (shipped_prompts(FEW) if plan.given else ())
-        if item.key not in learned | held
-    ]
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
     if few:
         wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
@@ -177,7 +164,10 @@ def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
             f"{len({item.source for item in items})} sources, which a hash of each source divides. Give more.",
             remedies=("prompts", "text"),
         )
-    return sides, guards
+    known = held | {item.key for item in sides[TRAINED]}
+    shipped = shipped_prompts(FEW) if plan.given else ()
+    # Of another name, as a user's own workload may be called "code" too.
+    return sides, [replace(item, workload=f"{item.workload} (shipped)") for item in shipped if item.key not in known]
 
 
 def _name(item: Prompt) -> str:
@@ -187,63 +177,39 @@ def _name(item: Prompt) -> str:
     return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
 
 
-def writer_of(pair: Pair, plan: TuningPlan | None = None) -> Writer:
-    """What writes the texts as ``plan``, by default the pair's, has them served: the base at hand, or a server."""
-    plan = plan or pair.plan
-    own = Writer(
-        generator=pair.generator,
-        folder=plan.work / "text",
-        fingerprint=pair.base_fingerprint,
-        new_tokens=plan.new_tokens,
-        temperature=plan.temperature,
-        seed=plan.seed,
-        batch=plan.batch,
-        chat_template=plan.chat_template,
-        share=pair.share,
-    )
-    return own if plan.text_from is None else ServerWriter.of(own, plan)
+def _told(lines: Sequence[Line]) -> dict[str, float | None]:
+    """Of lines that a server wrote: of how many it told tokens, and of how many prompts it counted as many as we."""
+    alike = [line.prompt_tokens == line.prompt_length for line in lines if line.prompt_tokens is not None]
+    tokens = [line.tokens_told for line in lines]
+    shares = {"prompts_alike": alike, "tokens_told": tokens}
+    return {name: round(sum(found) / len(found), 4) if found else None for name, found in shares.items()}
 
 
-def write(pair: Pair, writer: Writer, items: Sequence[Item], tell: Show, what: str = "prompts") -> None:
-    """Have written what is not stored yet, by all processes."""
-    if items:
-        pair.say(f"continuing {len(items)} {what} with {writer.by} at temperature {writer.temperature:g}")
-        writer.prepare(items, tell)
-        pair.accelerator.wait_for_everyone()
-
-
-def _further_kinds(
-    pair: Pair, writer: Writer, items: Sequence[Prompt], tell: Show
-) -> Iterator[Sequence[tuple[Any, Text]]]:
+def _further_kinds(writer: Writer, items: Sequence[Prompt], tell: Show) -> list[tuple[Text, ...]]:
     """What is learned beside the text as ``writer`` has it: text at the other temperature, and text within that."""
-    other = replace(writer, temperature=0.0 if writer.temperature else 1.0)
-    write(pair, other, items, tell)
-    drawn = list(zip(items, other.texts(items), strict=True))
+    plan, steps = writer.plan, writer.plan.draft_steps
+    other = replace(writer, plan=replace(plan, temperature=0.0 if plan.temperature else 1.0))
+    drawn = [line.as_text for line in other.lines(items, tell)]
     # What stands in a prompt is as good to learn from as what the base drew.
-    yield [(item, replace(text, prompt_length=1)) for item, text in drawn]
-    if not writer.temperature and pair.plan.text_from is None:
-        short, places = writer.branches(_texts(drawn))
-        write(pair, short, places, tell, "positions within these")
-        yield list(zip(places, short.texts(places), strict=True))
+    kinds = [[replace(text, prompt_length=1) for text in drawn]]
+    if not plan.temperature and writer.server is None:
+        short, places = writer.branches(drawn)
+        kinds.append([line.as_text for line in short.lines(places, tell, "positions within these")])
+    return [_texts(new_texts([(None, text) for text in kind], steps)) for kind in kinds]
 
 
 def new_texts(pairs: Sequence[tuple[T, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[T, Text]]:
     """Those of ``pairs`` with ``steps`` drafts to make whose text repeats none of ``seen``, nor one before it."""
-    found = _with_rounds(pairs, steps)
+    found = [(item, text) for item, text in pairs if len(text.anchors) >= steps]
     again = repeats([text.tokens for text in (*seen, *_texts(found))])
     return [pair for index, pair in enumerate(found, len(seen)) if index not in again]
 
 
-def _with_rounds(pairs: Sequence[tuple[T, Text]], steps: int) -> list[tuple[T, Text]]:
-    """Those with a position to draft from, and a target for each of ``steps`` drafts."""
-    return [(item, text) for item, text in pairs if len(text.anchors) >= steps]
-
-
-def _texts(pairs: Sequence[tuple[Any, Text]]) -> tuple[Text, ...]:
+def _texts(pairs: Iterable[tuple[Any, Text]]) -> tuple[Text, ...]:
     return tuple(text for _, text in pairs)
 
 
-def _enough(side: str, pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
+def _enough(side: str, pairs: list[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
     """``pairs``, if they are as many as ``side`` needs."""
     if len(pairs) < _LEAST[side]:
         raise MtpExtractError(
@@ -251,4 +217,4 @@ def _enough(side: str, pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list
             "others are shorter, or repeat one that counts; give other ones",
             remedies=("prompts", "text"),
         )
-    return list(pairs)
+    return pairs

@@ -77,8 +77,8 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
         always: tokens that are among them however rare: those that end a text.
     """
     seen = Counter(token for text in texts for token in text.continuation)
-    ranked = [*always, *(token for token, _ in sorted(seen.items(), key=lambda item: (-item[1], item[0])))]
-    return sorted(list(dict.fromkeys([*ranked, *range(vocabulary)]))[:count])
+    ranked = sorted(range(vocabulary), key=lambda token: -seen[token])
+    return sorted(list(dict.fromkeys([*always, *ranked]))[:count])
 
 
 @torch.no_grad()
@@ -100,15 +100,18 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
 
 @torch.no_grad()
 def new_head(
-    base: Base, config: Eagle3Config, tokens: list[int], sizes: Sequence[float], dtype: str, seed: int
+    base: Base, texts: Sequence[Text], draft_vocab_size: int, name: str | None, dtype: str, seed: int
 ) -> Checkpoint:
-    """A head of random weights, its LM head and final norm the base's.
+    """A head of random weights for ``base``, its LM head and final norm the base's; its norm makes states alike.
 
     Args:
-        tokens: those of its vocabulary, ascending.
-        sizes: of the states that it reads, from :func:`state_sizes`; its norm begins by making them alike.
+        texts: of the base, for which tokens are frequent, and how large states are.
+        draft_vocab_size, name: as of :func:`head_for`.
+        dtype: of the base's weights, "bfloat16" or another.
     """
-    rows = np.asarray(tokens)
+    config = head_for(base.config, draft_vocab_size, name)
+    tokens = frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids)
+    sizes, rows = state_sizes(base, config.base_layers, texts), np.asarray(tokens)
     generator = torch.Generator().manual_seed(seed)
     together = math.sqrt(sum(size * size for size in sizes) / len(sizes))
     given = {
@@ -120,15 +123,12 @@ def new_head(
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
             tensors[role.name] = of_indices(rows - np.arange(len(rows)))
-            continue
-        if role.name in given:
-            weight = given[role.name].detach().float().cpu()
-        elif role.kind == NORM:
-            weight = torch.ones(shape)
+        elif role.name in given or role.kind == NORM:
+            weight = given.get(role.name, torch.ones(shape)).detach().float().cpu()
+            tensors[role.name] = of_array(np.array(weight.numpy()))
         else:
-            weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        tensors[role.name] = of_array(np.array(weight.numpy(), np.float32))
-    return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
+            tensors[role.name] = of_array((torch.randn(shape, generator=generator) * shape[1] ** -0.5).numpy())
+    return Checkpoint(EAGLE3, config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")
 
 
 def write_head(checkpoint: Checkpoint, directory: Path) -> None:
@@ -138,7 +138,6 @@ def write_head(checkpoint: Checkpoint, directory: Path) -> None:
         OutputError: it cannot be written, or reads back differently.
     """
     files = arrange(format_named(EAGLE3), checkpoint, checkpoint.dtype).files
-    listed = listing(WEIGHTS_FILE, [file.name for file in files])
-    with staged(directory, overwrite=True, listed=listed) as stage:
+    with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
         for file in files:
             write_file(stage, file)

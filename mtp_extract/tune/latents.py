@@ -60,36 +60,35 @@ class Latents(nn.Module):
         self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Container[str] = ()
     ) -> None:
         super().__init__()
-        self.checkpoint, self.mode = checkpoint, mode
-        self._weights: dict[str, _Weight] = {}
-        self.values = nn.ParameterDict()
+        self.checkpoint, self.mode, self.values = checkpoint, mode, nn.ParameterDict()
+        self._roles: dict[str, list[Role]] = {}  # that are one weight
+        self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: as stored, and its root mean square
+        self._grids: dict[str, Grid] = {}  # of a matrix that is trained on its grid
         origins: dict[object, str] = {}
         for role in shapes_of(checkpoint.config):
-            if role.name in idle or not _trained(role, mode):
+            # An ordered head is not trained here: choosing clusters passes no gradient.
+            kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
+            if role.name in idle or role.name in HEAD_ROLES or role.kind not in kinds:
                 continue
             tensor = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
             key = origins.setdefault(tensor.origin or role.name, role.name.replace(".", "/"))
-            if key in self._weights:
-                self._weights[key].roles.append(role)
+            self._roles.setdefault(key, []).append(role)
+            if key in self.values:
                 continue
             # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
             latent = torch.from_numpy(tensor.array()).to(device, copy=True)
-            weight = _Weight([role])
             if role.kind != MATRIX:
-                weight.start, weight.size = latent, float(latent.square().mean().sqrt()) or 1.0
+                self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
                 latent = torch.zeros_like(latent)
             elif mode.matrices == "grid":
-                weight.quantizer = _Quantizer.of(role.name, tensor, device)
-            self._weights[key] = weight
+                self._grids[key] = Grid.of(role.name, tensor, device)
             self.values[key] = nn.Parameter(latent)
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
-        matrices, others = (
-            [value for key, value in self.values.items() if (self._weights[key].start is None) == are_matrices]
-            for are_matrices in (True, False)
-        )
+        matrices = [value for key, value in self.values.items() if key not in self._starts]
+        others = [value for key, value in self.values.items() if key in self._starts]
         rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / self.checkpoint.config.hidden_size
         norms = learning_rate or self.mode.norms_learning_rate
         return [{"params": params, "lr": lr} for params, lr in ((matrices, rate), (others, norms)) if params]
@@ -100,71 +99,55 @@ class Latents(nn.Module):
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
-        found = {}
-        for key, value in self.values.items():
-            weight = self._weights[key].of(value).to(dtype)
-            found.update({role.path: weight for role in self._weights[key].roles})
-        return found
+        found = {key: self._weight(key, value).to(dtype) for key, value in self.values.items()}
+        return {role.path: weight for key, weight in found.items() for role in self._roles[key]}
+
+    def _weight(self, key: str, latent: Tensor) -> Tensor:
+        """F32, the weight that ``latent`` stands for."""
+        if key in self._starts:
+            start, size = self._starts[key]
+            return start + latent * size
+        if key in self._grids:
+            return _StraightThrough.apply(latent, self._grids[key])  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
+        return latent
 
     @torch.no_grad()
     def results(self) -> dict[str, Tensor]:
         """A copy of what was made, by name of latent: codes, int8 or uint8, where it is on a grid, else the latent."""
-        return {key: self._weights[key].result(value.detach()) for key, value in self.values.items()}
+        found = {}
+        for key, value in self.values.items():
+            grid = self._grids.get(key)
+            found[key] = grid.codes(value).to("cpu", grid.dtype) if grid else value.detach().to("cpu", copy=True)
+        return found
 
     def changed(self) -> Checkpoint:
         """The checkpoint with another number for each that is trained: whoever can hold it can hold what comes out."""
         return self.tuned({key: result + 1 for key, result in self.results().items()})
 
+    @torch.no_grad()
     def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
-        """The checkpoint with the ``results`` in it."""
+        """The checkpoint with the ``results`` in it; floats that did not change stay what they were."""
         tensors: dict[str, Weight] = dict(self.checkpoint.tensors)
         for key, result in results.items():
-            weight = self._weights[key]
-            made = weight.tensor(result, tensors[weight.roles[0].name])
-            tensors.update({role.name: made for role in weight.roles})
+            old = tensors[self._roles[key][0].name]
+            if key in self._grids:
+                made = _coded(result.numpy(), old)
+            else:
+                weight = self._weight(key, result.to(self.values[key].device)).cpu().numpy()
+                made = old if np.array_equal(weight, old.array()) else of_array(weight)
+            tensors.update({role.name: made for role in self._roles[key]})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _trained(role: Role, mode: Mode) -> bool:
-    # An ordered head is not trained here: choosing clusters passes no gradient.
-    if role.name in HEAD_ROLES:
-        return False
-    return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
-
-
-@dataclass
-class _Weight:
-    """A stored weight, and how a latent becomes it."""
-
-    roles: list[Role]  # that are this one weight
-    start: Tensor | None = None  # F32, of a norm or factor, as it is stored; None for a matrix
-    size: float = 1.0  # its root mean square, in which its latent moves
-    quantizer: _Quantizer | None = None  # of a matrix that is trained on its grid
-
-    def of(self, latent: Tensor) -> Tensor:
-        """F32, the weight that ``latent`` stands for."""
-        if self.start is not None:
-            return self.start + latent * self.size
-        if self.quantizer is not None:
-            return _StraightThrough.apply(latent, self.quantizer)  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
-        return latent
-
-    def result(self, latent: Tensor) -> Tensor:
-        """What is kept of ``latent``: its codes on the grid, if it has one, or a copy; on the CPU."""
-        if self.quantizer is not None:
-            return self.quantizer.codes(latent).to("cpu", self.quantizer.dtype)
-        return latent.to("cpu", copy=True)
-
-    def tensor(self, result: Tensor, original: Weight) -> Weight:
-        """The weight of a :meth:`result`, to be written; ``original`` where floats did not change."""
-        if self.quantizer is not None:
-            return self.quantizer.tensor(result.numpy(), original)
-        weight = self.of(result if self.start is None else result.to(self.start.device)).cpu().numpy()
-        return original if np.array_equal(weight, original.array()) else of_array(weight)
+def _coded(codes: Integers, old: Weight) -> Weight:
+    """``codes`` on the grid of ``old``."""
+    scheme, steps = old.scheme, old.steps
+    assert scheme is not None and steps is not None
+    return of_codes(old.shape, scheme, lambda first, last: codes[first:last], lambda: steps, origin=old.origin)
 
 
 @dataclass(frozen=True)
-class _Quantizer:
+class Grid:
     """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.weight.Steps`, in torch, on a device."""
 
     low: int  # least code
@@ -175,7 +158,7 @@ class _Quantizer:
     factor: float  # what the numbers are divided by
 
     @classmethod
-    def of(cls, name: str, tensor: Weight, device: torch.device | str) -> _Quantizer:
+    def of(cls, name: str, tensor: Weight, device: torch.device | str) -> Grid:
         scheme, steps = tensor.scheme, tensor.steps
         if scheme is None or steps is None:
             raise MtpExtractError(
@@ -186,11 +169,8 @@ class _Quantizer:
         low = -(1 << scheme.bits - 1) if scheme.signed else 0
         high = low + (1 << scheme.bits) - 1
         # A symmetric quantizer leaves the least code out, and engines may rely on that.
-        if (
-            scheme.signed
-            and not steps.zero_point.any()
-            and all(int(chunk.min()) > low for chunk in tensor.code_chunks() if chunk.size)
-        ):
+        symmetric = scheme.signed and not steps.zero_point.any()
+        if symmetric and all(int(chunk.min()) > low for chunk in tensor.code_chunks() if chunk.size):
             low += 1
         size = torch.from_numpy(np.array(steps.size)).to(device)
         zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)
@@ -216,19 +196,11 @@ class _Quantizer:
         found = (blocks - self.zero_point[..., None]).mul_(self.size[..., None]).view(codes.shape)
         return found if self.factor == 1 else (found.double() / self.factor).float()
 
-    @staticmethod
-    def tensor(codes: Integers, original: Weight) -> Weight:
-        scheme, steps = original.scheme, original.steps
-        assert scheme is not None and steps is not None
-        return of_codes(
-            original.shape, scheme, lambda first, last: codes[first:last], lambda: steps, origin=original.origin
-        )
-
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, value: Tensor, quantizer: _Quantizer) -> Tensor:
-        return quantizer.floats(quantizer.codes(value))
+    def forward(ctx: object, value: Tensor, grid: Grid) -> Tensor:
+        return grid.floats(grid.codes(value))
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -9,7 +9,7 @@ however many rows aim at it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -90,7 +90,7 @@ _GRADIENTS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = Ma
 
 @dataclass(frozen=True)
 class Rows:
-    """What N rows of states aim at. P positions of the base, V tokens."""
+    """What N rows of a drafter's states aim at, and what they are trained for. P positions of the base, V tokens."""
 
     where: Tensor  # int64 [N], the position that a row aims at
     choices: Tensor  # int64 [P], the base's argmax
@@ -98,111 +98,71 @@ class Rows:
     logits: Callable[[Tensor], Tensor]
     weights: Tensor  # F32 [N]
     choosing: Tensor  # bool [N], whether ``ce`` counts there
+    objective: Mapping[str, float]  # shares of the losses
+    cap: float | None = None  # c of the soft cap c · tanh(x / c) on the drafter's logits
+    temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
-    def pieces(self, vocabulary: int, logits_at_once: int) -> Iterator[Tensor]:
-        """Numbers of rows, those that aim at one position together, as many as fit."""
-        order = torch.argsort(self.where, stable=True)
-        _, sizes = torch.unique_consecutive(self.where[order], return_counts=True)
-        most, first, last = max(1, logits_at_once // vocabulary), 0, 0
-        for end in sizes.cumsum(0).tolist():
-            if end - first > most and last > first:
-                yield order[first:last]
-                first = last
-            last = end
-        if last > first:
-            yield order[first:last]
-
-    def log_probabilities(self, rows: Tensor, temperature: float) -> Tensor:
-        """F32 [rows, V], the base's where ``rows`` aim; made once for each position."""
-        positions = self.where[rows]
-        once, back = torch.unique_consecutive(positions, return_inverse=True)
-        logits = self.logits(once).to(positions.device).float()
-        if temperature != 1:
-            logits /= temperature
+    def log_p(self, rows: Tensor) -> Tensor:
+        """F32 [rows, V], the base's log probabilities where ``rows``, in order of position, aim; made once for each."""
+        once, back = torch.unique_consecutive(self.where[rows], return_inverse=True)
+        logits = self.logits(once).to(rows.device).float()
+        if self.temperature != 1:
+            logits /= self.temperature
         found = torch.log_softmax(logits, dim=-1)
-        return found[back] if len(once) < len(positions) else found
+        return found[back] if len(once) < len(rows) else found
+
+    def gradient(self, rows: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of ``rows`` with their ``states``: the derivative by their logits [rows, V], their loss, their agreement."""
+        # Before the drafter's logits are there: making the base's takes several times their memory.
+        log_p = None if self.objective.keys() == {"ce"} else self.log_p(rows)
+        logits, bent = (states @ head.T).float(), None
+        if self.cap is not None:
+            bent = logits.div_(self.cap).tanh_()
+            logits = bent * self.cap
+        if self.temperature != 1:
+            logits /= self.temperature
+        total, gradients, agreements = torch.zeros((), device=states.device), list[Tensor](), list[Tensor]()
+        for left, (name, share) in enumerate(self.objective.items(), 1 - len(self.objective)):
+            gradient = logits.clone() if left else logits
+            aim = self.choices[self.where[rows]] if log_p is None or name == "ce" else log_p
+            loss, agreement = _GRADIENTS[name](gradient, aim)
+            weights = share * self.weights[rows] * (self.choosing[rows] if name == "ce" else 1)
+            total += loss @ weights
+            gradients.append(gradient.mul_((weights / self.temperature)[:, None]))
+            agreements.append(agreement)
+        whole = gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1])
+        return whole if bent is None else whole.mul_(bent.square_().neg_().add_(1)), total, agreements[0]
 
 
 def chunked_loss(
-    states: Tensor,
-    head: Tensor,
-    rows: Rows,
-    objective: Mapping[str, float],
-    *,
-    cap: float | None = None,
-    temperature: float = 1.0,
-    logits_at_once: int = LOGITS_AT_ONCE,
+    states: Tensor, head: Tensor, rows: Rows, logits_at_once: int = LOGITS_AT_ONCE
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of the losses of ``objective`` over rows, which has a gradient; and how well each row agrees.
+    """The weighted sum of the losses of ``rows``, which has a gradient; and how well each row agrees.
 
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
-        cap: c of the soft cap c · tanh(x / c) on the drafter's logits.
-        temperature: both distributions are those of logits divided by it; 1 for cross-entropy.
         logits_at_once: most logits held in one piece (numbers, not bytes).
 
     Returns:
         A number, and F32 [N]: 1 where the argmax is the base's, else 0; or, where ``kl`` or ``tv`` comes first, the
         probability that a draft drawn here is accepted.
     """
-    job = _Job(rows, objective, cap, temperature, logits_at_once)
-    total, agreement = _Chunked.apply(states, head, job)  # type: ignore[no-untyped-call]  # untyped in torch
+    total, agreement = _Chunked.apply(states, head, rows, logits_at_once)  # type: ignore[no-untyped-call]  # untyped in torch
     return total, agreement
-
-
-@dataclass(frozen=True)
-class _Job:
-    rows: Rows
-    objective: Mapping[str, float]
-    cap: float | None
-    temperature: float
-    logits_at_once: int
-
-    def gradient(self, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the rows ``piece`` with ``states``: the derivative by their logits, their loss, and their agreement."""
-        # Before the drafter's logits are there: making the base's takes several times their memory.
-        wanted = [self._wanted(name, piece) for name in self.objective]
-        logits = (states @ head.T).float()
-        bent = None
-        if self.cap is not None:
-            bent = logits.div_(self.cap).tanh_()
-            logits = bent * self.cap
-        if self.temperature != 1:
-            logits /= self.temperature
-        total, gradient, agreement = torch.zeros((), device=states.device), None, None
-        last = len(self.objective) - 1
-        for number, ((name, share), said) in enumerate(zip(self.objective.items(), wanted, strict=True)):
-            own = logits if number == last else logits.clone()
-            loss, agrees = _GRADIENTS[name](own, said)
-            weights = share * self.rows.weights[piece]
-            if name == "ce":
-                weights = weights * self.rows.choosing[piece]
-            total += loss @ weights
-            own *= (weights / self.temperature)[:, None]
-            gradient = own if gradient is None else gradient.add_(own)
-            agreement = agrees if agreement is None else agreement
-        assert gradient is not None and agreement is not None
-        return gradient if bent is None else gradient.mul_(bent.square_().neg_().add_(1)), total, agreement
-
-    def _wanted(self, name: str, piece: Tensor) -> Tensor:
-        if name == "ce":
-            return self.rows.choices[self.rows.where[piece]]
-        return self.rows.log_probabilities(piece, self.temperature)
 
 
 class _Chunked(torch.autograd.Function):
     """The gradient is made in the forward, piece by piece, where the logits are at hand."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, head: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, states: Tensor, head: Tensor, rows: Rows, logits_at_once: int) -> tuple[Tensor, Tensor]:
         of_states, of_head = ctx.needs_input_grad[:2]
-        total = torch.zeros((), device=states.device)
-        agreement = torch.zeros(len(states), device=states.device)
+        total, agreement = torch.zeros((), device=states.device), torch.zeros(len(states), device=states.device)
         states_grad = torch.zeros_like(states) if of_states else None
         head_grad = torch.zeros_like(head, dtype=torch.float32) if of_head else None
-        for piece in job.rows.pieces(len(head), job.logits_at_once):
-            gradient, loss, agreement[piece] = job.gradient(piece, states[piece], head)
+        for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, logits_at_once // len(head))):
+            gradient, loss, agreement[piece] = rows.gradient(piece, states[piece], head)
             total += loss
             if states_grad is not None:
                 states_grad[piece] = gradient.to(head.dtype) @ head
@@ -214,13 +174,11 @@ class _Chunked(torch.autograd.Function):
         return total, agreement
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         states_grad, head_grad = ctx.gradients
         # Whoever keeps the loss shall not keep these: of the head, one is as large as the head in F32.
         del ctx.gradients
         by = gradients[0]
-        return (
-            None if states_grad is None else states_grad.mul_(by.to(states_grad.dtype)),
-            None if head_grad is None else head_grad.mul_(by).to(ctx.head_dtype),
-            None,
-        )
+        of_states = None if states_grad is None else states_grad.mul_(by.to(states_grad.dtype))
+        of_head = None if head_grad is None else head_grad.mul_(by).to(ctx.head_dtype)
+        return of_states, of_head, None, None

@@ -19,31 +19,22 @@ from torch import Tensor
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.checkpoint.weight import of_array, of_indices
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.batches import groups
-from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.evaluate.progress import Show
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.clusters import (
-    Learned,
-    Taught,
-    balanced_clusters,
-    check_count,
-    cluster_of,
-    divisors,
-    learn_centroids,
-    ranks,
-)
-from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of, write, writer_of
+from mtp_extract.tune.clusters import balanced_clusters, learn_centroids, ranks
+from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.train import Rounds, collate, counting, random_anchors, states_of
-from mtp_extract.tune.verdict import Comparisons, Made, signed
+from mtp_extract.tune.text import Tokens, Writer
+from mtp_extract.tune.train import Rounds, collate, counting, measured, random_anchors, states_of
+from mtp_extract.tune.verdict import Comparisons, signed
 from mtp_extract.tune.writing import as_written, check_writable
 
 LEAST_KEPT = 0.995
@@ -57,104 +48,99 @@ OWN, SHIPPED, RANDOM = "as trained on", "shipped prompts", "random tokens"
 """Text like that which the head is made of; that of workloads it is not made of; that after random tokens."""
 
 _ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
-_STATES_A_CENTROID = 200
-_LEAST_STATES = 200_000  # asked for where there are few centroids
-_FEW_STATES = 50  # a centroid: with fewer there is little to learn from
-_LARGE = 1 << 14  # a vocabulary whose clusters are of 128 tokens, as those of the official drafters are
+_STATES_A_CENTROID, _LEAST_STATES = 200, 200_000  # asked for; the latter where there are few centroids
 _RANDOM_SHARE = 1 / 3  # of the states that are learned from, those over text after random tokens
-_RANDOM_PROMPTS = 320
-_RANDOM_LENGTHS = (4, 16, 48)  # tokens of a prompt
-_RANDOM_NEW_TOKENS = 96
+_RANDOM_PROMPTS, _RANDOM_LENGTHS, _RANDOM_NEW_TOKENS = 320, (4, 16, 48), 96  # lengths are those of prompts
 
 
-def make_head(plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show) -> Made:
-    """Make an ordered head and measure it beside the dense one.
+def make_head(
+    plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show
+) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
+    """The drafter with an ordered head; how that was made, for the record; and what it changes.
 
     Raises:
-        MtpExtractError: there is too little text of a kind, or a number of clusters is wrong.
+        MtpExtractError: there is too little text of a kind.
     """
     before = dense(pair.origin.checkpoint)
-    drafter = pair.drafter_of(before)
+    drafter, vocabulary = pair.drafter_of(before), before.config.vocab_size
     assert isinstance(drafter, MtpDrafter)
-    vocabulary, count = before.config.vocab_size, clusters_of(plan, before.config.vocab_size)
-    strange = random_texts(pair, tell)
+    strange, count = random_texts(pair, tell), clusters_of(vocabulary)
     pair.say(f"reading the drafter's states over {len(corpus.trained) + len(strange[TRAINED])} texts")
-    most = max(_LEAST_STATES, _STATES_A_CENTROID * count)
+    most, shares = max(_LEAST_STATES, _STATES_A_CENTROID * count), (1 - _RANDOM_SHARE, _RANDOM_SHARE)
     used = [
-        collect(pair, drafter, texts, int(part * most), every_convention=True)
-        for texts, part in ((corpus.trained, 1 - _RANDOM_SHARE), (strange[TRAINED], _RANDOM_SHARE))
+        collect(pair, drafter, texts, int(share * most), every_convention=True)
+        for texts, share in zip((corpus.trained, strange[TRAINED]), shares, strict=True)
     ]
     watched = [collect(pair, drafter, texts, most) for texts in (corpus.watched, strange[WATCHED])]
     kinds = {OWN: corpus.held_out[: corpus.own], SHIPPED: corpus.held_out[corpus.own :], RANDOM: strange[HELD_OUT]}
     held_out = {name: collect(pair, drafter, texts, most) for name, texts in kinds.items() if texts}
     held_out[OWN] = replace(held_out[OWN], text=torch.tensor(corpus.units)[held_out[OWN].text])
 
-    states = sum(map(len, used))
+    states = sum(len(one.states) for one in used)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
-    ordering, learned = build_head(head_of(before), used, watched, count, plan)
-    made = ordered(before, ordering, learned.centroids, 1)
+    dense_rows = torch.from_numpy(before.tensors["lm_head"].array().copy())
+    ordering, centroids, best_step = build_head(dense_rows, used, watched, count, plan)
     # Centroids as they will be read.
-    rows = head_of(as_written(pair.origin, made), centroids=True)
-    top_k = plan.top_k or _chosen([ranks_of(one, ordering, rows) for one in watched], vocabulary, count)
-    kept = {name: Kept.of(one, ranks_of(one, ordering, rows), top_k) for name, one in held_out.items()}
-    made = ordered(before, ordering, learned.centroids, top_k)
+    written = as_written(pair.origin, ordered(before, ordering, centroids, 1)).tensors[CENTROIDS]
+    rows, cluster = torch.from_numpy(written.array().copy()), cluster_of(ordering, count)
+    ranked = [ranks(one.states, rows, cluster[one.choices]) for one in watched]
+    top_k = least_top_k(ranked, vocabulary, count)
+    kept = {}
+    for name, one in held_out.items():
+        hits = (ranks(one.states, rows, cluster[one.choices]) < top_k).double()
+        interval = share_over_texts(one.text, hits)
+        kept[name] = {"share": round(float(hits.mean()), 5), "interval": interval and interval.rounded(5)}
+    made = ordered(before, ordering, centroids, top_k)
 
     pair.say(f"measuring the drafter with either head on {len(corpus.held_out)} held-out texts")
-    measured = [pair.measured(one, corpus.held_out) for one in (drafter, pair.drafter_of(made))]
-    comparisons = Comparisons.of(corpus, measured[0], measured[1])
+    both = (measured(pair, one, corpus.held_out) for one in (drafter, pair.drafter_of(made)))
+    comparisons = Comparisons.of(corpus, *both)
     about = {
         "centroids": count,
         "top_k": top_k,
         "tokens_a_cluster": vocabulary // count,
         "rows_read": count + top_k * (vocabulary // count),
         "rows_dense": vocabulary,
-        "temperature": plan.temperature,
-        "draft_steps": plan.draft_steps,
-        "seed": plan.seed,
+        "recipe": plan.recipe,
         "states": states,
         "tokens_used": len(torch.unique(used[0].choices)),
         "tokens_seen": len(torch.unique(torch.cat([part.choices for part in used]))),
-        "steps": plan.optimizer_steps,
-        "steps_done": learned.done,
-        "best_step": learned.step,
-        "kinds": {name: one.as_json() for name, one in kept.items()},
+        "best_step": best_step,
+        "kinds": kept,
     }
-    few = f"{states} states are {states / count:.0f} a centroid; more prompts, or longer texts, make a better head."
-    notes = (few,) if states < _FEW_STATES * count else ()
-    return Made(made, "ordered_head", about, comparisons, tuple(_refused(kept, comparisons)), notes)
+    return made, about, comparisons
 
 
 def check_dense(plan: TuningPlan, pair: Pair) -> None:
     """Check, before any work, that an ordered head can be made for the pair's drafter.
 
     Raises:
-        MtpExtractError: several processes, or a number of clusters that does not divide the vocabulary.
+        MtpExtractError: several processes, or a vocabulary that cannot be divided.
         UnsupportedError: the drafter's format has no room for such a head.
     """
     if pair.share[1] > 1:
         raise MtpExtractError(f"expected one process to make an ordered head, found {pair.share[1]}; start only one")
     before = dense(pair.origin.checkpoint)
     vocabulary = before.config.vocab_size
-    centroids = torch.zeros(clusters_of(plan, vocabulary), before.config.hidden_size)
+    centroids = torch.zeros(clusters_of(vocabulary), before.config.hidden_size)
     like = ordered(before, torch.arange(vocabulary), centroids, 1)
     advice = "Convert the drafter to the transformers format first."
     check_writable(pair.origin, like, "an ordered head", advice, needed=HEAD_ROLES)
 
 
-def clusters_of(plan: TuningPlan, vocabulary: int) -> int:
-    """The number of clusters.
+def clusters_of(vocabulary: int) -> int:
+    """The number of clusters: of about 128 tokens, as the official drafters have them, or 16 in a small vocabulary.
 
     Raises:
-        MtpExtractError: it does not divide ``vocabulary``, or more than all would be looked into.
+        MtpExtractError: ``vocabulary`` is a prime, which clusters of equal size cannot divide.
     """
-    wanted = vocabulary // (128 if vocabulary >= _LARGE else 16)
-    count = plan.centroids or min(divisors(vocabulary), key=lambda fit: abs(fit - wanted), default=1)
-    check_count(vocabulary, count)
-    if plan.top_k is not None and plan.top_k > count:
+    wanted = vocabulary // (128 if vocabulary >= 1 << 14 else 16)
+    fits = [number for number in range(2, vocabulary) if vocabulary % number == 0]
+    if not fits:
         raise MtpExtractError(
-            f"expected to look into at most all {count} clusters, found {plan.top_k}; lower it", remedies=("top_k",)
+            f"expected a vocabulary that equal clusters divide, found {vocabulary}, a prime; keep the dense head"
         )
-    return count
+    return min(fits, key=lambda fit: abs(fit - wanted))
 
 
 def dense(checkpoint: Checkpoint) -> Checkpoint:
@@ -164,59 +150,17 @@ def dense(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
-    """``checkpoint`` with an ordered head; all else as it is.
-
-    Args:
-        ordering: int64 [V], the tokens cluster by cluster.
-        centroids: F32 [C, width].
-    """
-    head: Mapping[str, Weight] = {
-        CENTROIDS: of_array(centroids.numpy()),
-        ORDERING: of_indices(ordering.numpy().astype(np.int64)),
-    }
+    """``checkpoint`` with an ordered head: tokens cluster by cluster int64 [V], and centroids F32 [C, width]."""
+    head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: of_indices(ordering.numpy().astype(np.int64))}
     config = replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k))
     return replace(checkpoint, config=config, tensors=MappingProxyType({**checkpoint.tensors, **head}))
 
 
-def head_of(checkpoint: Checkpoint, *, centroids: bool = False) -> Tensor:
-    """F32, a copy: [V, width], the dense head; or [C, width], the centroids."""
-    return torch.from_numpy(checkpoint.tensors[CENTROIDS if centroids else "lm_head"].array().copy())
-
-
-# States, and what is kept
-
-
-@dataclass(frozen=True)
-class Used:
-    """States that a drafter's head reads. N states."""
-
-    states: Tensor  # [N, width], in the type the drafter computes in
-    choices: Tensor  # int64 [N], the dense head's argmax
-    text: Tensor  # int64 [N], index of the text, or of what intervals count
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-
-@dataclass(frozen=True)
-class Kept:
-    share: float  # of the dense head's choices that lie in a cluster looked into
-    interval: Interval | None  # of it, 95 % over texts; None with too few
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {"share": round(self.share, 5), "interval": self.interval and self.interval.rounded(5)}
-
-    @classmethod
-    def of(cls, used: Used, rank: Tensor, top_k: int) -> Kept:
-        """With ``top_k`` clusters looked into, where the cluster of each choice has ``rank`` int64 [N]."""
-        hits = (rank < top_k).double()
-        return cls(float(hits.mean()), share_over_texts(used.text, hits))
-
-
-def ranks_of(used: Used, ordering: Tensor, centroids: Tensor) -> Tensor:
-    """int64 [N]: how many clusters score higher than the one with the dense head's choice."""
-    return ranks(used.states, centroids, cluster_of(ordering, len(centroids))[used.choices])
+def cluster_of(ordering: Tensor, count: int) -> Tensor:
+    """int64 [V], the cluster of every token, of an ``ordering`` [V] that lists ``count`` clusters one by one."""
+    found = torch.empty_like(ordering)
+    found[ordering] = torch.arange(count).repeat_interleave(len(ordering) // count)
+    return found
 
 
 def random_texts(pair: Pair, tell: Show) -> Mapping[str, list[Text]]:
@@ -229,21 +173,20 @@ def random_texts(pair: Pair, tell: Show) -> Mapping[str, list[Text]]:
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     usual = [token for token in range(min(pair.base.vocab_size, len(tokenizer))) if token not in special]
     opened = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    generator = torch.Generator().manual_seed(plan.seed)
-    items = []
+    generator, items = torch.Generator().manual_seed(plan.seed), list[Tokens]()
     for number in range(_RANDOM_PROMPTS):
         length = _RANDOM_LENGTHS[number % len(_RANDOM_LENGTHS)]
         drawn = torch.randint(len(usual), (length,), generator=generator).tolist()
         items.append((*opened, *(usual[index] for index in drawn)))
-    own = replace(plan, text_from=None, new_tokens=min(plan.new_tokens, _RANDOM_NEW_TOKENS), chat_template=False)
-    writer = writer_of(pair, own)
-    write(pair, writer, items, tell, "prompts of random tokens")
-    written = [(side_of(str(list(item))), text) for item, text in zip(items, writer.texts(items), strict=True)]
+    writer = Writer(pair, replace(plan, new_tokens=min(plan.new_tokens, _RANDOM_NEW_TOKENS)))
+    lines = writer.lines(items, tell, "prompts of random tokens")
     sides, learned = dict[str, list[Text]](), list[Text]()
     # After random tokens a base soon writes the same loops: one that was learned shows nothing.
     for side in (TRAINED, WATCHED, HELD_OUT):
-        own_side = [one for one in written if one[0] == side]
-        sides[side] = [text for _, text in new_texts(own_side, plan.draft_steps, learned)]
+        own = [
+            (item, line.as_text) for item, line in zip(items, lines, strict=True) if side_of(str(list(item))) == side
+        ]
+        sides[side] = [text for _, text in new_texts(own, plan.draft_steps, learned)]
         learned += sides[side]
     if not all(sides.values()):
         raise MtpExtractError(
@@ -254,29 +197,44 @@ def random_texts(pair: Pair, tell: Show) -> Mapping[str, list[Text]]:
     return sides
 
 
+@dataclass(frozen=True)
+class Used:
+    """States that a drafter's head reads. N states."""
+
+    states: Tensor  # [N, width], in the type the drafter computes in
+    choices: Tensor  # int64 [N], the dense head's argmax
+    text: Tensor  # int64 [N], index of the text, or of what intervals count
+
+
+@torch.no_grad()
 def collect(
     pair: Pair, drafter: MtpDrafter, texts: Sequence[Text], most: int, *, every_convention: bool = False
 ) -> Used:
     """The states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
 
     Args:
-        drafter: with a dense head.
-        texts: with an anchor at least.
         most: states; where there are more, random anchors are taken.
         every_convention: for both position conventions, and not only LiteRT's.
 
     Raises:
         MtpExtractError: no draft counts.
     """
-    conventions = (LITERT, TRANSFORMERS) if every_convention else (LITERT,)
-    anchors = max(1, most // (len(texts) * pair.plan.draft_steps * len(conventions)))
-    parts = [
-        part
-        for group in groups([len(text.tokens) for text in texts], pair.plan.batch)
-        for part in _states(pair, drafter, texts, group, anchors, conventions)
-    ]
-    found = Used(*(torch.cat([getattr(part, name) for part in parts])[:most] for name in ("states", "choices", "text")))
-    if not len(found):
+    plan, parts, conventions = pair.plan, [], (LITERT, TRANSFORMERS) if every_convention else (LITERT,)
+    anchors = max(1, most // (len(texts) * plan.draft_steps * len(conventions)))
+    rows = max(1, LOGITS_AT_ONCE // drafter.config.vocab_size)
+    for group in groups([len(text.tokens) for text in texts], plan.batch):
+        chosen = [texts[index] for index in group]
+        count, generator = max(len(text.anchors) for text in chosen), torch.Generator().manual_seed(plan.seed)
+        drawn = random_anchors(chosen, min(anchors, count), generator)
+        batch = collate(states_of(pair.base, drafter.needs, chosen), *drawn, drafter.pre_projection.weight.device)
+        counts = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
+        index = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
+        for convention in conventions:
+            states = Rounds(drafter, plan.draft_steps)(batch, pair.base.embed, convention)[counts]
+            choices = torch.cat([drafter.lm_head(part).argmax(-1) for part in torch.split(states, rows)])
+            parts.append((states.cpu(), choices.cpu(), index))
+    found = Used(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
+    if not len(found.states):
         raise MtpExtractError(
             "expected text that the base would write, found none of which a draft counts; give other text",
             remedies=("text", "prompts"),
@@ -284,35 +242,10 @@ def collect(
     return found
 
 
-@torch.no_grad()
-def _states(
-    pair: Pair,
-    drafter: MtpDrafter,
-    texts: Sequence[Text],
-    group: Sequence[int],
-    anchors: int,
-    conventions: Sequence[Convention],
-) -> Iterator[Used]:
-    chosen, steps = [texts[index] for index in group], pair.plan.draft_steps
-    most = min(anchors, max(len(text.anchors) for text in chosen))
-    drawn = random_anchors(chosen, most, torch.Generator().manual_seed(pair.plan.seed))
-    batch = collate(states_of(pair.base, drafter.needs, chosen), *drawn, drafter.pre_projection.weight.device)
-    counts = counting(batch, steps, greedy=pair.plan.temperature == 0)
-    index = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
-    rows = max(1, LOGITS_AT_ONCE // drafter.config.vocab_size)
-    for convention in conventions:
-        states = Rounds(drafter, steps)(batch, pair.base.embed, convention)[counts]
-        choices = [drafter.lm_head(part).argmax(-1) for part in states.split(rows)]
-        yield Used(states.cpu(), torch.cat(choices).cpu(), index)
-
-
-# The head
-
-
 def build_head(
     head: Tensor, used: Sequence[Used], watched: Sequence[Used], count: int, plan: TuningPlan
-) -> tuple[Tensor, Learned]:
-    """``count`` clusters, the tokens cluster by cluster int64 [V], and their centroids.
+) -> tuple[Tensor, Tensor, int]:
+    """``count`` clusters, the tokens cluster by cluster int64 [V]; their centroids; and the step that made these.
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
@@ -320,16 +253,13 @@ def build_head(
         watched: states to choose by, by kind of text.
 
     Raises:
-        MtpExtractError: ``count`` does not divide the vocabulary, or a number is not finite.
+        MtpExtractError: a number is not finite.
     """
     vectors = vectors_of(used, head)
     ordering = balanced_clusters(vectors, count)
     cluster, means = cluster_of(ordering, count), vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1)
-    taught, seen = ([Taught(one.states, cluster[one.choices]) for one in part] for part in (used, watched))
-    learned = learn_centroids(
-        taught, means, seen, top_k=plan.top_k, share=ENOUGH, steps=plan.optimizer_steps, seed=plan.seed
-    )
-    return ordering, learned
+    taught, seen = ([(one.states, cluster[one.choices]) for one in part] for part in (used, watched))
+    return ordering, *learn_centroids(taught, means, seen, share=ENOUGH, steps=plan.optimizer_steps, seed=plan.seed)
 
 
 def vectors_of(parts: Sequence[Used], head: Tensor) -> Tensor:
@@ -337,20 +267,17 @@ def vectors_of(parts: Sequence[Used], head: Tensor) -> Tensor:
 
     Overwrites ``head``, F32 [V, width]. The first of ``parts`` says how long states are.
     """
-    head.mul_(_ROW_WEIGHT * _length(parts[0].states) / (_length(head) or 1.0))
+    length, own = (float(rows.float().norm(dim=1).mean()) for rows in (parts[0].states, head))
+    head.mul_(_ROW_WEIGHT * length / (own or 1.0))
     counts = torch.full((len(head),), _ROW_WEIGHT)
     for used in parts:
-        for rows in torch.split(torch.arange(len(used)), 1 << 16):
-            head.index_add_(0, used.choices[rows], used.states[rows].float())
+        for choices, states in zip(torch.split(used.choices, 1 << 16), torch.split(used.states, 1 << 16), strict=True):
+            head.index_add_(0, choices, states.float())
         counts += torch.bincount(used.choices, minlength=len(head))
     return head.div_(counts[:, None])
 
 
-def _length(rows: Tensor) -> float:
-    return float(rows.float().norm(dim=1).mean())
-
-
-def _chosen(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
+def least_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
     """The least number of clusters that lose little enough on every kind of text.
 
     Args:
@@ -364,18 +291,17 @@ def _chosen(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
     return next(enough, fits[-1])
 
 
-def _refused(kept: Mapping[str, Kept], comparisons: Comparisons) -> Iterator[str]:
-    """Why the head is not to be saved."""
+def refusals(kept: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
+    """Why the head is not to be saved, of what it keeps of each kind of text."""
     for name, found in kept.items():
-        if found.share < LEAST_KEPT:
+        if found["share"] < LEAST_KEPT:
             yield (
-                f"it keeps {found.share:.2%} of the dense head's choices on held-out text ({name}), of which "
+                f"it keeps {found['share']:.2%} of the dense head's choices on held-out text ({name}), of which "
                 f"{LEAST_KEPT:.1%} are wanted"
             )
-    overall = comparisons.overall.change
-    # Where no text loses a draft, an interval's lower end is only as far off as the texts are few.
-    if overall.interval is None or (overall.interval.low < -MOST_LOST and comparisons.overall.loses):
-        yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round ({signed(overall)})"
+    overall = comparisons.overall
+    if overall.may_lose(MOST_LOST):
+        yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round ({signed(overall.change)})"
     for name, comparison in comparisons.workloads.items():
         interval = comparison.change.interval
         if interval is not None and interval.high < -MOST_LOST:

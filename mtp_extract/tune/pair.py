@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.drafter.load import Network, network_of
-from mtp_extract.drafter.protocol import Needs
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluate.measured import Measured
-from mtp_extract.io.address import public_name
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.measure import joined, measure
+from mtp_extract.speculate.codec import Codec
+from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.work import locked
 from mtp_extract.tune.writing import as_written
 
-_READ = 1 << 24
-
-
-@dataclasses.dataclass(frozen=True)
-class NoDrafter:
-    """In the place of a drafter where the base writes alone."""
-
-    needs: Needs  # vocabulary and width of the base
-
-    def start(self, *arguments: Any) -> Any:
-        """Never called: no draft is asked for."""
-        raise AssertionError("a draft was asked for, and there is no drafter")
-
-    step = fork = start
+_READ = 1 << 24  # bytes
 
 
 class Pair:
@@ -54,15 +30,16 @@ class Pair:
 
     Attributes:
         accelerator: accelerate's; it says which process this is.
+        loaded: the base as transformers has it; ``base`` and ``codec`` are made of it.
         origin: the drafter's directory, with its checkpoint.
-        loaded: the base as transformers has it.
         drafter: in the type it computes in beside the base. Where the plan names no drafter, this and ``origin`` are
             there from :meth:`take` on.
-        generator: both in the loop of generation.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
+
+    drafter: Network
 
     def __init__(self, plan: TuningPlan, say: Callable[[str], None] = lambda line: None) -> None:
         self.plan = plan
@@ -74,48 +51,25 @@ class Pair:
                 f"expected a batch of at least {processes}, one text a process, found {plan.batch}; raise it",
                 remedies=("batch",),
             )
-        if plan.directory is not None:
-            self.origin = ReadDirectory.of(plan.directory)
+        origin = None if plan.directory is None else ReadDirectory.of(plan.directory)
         self.say(f"loading the base {plan.base}")
         several = processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
+        self.base = Base(self.loaded.model)
+        self.codec = Codec(self.loaded.tokenizer, self.base.vocab_size)
+        if origin is not None:
+            self.take(origin)
+
+    def take(self, origin: ReadDirectory) -> None:
+        """Put the drafter of ``origin`` beside the base.
+
+        Raises:
+            MtpExtractError: it does not fit.
+        """
+        self.origin = origin
         with memory_guard("loading the drafter"):
-            if plan.directory is None:
-                base = Base(self.loaded.model)
-                none = NoDrafter(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
-                self.generator = SpeculativeGenerator(base, none, self.loaded.tokenizer)
-            else:
-                self._join()
-
-    def take(self, directory: Path) -> None:
-        """Put the drafter in ``directory`` beside the base, where there was none.
-
-        Raises:
-            MtpExtractError: it holds none, or none that fits.
-        """
-        self.origin = ReadDirectory.of(directory)
-        self._join()
-
-    def _join(self) -> None:
-        self.drafter = self.drafter_of(self.origin.checkpoint)
-        self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
-
-    def working_alone(self) -> AbstractContextManager[None]:
-        """Around what keeps text and state in the folder of the work; the first process locks it for all.
-
-        Raises:
-            OutputError: another run is at work there, or it cannot be written.
-        """
-        return locked(self.plan.work) if self.accelerator.is_main_process else nullcontext()
-
-    @property
-    def as_json(self) -> Mapping[str, str]:
-        """The base, for the record."""
-        return {"base": public_name(self.plan.base), "base_xxh3": self.base_fingerprint}
-
-    @property
-    def base(self) -> Base:
-        return self.generator.base
+            self.drafter = self.drafter_of(origin.checkpoint)
+            check_pair(self.base, self.drafter, self.loaded.tokenizer)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -137,20 +91,3 @@ class Pair:
         """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
         written = as_written(self.origin, checkpoint)
         return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
-
-    def measured(self, drafter: Network, texts: Sequence[Text]) -> Measured:
-        """``drafter`` on ``texts``, divided among the processes, and then joined in each of them."""
-        number, processes = self.share
-        part = measure(
-            self.base,
-            drafter,
-            [texts[index] for index in range(number, len(texts), processes)],
-            self.plan.draft_steps,
-            temperature=self.plan.temperature,
-            batch=self.plan.batch,
-        )
-        part = dataclasses.replace(part, text=part.text * processes + number)
-        if processes == 1:
-            return part
-        gathered: list[Any] = gather_object([part])
-        return joined(gathered)

@@ -92,19 +92,6 @@ class TuningPlan:
         int,
         About("Of eagle3: how many tokens it can propose, the base's most frequent ones.", least=1),
     ] = 32000
-    centroids: Annotated[
-        int | None,
-        About("Of ordered: clusters; by default 128 tokens each, in a small vocabulary 16.", least=2, option=False),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        About(
-            "Of ordered: clusters it looks into; by default the fewest that keep 99.875 % of the dense head's choices "
-            "on watched text, up to half of its rows.",
-            least=1,
-            option=False,
-        ),
-    ] = None
     seed: Annotated[int, About("The same seed, texts and machine give the same bytes.", least=0, option=False)] = 0
     device: Device = "auto"
     force: Annotated[bool, About("Save also what is not better.")] = False
@@ -148,43 +135,29 @@ class TuningPlan:
             ValueError: no such mode or objective.
         """
         check_values(self)
-        if (self.directory is None) != (self.mode == EAGLE3):
-            raise MtpExtractError(
-                "expected a drafter's directory, or the mode eagle3, which makes a new one; give one of the two",
-                remedies=("mode=eagle3",),
-            )
-        self._check_text()
-        if not self.temperature < math.inf:
-            raise MtpExtractError(
-                f"expected a temperature that is a number, found {self.temperature}; 0 is greedy",
-                remedies=("temperature",),
-            )
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise MtpExtractError(
-                f"expected a learning rate above 0, found {self.learning_rate}; leave it out for the mode's own",
-                remedies=("learning_rate",),
-            )
-        self._check_places()
+        rate, text, least = self.learning_rate, self.text is not None, self.draft_steps + 2
 
-    def _check_text(self) -> None:
-        given = [name for name in ("prompts", "text") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise MtpExtractError("expected prompts or texts, found both; leave one out", remedies=("prompts", "text"))
-        if self.text is not None and self.text_from is not None:
-            raise MtpExtractError(
-                "expected texts by people or by a server, found both; leave one out", remedies=("text", "text_from")
-            )
-        if self.text is not None and self.temperature:
-            raise MtpExtractError(
-                "expected text of the base itself for sampled serving, found text by people, which has another "
-                "distribution; give prompts",
-                remedies=("prompts", "temperature=0"),
-            )
-        if self.new_tokens < self.draft_steps + 2:
-            raise MtpExtractError(
-                f"expected new_tokens of at least {self.draft_steps + 2}, found {self.new_tokens}; raise it",
-                remedies=("new_tokens",),
-            )
+        def require(holds: bool, expected: str, *remedies: str) -> None:
+            if not holds:
+                raise MtpExtractError(f"expected {expected}", remedies=remedies)
+
+        alone = "a drafter's directory, or the mode eagle3, which makes a new one; give one of the two"
+        require((self.directory is None) == (self.mode == EAGLE3), alone, "mode=eagle3")
+        require(not (text and self.prompts), "prompts or texts, found both; leave one out", "prompts", "text")
+        one = "texts by people or by a server, found both; leave one out"
+        require(not (text and self.text_from), one, "text", "text_from")
+        own = (
+            "text of the base itself for sampled serving, found text by people, which has another distribution; give "
+            "prompts"
+        )
+        require(not (text and self.temperature), own, "prompts", "temperature=0")
+        longer = f"new_tokens of at least {least}, found {self.new_tokens}; raise it"
+        require(self.new_tokens >= least, longer, "new_tokens")
+        finite = f"a temperature that is a number, found {self.temperature}; 0 is greedy"
+        require(self.temperature < math.inf, finite, "temperature")
+        positive = f"a learning rate above 0, found {rate}; leave it out for the mode's own"
+        require(rate is None or 0 < rate < math.inf, positive, "learning_rate")
+        self._check_places()
 
     def _check_places(self) -> None:
         from mtp_extract.pipeline.staging import recorded

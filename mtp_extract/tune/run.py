@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,11 @@ from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.tune.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter.load import Network
-    from mtp_extract.evaluate.measured import Measured
+    from mtp_extract.checkpoint.checkpoint import Checkpoint
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.latents import Latents
     from mtp_extract.tune.pair import Pair
-    from mtp_extract.tune.train import Trained
-    from mtp_extract.tune.verdict import Comparisons, Made
+    from mtp_extract.tune.verdict import Comparisons
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,12 @@ def run_tuning(
     require("torch", "transformers", "accelerate")
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
-    from mtp_extract.tune.corpus import Corpus, divided
-    from mtp_extract.tune.ordered import check_dense, make_head
+    from mtp_extract.io.address import public_name
+    from mtp_extract.tune.corpus import divided, gather
+    from mtp_extract.tune.ordered import check_dense, make_head, refusals
     from mtp_extract.tune.pair import Pair
+    from mtp_extract.tune.work import locked
+    from mtp_extract.tune.writing import write_made
 
     # Too few prompts are no reason to load a base.
     divided(plan)
@@ -67,42 +67,43 @@ def run_tuning(
         check_dense(plan, pair)
     elif plan.mode != EAGLE3:
         _latents(plan, pair)
-    with memory_guard("tuning"), pair.working_alone():
-        corpus = Corpus.of(pair, tell)
-        made = make_head(plan, pair, corpus, tell) if plan.mode == ORDERED else _tuned(plan, pair, corpus, tell, stop)
-    return _conclude(plan, pair, corpus, made)
-
-
-def _conclude(plan: TuningPlan, pair: Pair, corpus: Corpus, made: Made) -> Outcome:
-    """Write what was made if it is not refused, or forced; by the first process, and all wait for it."""
-    from mtp_extract.tune.writing import write_made
-
-    accepted = {"accepted": not made.refused, "refused": list(made.refused)}
-    record = {**made.about, **pair.as_json, **corpus.as_json, **accepted, **made.comparisons.as_json()}
-    keep = plan.force or not made.refused
+    # The first of several processes locks the folder for all.
+    with memory_guard("tuning"), locked(plan.work) if pair.accelerator.is_main_process else nullcontext():
+        corpus = gather(pair, tell)
+        if plan.mode == ORDERED:
+            made, about, comparisons = make_head(plan, pair, corpus, tell)
+            refused = tuple(refusals(about["kinds"], comparisons))
+        else:
+            made, about, comparisons = _tuned(plan, pair, corpus, tell, stop)
+            refused = comparisons.refused()
+    about |= {"base": public_name(plan.base), "base_xxh3": pair.base_fingerprint, **corpus.as_json}
+    about |= {"accepted": not refused, "refused": list(refused), **comparisons.as_json()}
+    keep = plan.force or not refused
     if keep and pair.accelerator.is_main_process:
-        write_made(
-            pair.origin, made.checkpoint, plan.out, made.key, record, overwrite=plan.overwrite, inputs=plan.inputs
-        )
+        key = "ordered_head" if plan.mode == ORDERED else "tuning"
+        write_made(pair.origin, made, plan.out, key, about, overwrite=plan.overwrite, inputs=plan.inputs)
     pair.accelerator.wait_for_everyone()
-    notes = (*pair.loaded.notes, *corpus.notes, *made.comparisons.notes(), *made.notes)
-    return Outcome(plan.out if keep else None, made.refused, made.comparisons, corpus, record, notes)
+    notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes())
+    return Outcome(plan.out if keep else None, refused, comparisons, corpus, about, notes)
 
 
-def _tuned(plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> Made:
-    """The drafter with trained weights."""
-    from mtp_extract.tune.verdict import Comparisons, Made
+def _tuned(
+    plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]
+) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
+    """The drafter with trained weights; how it was trained, for the record; and what that did."""
+    from mtp_extract.tune.train import measured, train
+    from mtp_extract.tune.verdict import Comparisons
 
     if plan.mode == EAGLE3:
-        pair.take(_untrained_head(plan, pair, corpus))
+        _take_new_head(plan, pair, corpus)
     latents = _latents(plan, pair)
     pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
-    before = pair.measured(pair.drafter, corpus.held_out)
-    trained = _train(plan, pair, corpus, latents, tell, stop)
+    before = measured(pair, pair.drafter, corpus.held_out)
+    pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
+    trained = train(plan, pair, corpus, latents, tell, stop)
     tuned = latents.tuned(trained.results)
     pair.say("measuring the tuned drafter on the held-out texts")
-    after = pair.measured(pair.drafter_of(tuned), corpus.held_out)
-    comparisons = Comparisons.of(corpus, before, after)
+    after = measured(pair, pair.drafter_of(tuned), corpus.held_out)
     about = {
         "mode": plan.mode,
         "recipe": plan.recipe,
@@ -111,22 +112,20 @@ def _tuned(plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show, stop: Calla
         "best_step": trained.step,
         "interrupted": trained.interrupted,
     }
-    return Made(tuned, "tuning", about, comparisons, comparisons.refused())
+    return tuned, about, Comparisons.of(corpus, before, after)
 
 
-def _untrained_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> Path:
-    """An untrained head for the base, written into the folder of the work."""
-    from mtp_extract.tune.eagle3 import frequent_tokens, head_for, new_head, state_sizes, write_head
+def _take_new_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> None:
+    """Put an untrained head, written into the folder of the work, beside the base."""
+    from mtp_extract.pipeline.conversion import ReadDirectory
+    from mtp_extract.tune.eagle3 import new_head, write_head
 
-    directory, base = plan.work / "untrained-eagle3-head", pair.base
-    config = head_for(base.config, plan.draft_vocab, None if Path(plan.base).is_dir() else plan.base)
+    directory = plan.work / "untrained-eagle3-head"
     if pair.accelerator.is_main_process:
-        tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, base.stop_token_ids)
-        dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
-        sizes = state_sizes(base, config.base_layers, corpus.trained)
-        write_head(new_head(base, config, tokens, sizes, dtype, plan.seed), directory)
+        name = None if Path(plan.base).is_dir() else plan.base
+        write_head(new_head(pair.base, corpus.trained, plan.draft_vocab, name, pair.loaded.dtype, plan.seed), directory)
     pair.accelerator.wait_for_everyone()
-    return directory
+    pair.take(ReadDirectory.of(directory))
 
 
 def _latents(plan: TuningPlan, pair: Pair) -> Latents:
@@ -148,39 +147,3 @@ def _latents(plan: TuningPlan, pair: Pair) -> Latents:
     advice = "Train norms or codes, or convert it to the transformers format first."
     check_writable(pair.origin, latents.changed(), f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
     return latents
-
-
-def _train(
-    plan: TuningPlan, pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callable[[], bool]
-) -> Trained:
-    from mtp_extract.tune.train import States, train
-
-    pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
-    everything = [
-        pair.origin.sums,
-        pair.base_fingerprint,
-        plan.mode,
-        plan.recipe,
-        [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)],
-    ]
-
-    def watch(drafter: Network) -> tuple[Measured, float]:
-        measured = pair.measured(drafter, corpus.watched)
-        return measured, corpus.balanced(measured)
-
-    trained = train(
-        plan,
-        latents,
-        pair.drafter,
-        pair.base,
-        States(pair.base, pair.drafter.needs, corpus.trained, plan.batch),
-        corpus.kinds,
-        pair.accelerator,
-        watch,
-        sha256(json.dumps(everything).encode()).hexdigest(),
-        tell,
-        stop,
-    )
-    # It keeps the optimizer, and with that two numbers for each that was trained.
-    pair.accelerator.free_memory()
-    return trained

@@ -20,21 +20,18 @@ LENGTH = 8
 
 Numbers = NDArray[np.uint64]
 
-_NONE = np.zeros(0, np.uint64)
-_BEFORE = 0  # stands for what is before a text, where tokens are counted from 1
 
-
-def seen(measured: Measured, texts: Sequence[Text], known: Numbers, steps: int) -> Tensor:
+def seen(measured: Measured, texts: Sequence[Text], known: Numbers) -> Tensor:
     """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a trained text.
 
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
     up to the seventh.
 
     Args:
-        measured: over anchors of ``texts``, with ``steps`` drafts each.
+        measured: over anchors of ``texts``.
         known: :func:`sequences` of what was trained on.
     """
-    ends, around = measured.anchor + min(steps, LENGTH - 1), np.zeros(len(measured.text), np.uint64)
+    ends, around = measured.anchor + min(measured.stands.shape[1], LENGTH - 1), np.zeros(len(measured.text), np.uint64)
     for index in torch.unique(measured.text).tolist():
         rows = (measured.text == index).numpy()
         around[rows] = _sequences(texts[index].tokens)[ends[rows].numpy()]
@@ -43,21 +40,13 @@ def seen(measured: Measured, texts: Sequence[Text], known: Numbers, steps: int) 
 
 def sequences(texts: Sequence[Text]) -> Numbers:
     """Of all tokens of ``texts``: a number for each sequence that stands in one, once."""
-    return np.unique(np.concatenate([_NONE, *(_sequences(text.tokens) for text in texts)]))
-
-
-def repeated_share(held_out: Sequence[Text], trained: Sequence[Text]) -> float:
-    """The share of the 8-token sequences that the base wrote in ``held_out`` that it wrote in ``trained`` too."""
-    wrote, known = (
-        np.concatenate([_NONE, *(_sequences(text.continuation)[LENGTH - 1 :] for text in texts if text.continuation)])
-        for texts in (held_out, trained)
-    )
-    return float(np.isin(wrote, known).mean()) if len(wrote) else 0.0
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *(_sequences(text.tokens) for text in texts)]))
 
 
 def _sequences(tokens: Sequence[int]) -> Numbers:
     """A number for the sequence that ends with each token: equal for equal ones, and else by a chance of 2^-60."""
-    padded = np.concatenate([np.full(LENGTH - 1, _BEFORE), np.asarray(tokens, np.int64) + 1]).astype(np.uint64)
+    # 0 stands for what is before a text.
+    padded = np.concatenate([np.zeros(LENGTH - 1, np.int64), np.asarray(tokens, np.int64) + 1]).astype(np.uint64)
     windows = np.lib.stride_tricks.sliding_window_view(padded, LENGTH)
     factors = np.random.default_rng(LENGTH).integers(1 << 63, size=LENGTH, dtype=np.uint64) * 2 + 1
     numbers: Numbers = (windows * factors).sum(axis=1, dtype=np.uint64)

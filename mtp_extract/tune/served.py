@@ -1,191 +1,148 @@
-"""Text of a server that has the base: written as it is served, a batch of prompts at a time, and kept like the base's.
-
-The server applies its own chat template and its own sampling. Whether its base is the one at hand is checked before
-anything is trained: greedy text by the share of its tokens that the base at hand would have written, sampled text by
-how likely it is to it, beside what that base writes itself.
-"""
+"""Text of a server that has the base, and how far any text is what the base at hand would write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mtp_extract.errors import PairError, ServerError, escape
-from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.serving.client import Answer, Question, Server
+from mtp_extract.serving.client import Prompt, Question, Server
+from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.text import Item, Tokens, Writer
 
 LEAST_AGREEMENT = 0.9
-"""Of greedy text: a base in four bits agrees with itself in sixteen at 0.93 to 0.97."""
+"""Of greedy text by a server: a base in four bits agrees with itself in sixteen at 0.93 to 0.97."""
 
 MOST_SURPRISE = 0.25
-"""Nats a token, of sampled text."""
+"""Nats a token, of sampled text by a server."""
+
+PEOPLE = "people"
+"""Who wrote, where no server did."""
 
 _ARGUMENTS = {"key": "text_key", "model": "text_model", "concurrency": "batch"}
 """What a server's arguments are called in a plan."""
 
+Written = tuple[tuple[int, ...], str | None, bool, int | None]
+"""Tokens; their text; whether whoever wrote gave the tokens, and not text alone; and of how many the prompt is."""
+
 _LOOKED_AT = 32  # texts
 
 
-@dataclass(frozen=True)
-class ServerWriter(Writer):
-    """As :class:`~mtp_extract.tune.text.Writer`, by a server."""
+@contextmanager
+def _connected(plan: TuningPlan) -> Iterator[Server]:
+    """The server that ``plan`` names; its errors name the arguments of a plan."""
+    assert plan.text_from is not None
+    try:
+        with Server(plan.text_from, model=plan.text_model, key=plan.text_key) as server:
+            yield server
+    except ServerError as error:
+        raise ServerError(str(error), remedies=tuple(_ARGUMENTS.get(name, name) for name in error.remedies)) from None
 
-    connect: Callable[[], Server] = field(kw_only=True)
-    kind: str = field(kw_only=True)
-    version: str | None = field(kw_only=True)
-    model: str = field(kw_only=True)
+
+@dataclass(frozen=True)
+class TextServer:
+    """What a server of text says of itself. It applies its own chat template and its own sampling."""
+
+    kind: str
+    version: str | None
+    model: str
 
     @classmethod
-    def of(cls, writer: Writer, plan: TuningPlan) -> ServerWriter:
-        """In place of ``writer``, by the server that ``plan`` names.
+    def of(cls, plan: TuningPlan) -> TextServer:
+        """The one that ``plan`` names.
 
         Raises:
-            MtpExtractError: it cannot be reached, or is no server of models.
+            ServerError: it cannot be reached, or is no server of models.
         """
-        url = plan.text_from
-        assert url is not None
+        with _connected(plan) as server:
+            return cls(server.kind.name, server.version, server.model)
 
-        def connect() -> Server:
-            return Server(url, model=plan.text_model, key=plan.text_key)
+    def answers(
+        self, plan: TuningPlan, prompts: Sequence[Prompt], seeds: Sequence[int], codec: Codec, vocabulary: int
+    ) -> list[Written]:
+        """What it writes after each prompt, all of them asked at once.
 
-        with _arguments(), connect() as server:
-            kind, version, model = server.kind.name, server.version, server.model
-        same = {one.name: getattr(writer, one.name) for one in fields(Writer)}
-        same["by"] = f"{kind}'s {escape(model)}"
-        return cls(**same, connect=connect, kind=kind, version=version, model=model)
+        It leaves out the marks around thoughts, so nobody knows which tokens they were: then there is text only where
+        it gives its tokens.
 
-    @property
-    def _made_with(self) -> list[Any]:
-        # The base at hand has the tokenizer that made tokens of the text.
-        made_with = ["served", self.kind, self.model, self.fingerprint, self.new_tokens, self.temperature]
-        return [*made_with, self.chat_template]
-
-    def _continued(self, seed: int, batch: Sequence[tuple[Item, Tokens]]) -> list[Mapping[str, Any]]:
-        lines: dict[int, Mapping[str, Any]] = {}
-
-        def answered(at: int, answer: Answer) -> None:
-            lines[at] = self._answered(batch[at][1], answer)
-
-        with _arguments(), self.connect() as server:
+        Raises:
+            ServerError: there is no answer.
+            PairError: it writes tokens that the base at hand, with so large a ``vocabulary``, does not have.
+        """
+        with _connected(plan) as server:
             questions = []
-            for item, prompt in batch:
-                assert isinstance(item, Prompt)
-                own = int(self._name(prompt)[:7], 16)
-                more = {"temperature": self.temperature, "seed": own, **server.kind.ids}
-                questions.append(Question(item.content, self.new_tokens, self.chat_template, more))
-            try:
-                server.ask(questions, len(batch), answered)
-            except BaseException:
-                self._keep([lines[at] for at in sorted(lines)])
-                raise
-        return [lines[at] for at in range(len(batch))]
-
-    def _answered(self, prompt: Tokens, answer: Answer) -> Mapping[str, Any]:
-        """What is kept of one answer.
-
-        A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there is a text only
-        where the server says its tokens.
-        """
-        tokens: Sequence[int] | None = answer.token_ids
-        if tokens is None:
-            tokens = () if answer.reasoning else self.generator.codec.continued(answer.text)
-        size = self.generator.base.vocab_size
-        if (most := max(tokens, default=0)) >= size:
-            raise PairError(
-                f"expected {self.by} to write tokens below {size}, found {most}: it has another base. Name that one.",
-                remedies=("base",),
-            )
-        told = {"tokens_told": answer.token_ids is not None, "prompt_tokens": answer.prompt_tokens}
-        return self._line(prompt, tokens, answer.text) | told
-
-    def checked(self, items: Sequence[Item]) -> Mapping[str, Any]:
-        """Who wrote the texts of ``items``, and how far that is the base at hand.
-
-        Raises:
-            PairError: it is another one.
-        """
-        rows = self.rows(items)
-        texts = [Text(tuple(row["tokens"]), row["prompt_length"]) for row in rows]
-        written = [text for text in texts if text.continuation]
-        chosen = written[:: -(-len(written) // _LOOKED_AT) or 1]
-        hits, surprise, positions = _likelihood(self.generator.base, chosen, self.temperature)
-        lengths = [row["prompt_tokens"] == row["prompt_length"] for row in rows if row["prompt_tokens"] is not None]
-        greedy = self.temperature == 0
-        found = {
-            "kind": self.kind,
-            "version": self.version,
-            "model": self.model,
-            "texts": len(chosen),
-            "positions": positions,
-            "agreement": round(hits, 4) if greedy and positions else None,
-            "surprise": round(surprise, 4) if positions and not greedy else None,
-            "prompts_alike": round(sum(lengths) / len(lengths), 4) if lengths else None,
-            "tokens_told": round(sum(row["tokens_told"] for row in rows) / len(rows), 4),
-        }
-        if positions and (hits < LEAST_AGREEMENT if greedy else surprise > MOST_SURPRISE):
-            bound = f"at least {LEAST_AGREEMENT:.0%} of tokens" if greedy else f"at most {MOST_SURPRISE} nats a token"
-            raise PairError(
-                f"expected texts of the base at hand ({bound}), found others. {in_words(found)} Serve this base, with "
-                "its own chat template, or name the one that is served.",
-                remedies=("base",),
-            )
+            for prompt, seed in zip(prompts, seeds, strict=True):
+                more = {"temperature": plan.temperature, "seed": seed, **server.kind.ids}
+                questions.append(Question(prompt, plan.new_tokens, plan.chat_template, more))
+            answers, found = server.ask(questions, len(questions)), list[Written]()
+        for answer in answers:
+            tokens, given = answer.token_ids or (), answer.token_ids is not None
+            if (most := max(tokens, default=0)) >= vocabulary:
+                raise PairError(
+                    f"expected {escape(self.model)} to write tokens below {vocabulary}, found {most}: it has another "
+                    "base. Name that one.",
+                    remedies=("base",),
+                )
+            if not given and not answer.reasoning:
+                tokens = codec.continued(answer.text)
+            found.append((tokens, answer.text, given, answer.prompt_tokens))
         return found
 
 
 @torch.no_grad()
-def _likelihood(base: Base, texts: Sequence[Text], temperature: float) -> tuple[float, float, int]:
-    """The share of the texts' tokens that the base would have written; by how many nats a token they are less likely
-    than what it writes at ``temperature`` on the mean; and how many tokens there are."""
+def agreement(base: Base, texts: Sequence[Text], temperature: float, server: TextServer | None) -> dict[str, Any]:
+    """How far ``texts``, by a server or by people, are what ``base`` would write, over some of them.
+
+    Returns:
+        Who wrote; ``texts`` and ``positions`` looked at; greedily ``agreement``, the share of tokens that ``base``
+        would have written; else ``surprise``, by how many nats a token they are less likely than what it writes.
+
+    Raises:
+        PairError: a server has another base.
+    """
+    written = [text for text in texts if text.continuation]
+    chosen = written[:: -(-len(written) // _LOOKED_AT) or 1]
     hits, surprise, positions = 0, 0.0, 0
-    rows = max(1, LOGITS_AT_ONCE // base.vocab_size)
-    for text in texts:
-        hidden = base.full_pass(torch.tensor([text.tokens], device=base.device)).hidden[0]
-        written = torch.tensor(text.continuation, device=base.device)
-        before: Tensor = hidden[text.prompt_length - 1 : -1]
-        for part, tokens in zip(torch.split(before, rows), torch.split(written, rows), strict=True):
+    for text in chosen:
+        hidden = base.full_pass(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
+        following = torch.tensor(text.continuation, device=base.device)
+        rows = max(1, LOGITS_AT_ONCE // base.vocab_size)
+        for part, tokens in zip(torch.split(hidden, rows), torch.split(following, rows), strict=True):
             logits = base.logits(part)
             likely = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
             entropy = -(likely.exp() * likely).sum(-1)
             hits += int((logits.argmax(-1) == tokens).sum())
             surprise += float((-likely.gather(1, tokens[:, None])[:, 0] - entropy).sum())
             positions += len(tokens)
-    return hits / max(positions, 1), surprise / max(positions, 1), positions
-
-
-@contextmanager
-def _arguments() -> Iterator[None]:
-    """Errors of a server inside name the arguments of a plan."""
-    try:
-        yield
-    except ServerError as error:
-        raise ServerError(str(error), remedies=tuple(_ARGUMENTS.get(name, name) for name in error.remedies)) from None
-
-
-def in_words(text_from: Mapping[str, Any]) -> str:
-    """What :meth:`ServerWriter.checked` found, in a sentence."""
-    who = f"{text_from['kind']}{' ' + escape(text_from['version']) if text_from['version'] else ''}"
-    where = f"{text_from['positions']} tokens of {text_from['texts']} texts that {who} wrote"
-    if text_from["agreement"] is not None:
-        said = f"The base at hand would have written {text_from['agreement']:.1%} of {where}."
-    elif text_from["surprise"] is None:
-        said = f"There were {where}."
-    else:
-        said = (
-            f"The {where} are {text_from['surprise']:+.3f} nats a token less likely to the base at hand than its own."
+    found = {"kind": PEOPLE, "version": None, "model": None} if server is None else asdict(server)
+    found |= {"texts": len(chosen), "positions": positions, "agreement": None, "surprise": None}
+    if not positions:
+        return found
+    share, mean = hits / positions, surprise / positions
+    found |= {"surprise": round(mean, 4)} if temperature else {"agreement": round(share, 4)}
+    if server is not None and (mean > MOST_SURPRISE if temperature else share < LEAST_AGREEMENT):
+        bound = f"at most {MOST_SURPRISE} nats a token" if temperature else f"at least {LEAST_AGREEMENT:.0%} of tokens"
+        raise PairError(
+            f"expected texts of the base at hand ({bound}), found others. {in_words(found)} Serve this base, with its "
+            "own chat template, or name the one that is served.",
+            remedies=("base",),
         )
-    alike = text_from["prompts_alike"]
-    if alike is not None and alike < 1:
-        said += (
-            f" Of the prompts {1 - alike:.1%} have another number of tokens there: its chat template is another one."
-        )
-    return said
+    return found
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What :func:`agreement` found, in a sentence."""
+    who = " ".join(escape(part) for part in (found["kind"], found["version"]) if part)
+    where = f"{found['positions']} tokens of {found['texts']} texts that {who} wrote"
+    if found["agreement"] is not None:
+        return f"The base at hand would have written {found['agreement']:.1%} of {where}."
+    if found["surprise"] is None:
+        return f"There were {where}."
+    return f"The {where} are {found['surprise']:+.3f} nats a token less likely to the base at hand than its own."

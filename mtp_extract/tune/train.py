@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -27,14 +28,17 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluate.base_model import free_memory
-from mtp_extract.evaluate.measured import Measured
+from mtp_extract.evaluate.batches import groups
+from mtp_extract.evaluate.measured import Measured, of_agreement
 from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text
+from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.latents import Latents
 from mtp_extract.tune.loss import LOGITS_AT_ONCE, Rows, chunked_loss, objective_for
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.work import save_whole, writing_to
+from mtp_extract.tune.work import written_whole
 
 EVALUATIONS = 10
 """How often the watched texts are measured on the way."""
@@ -43,9 +47,6 @@ PATIENCE = 5
 
 _WARM_UP = 0.1  # of the steps
 _LEAST_RATE = 0.02  # of the learning rate, at the end
-_BETAS = (0.9, 0.95)
-_CLIP = 1.0
-_CONVENTIONS = (LITERT, TRANSFORMERS)
 _TOKENS_AT_ONCE = 256  # of short texts in one forward of the base: of fewer it takes hardly less time
 _OF_FREE_MEMORY = 0.5  # for what the base computes over the texts
 
@@ -76,65 +77,57 @@ def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[TextState
     full = base.full_pass(tokens.to(base.device), needs.layers)
     rows = torch.split(full.hidden.flatten(0, 1), max(1, LOGITS_AT_ONCE // base.vocab_size))
     choices = torch.cat([base.logits(part).argmax(-1) for part in rows]).view(tokens.shape)
+
+    def own(part: Tensor) -> Tensor:
+        # A copy: what is kept of one text does not hold the whole pass.
+        return part.to("cpu", copy=True)
+
     found = []
     for row, text in enumerate(texts):
-        length = len(text.tokens)
-
-        def own(part: Tensor) -> Tensor:
-            # A copy: what is kept of one text does not hold the whole pass.
-            return part.to("cpu", copy=True)
-
-        kv = {
-            kind: (own(full.shared_kv[kind][0][row, :, :length]), own(full.shared_kv[kind][1][row, :, :length]))
-            for kind in needs.shared_kv
-        }
-        layers = {layer: own(states[row, :length]) for layer, states in full.layers.items()}
-        found.append(TextStates(text, own(full.hidden[row, :length]), kv, layers, own(choices[row, :length])))
+        n, kv = len(text.tokens), dict[str, KV]()
+        for kind in needs.shared_kv:
+            keys, values = full.shared_kv[kind]
+            kv[kind] = own(keys[row, :, :n]), own(values[row, :, :n])
+        layers = {layer: own(states[row, :n]) for layer, states in full.layers.items()}
+        found.append(TextStates(text, own(full.hidden[row, :n]), kv, layers, own(choices[row, :n])))
     return found
 
 
 class States:
     """The base's states over texts, kept as long as half of the free memory lasts, else computed when asked for.
 
-    Which texts share a forward depends on the texts alone, so the numbers are the same, to the bit, in every run.
+    Which texts share a forward depends on the texts alone, so the numbers are the same, to the bit, in every run. Texts
+    of similar length do, as many as one forward takes; a long one is alone.
 
     Args:
         batch: most texts in one forward.
-        memory: bytes; by default half of what is free.
     """
 
-    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int, memory: int | None = None) -> None:
+    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int) -> None:
         self._base, self._needs = base, needs
-        self._left = int(_OF_FREE_MEMORY * free_memory(torch.device("cpu"))) if memory is None else memory
-        self._kept: dict[int, list[TextStates]] = {}
-        self._groups = list(_together(list(dict.fromkeys(texts)), batch))
-        self._group_of = {text: number for number, group in enumerate(self._groups) for text in group}
+        self._left = int(_OF_FREE_MEMORY * free_memory(torch.device("cpu")))
+        self._kept: dict[tuple[Text, ...], list[TextStates]] = {}
+        groups: list[list[Text]] = []
+        for text in sorted(dict.fromkeys(texts), key=lambda text: len(text.tokens)):
+            size = len(groups[-1]) if groups else batch
+            if size == batch or (size + 1) * len(text.tokens) > _TOKENS_AT_ONCE:
+                groups.append([])
+            groups[-1].append(text)
+        self._group_of = {text: tuple(group) for group in groups for text in group}
 
     def of(self, texts: Sequence[Text]) -> list[TextStates]:
         """Of each of ``texts``, all of which were given before."""
-        numbers = dict.fromkeys(self._group_of[text] for text in texts)
-        found = {item.text: item for number in numbers for item in self._group(number)}
+        groups = dict.fromkeys(self._group_of[text] for text in texts)
+        found = {item.text: item for group in groups for item in self._states(group)}
         return [found[text] for text in texts]
 
-    def _group(self, number: int) -> list[TextStates]:
-        if number in self._kept:
-            return self._kept[number]
-        items = states_of(self._base, self._needs, self._groups[number])
+    def _states(self, group: tuple[Text, ...]) -> list[TextStates]:
+        if group in self._kept:
+            return self._kept[group]
+        items = states_of(self._base, self._needs, group)
         if (size := sum(item.bytes for item in items)) <= self._left:
-            self._kept[number], self._left = items, self._left - size
+            self._kept[group], self._left = items, self._left - size
         return items
-
-
-def _together(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:
-    """Texts of similar length, as many as one forward takes; a long one alone."""
-    group: list[Text] = []
-    for text in sorted(texts, key=lambda text: len(text.tokens)):
-        if group and (len(group) == batch or (len(group) + 1) * len(text.tokens) > _TOKENS_AT_ONCE):
-            yield group
-            group = []
-        group.append(text)
-    if group:
-        yield group
 
 
 # Rounds
@@ -144,19 +137,15 @@ def _together(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:
 class Batch:
     """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
 
-    tokens: Tensor  # int64 [B, L]
+    fed: Fed  # what the base knows of them
     lengths: Tensor  # int64 [B]
-    # the next four as in TextStates, over [B, L]
-    hidden: Tensor
-    shared_kv: Mapping[str, KV]
-    layers: Mapping[int, Tensor]
-    choices: Tensor
+    choices: Tensor  # int64 [B, L], the base's argmax after each token
     anchors: Tensor  # int64 [B, A]
     real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
     def within(self, positions: Tensor) -> Tensor:
         """``positions``, the last one for those behind the longest text."""
-        return positions.clamp(max=self.tokens.shape[1] - 1)
+        return positions.clamp(max=self.fed.tokens.shape[1] - 1)
 
 
 def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
@@ -169,15 +158,16 @@ def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: 
         rows = padded([item.shared_kv[kind][which].transpose(0, 1) for item in items])
         return rows.transpose(1, 2).contiguous()
 
+    tokens = padded([torch.tensor(item.text.tokens) for item in items])
+    slots = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    layers = {layer: padded([item.layers[layer] for item in items]) for layer in items[0].layers}
+    shared_kv = {kind: (heads(kind, 0), heads(kind, 1)) for kind in items[0].shared_kv}
     return Batch(
-        tokens=padded([torch.tensor(item.text.tokens) for item in items]),
-        lengths=torch.tensor([len(item.text.tokens) for item in items], device=device),
-        hidden=padded([item.hidden for item in items]),
-        shared_kv={kind: (heads(kind, 0), heads(kind, 1)) for kind in items[0].shared_kv},
-        layers={layer: padded([item.layers[layer] for item in items]) for layer in items[0].layers},
-        choices=padded([item.choices for item in items]),
-        anchors=anchors.to(device),
-        real=real.to(device),
+        Fed(tokens, slots, padded([item.hidden for item in items]), layers, shared_kv),
+        torch.tensor([len(item.text.tokens) for item in items], device=device),
+        padded([item.choices for item in items]),
+        anchors.to(device),
+        real.to(device),
     )
 
 
@@ -208,28 +198,18 @@ class Rounds(nn.Module):
 
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
         """States after the final norm, [K, B, A, width]."""
-        last_seen = (batch.anchors - 1)[..., None].expand(-1, -1, batch.hidden.shape[-1])
-        slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        known = BaseState(
-            batch.anchors,
-            batch.hidden.gather(1, last_seen),
-            embed,
-            batch.shared_kv,
-            dict.fromkeys(batch.shared_kv, slots),
-            Fed(batch.tokens, slots, batch.hidden, batch.layers),
-        )
-        drafter, found = self.drafter, []
+        known, drafter, found = BaseState.after(batch.fed, batch.anchors, embed), self.drafter, []
         state: Any = drafter.start(known, convention) if isinstance(drafter, MtpDrafter) else drafter.start(known)
         for step in range(self.steps):
-            hidden, state = drafter.advance(state, batch.tokens.gather(1, batch.within(batch.anchors + step)))
+            hidden, state = drafter.advance(state, batch.fed.tokens.gather(1, batch.within(batch.anchors + step)))
             found.append(hidden)
         return torch.stack(found)
 
 
 def aims(batch: Batch, steps: int) -> Tensor:
     """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes."""
-    length = batch.tokens.shape[1]
-    row = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
+    length = batch.fed.tokens.shape[1]
+    row = torch.arange(len(batch.fed.tokens), device=batch.fed.tokens.device)[:, None] * length
     return torch.stack([row + batch.within(batch.anchors + step) for step in range(steps)])
 
 
@@ -239,8 +219,8 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
     ended before.
     """
-    follows = torch.zeros_like(batch.tokens, dtype=torch.bool)
-    follows[:, 1:] = (batch.tokens[:, 1:] == batch.choices[:, :-1]) if greedy else True
+    follows = torch.zeros_like(batch.fed.tokens, dtype=torch.bool)
+    follows[:, 1:] = (batch.fed.tokens[:, 1:] == batch.choices[:, :-1]) if greedy else True
     reached, found = batch.real, []
     for step in range(steps):
         if step:
@@ -264,7 +244,7 @@ class StepLoss(nn.Module):
         weights = self.latents.weights(drafter.lm_head.weight.dtype)
         replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
         states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
-        where, choices = aims(batch, plan.draft_steps), batch.choices.flatten()
+        where, choices, hidden = aims(batch, plan.draft_steps), batch.choices.flatten(), batch.fed.hidden.flatten(0, 1)
         choosing = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
         cap, tokens = None, None
         if isinstance(drafter, Eagle3Drafter):
@@ -275,38 +255,96 @@ class StepLoss(nn.Module):
             cap = drafter.config.final_logit_softcap
         objective = objective_for(plan.objective, plan.temperature)
         within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
+
+        @torch.no_grad()
+        def base_logits(positions: Tensor) -> Tensor:
+            # A head may have far fewer tokens than the base, and a piece of its logits more rows.
+            parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
+            made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
+            found = made if tokens is None else [logits[:, tokens] for logits in made]
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        even = torch.full((int(within.sum()),), weight, device=states.device)
         rows = Rows(
-            where[within],
-            choices,
-            _base_logits(base, batch.hidden.flatten(0, 1), tokens),
-            torch.full((int(within.sum()),), weight, device=states.device),
-            choosing[within],
+            where[within], choices, base_logits, even, choosing[within], objective, cap, plan.temperature or 1.0
         )
         head = weights.get("lm_head.weight", drafter.lm_head.weight)
-        loss, agreement = chunked_loss(
-            states[within],
-            head,
-            rows,
-            objective,
-            cap=cap,
-            temperature=plan.temperature or 1.0,
-            logits_at_once=LOGITS_AT_ONCE,
-        )
+        loss, agreement = chunked_loss(states[within], head, rows, LOGITS_AT_ONCE)
         return loss, torch.stack((agreement.sum(), within.sum()))
 
 
-def _base_logits(base: Base, hidden: Tensor, tokens: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Positions int64 [n] → the base's logits F32 [n, V], of ``tokens`` alone where a head has no others."""
+# Measuring
 
-    @torch.no_grad()
-    def logits(positions: Tensor) -> Tensor:
-        # A head may have far fewer tokens than the base, and a piece of its logits more rows.
-        parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
-        made = (base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts)
-        found = [each if tokens is None else each[:, tokens] for each in made]
-        return found[0] if len(found) == 1 else torch.cat(found)
 
-    return logits
+def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+    """How many drafts stand on ``texts``, as the pair's plan has them served: divided among processes, then joined."""
+    plan, (number, processes) = pair.plan, pair.share
+    own = texts[number::processes]
+    part = measure(pair.base, drafter, own, plan.draft_steps, temperature=plan.temperature, batch=plan.batch)
+    part = replace(part, text=part.text * processes + number)
+    gathered: list[Any] = [part] if processes == 1 else gather_object([part])
+    return _joined(gathered)
+
+
+def measure(
+    base: Base, drafter: Network, texts: Sequence[Text], steps: int, *, temperature: float, batch: int
+) -> Measured:
+    """Draft ``steps`` tokens after every anchor of ``texts``, ``batch`` of them at a time.
+
+    Args:
+        texts: the base's own, written at ``temperature``; those without an anchor that has all targets are left out.
+        temperature: 0 for greedy serving.
+    """
+    none = torch.zeros(0, dtype=torch.long)
+    parts = [Measured.over(none, none, torch.zeros(0, steps, dtype=torch.double))]
+    usable = [index for index, text in enumerate(texts) if len(text.anchors) >= steps]
+    for group in groups([len(texts[index].tokens) for index in usable], batch):
+        rows = torch.tensor([usable[position] for position in group])
+        chosen = [texts[row] for row in rows.tolist()]
+        if temperature:
+            part = _sampled(base, drafter, chosen, steps, temperature)
+        else:
+            part = of_agreement(teacher_forced(base, drafter, chosen, steps, logits_at_once=LOGITS_AT_ONCE))
+        parts.append(replace(part, text=rows[part.text]))
+    return _joined(parts)
+
+
+@torch.no_grad()
+def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
+    """Where the base drew ``texts`` at ``temperature``.
+
+    A draft drawn from q is accepted with probability min(1, p / q), and what is accepted has the base's distribution p;
+    so along a text x drawn from p the first i drafts are accepted with the mean of ∏ min(1, q(x) / p(x)), the last
+    factor replaced by its mean over x, Σ min(p, q).
+    """
+    # All anchors, in order.
+    anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
+    device = drafter.lm_head.weight.device
+    batch = collate(states_of(base, drafter.needs, texts), anchors, real, device)
+    states, where = Rounds(drafter, steps)(batch, base.embed, LITERT), aims(batch, steps)
+    whole, following = counting(batch, steps, greedy=False).all(dim=0), batch.fed.tokens.flatten()
+    hidden = batch.fed.hidden.flatten(0, 1)
+    ratios, overlaps = (torch.ones(where.shape, dtype=torch.double) for _ in range(2))
+    index = whole.expand(steps, -1, -1).nonzero()
+    for part in torch.split(index, max(1, LOGITS_AT_ONCE // base.vocab_size)):
+        rows, there = part.unbind(1), part.cpu().unbind(1)
+        at = where[rows]
+        p = torch.softmax(base.logits(hidden[at].to(base.device)).to(device) / temperature, dim=-1)
+        q = torch.softmax(drafter.logits(states[rows]).float() / temperature, dim=-1)
+        token = following[at + 1][:, None]
+        ratios[there] = (q.gather(1, token) / p.gather(1, token)).clamp(max=1).squeeze(1).double().cpu()
+        overlaps[there] = torch.minimum(p, q).sum(-1).double().cpu()
+    along, whole = ratios.cumprod(dim=0), whole.cpu()
+    stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * overlaps
+    text = torch.arange(len(texts))[:, None].expand_as(real)
+    return Measured.over(text[whole], anchors[whole], *(one.permute(1, 2, 0)[whole] for one in (stands, along)))
+
+
+def _joined(parts: Sequence[Measured]) -> Measured:
+    """Several as one, in order of text; anchors of a text, which is in one part, stay in order."""
+    columns = ([getattr(part, one.name) for part in parts] for one in fields(Measured))
+    found = Measured(*map(torch.cat, columns))
+    return found.where(torch.argsort(found.text, stable=True))
 
 
 # The loop
@@ -323,8 +361,8 @@ def rate(step: int, steps: int) -> float:
     return (step + 1) / ramp if step < ramp else cosine((step - ramp) / max(1, steps - ramp))
 
 
-@dataclass(frozen=True)
-class Trained:
+@dataclass
+class Progress:
     """Where a training is, and the best so far: what is kept in the folder of the work."""
 
     done: int = 0
@@ -332,86 +370,78 @@ class Trained:
     score: float = -math.inf  # the best one's
     stale: int = 0  # evaluations since the best
     results: Mapping[str, Tensor] = field(default_factory=dict)  # the best, as :meth:`Latents.results` has them
-    history: tuple[Mapping[str, Any], ...] = ()  # one entry a step, and one an evaluation
+    history: list[Mapping[str, Any]] = field(default_factory=list)  # one entry a step, and one an evaluation
     interrupted: bool = False
-
-    def evaluated(self, latents: Latents, measured: Measured, score: float) -> Trained:
-        """With an evaluation of the watched texts; the best is the one with the highest ``score``."""
-        entry = {
-            "step": self.done,
-            "teacher_forced": measured.teacher_forced,
-            "balanced": score,
-            "conditional": measured.conditional,
-            "tokens_per_round": measured.tokens_per_round,
-        }
-        noted = replace(self, history=(*self.history, entry), stale=self.stale + 1)
-        if score <= self.score:
-            return noted
-        return replace(noted, score=score, step=self.done, stale=0, results=latents.results())
 
 
 def train(
     plan: TuningPlan,
+    pair: Pair,
+    corpus: Corpus,
     latents: Latents,
-    drafter: Network,
-    base: Base,
-    states: States,
-    kinds: Sequence[Sequence[Text]],
-    accelerator: Any,
-    watch: Callable[[Network], tuple[Measured, float]],
-    fingerprint: str,
     tell: Show = silent,
     stop: Callable[[], bool] = lambda: False,
-) -> Trained:
+) -> Progress:
     """Train ``latents``; where that was finished before, they stay as they are.
 
+    The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
+    stopped.
+
     Args:
-        drafter: in the type it computes in; what is not trained is taken from it.
-        states: of the base over all texts of ``kinds``.
-        kinds: of text, of which a batch has equal shares.
-        watch: measures a drafter on the watched texts; and the number by which the best is chosen.
-        fingerprint: of everything the result depends on; a kept state with another is ignored.
         tell, stop: called, and asked, after every step.
 
     Raises:
         CheckpointError: the state that is there cannot be read.
         OutputError: the state cannot be written.
+        MtpExtractError: the loss is not finite.
     """
-    steps = plan.optimizer_steps
-    module = StepLoss(plan, latents, drafter, base)
-    optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=_BETAS, weight_decay=0.0)
+    steps, drafter, accelerator = plan.optimizer_steps, pair.drafter, pair.accelerator
+    states = States(pair.base, drafter.needs, corpus.trained, plan.batch)
+    optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
-    prepared, optimizer = accelerator.prepare(module, optimizer)
-    run = _resumed(plan.work, fingerprint, latents, optimizer)
+    step_loss, optimizer = accelerator.prepare(StepLoss(plan, latents, drafter, pair.base), optimizer)
+    fingerprint = _fingerprint(plan, pair, corpus)
+    run = _resumed(plan, fingerprint, latents, optimizer)
 
-    def evaluated() -> Trained:
+    def evaluate() -> None:
         weights = latents.weights(drafter.lm_head.weight.dtype)
-        return run.evaluated(latents, *watch(drafter.with_tensors({k: w.detach() for k, w in weights.items()})))
+        tuned = drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
+        found = measured(pair, tuned, corpus.watched)
+        score = corpus.balanced(found)
+        entry = {"step": run.done, "teacher_forced": found.teacher_forced, "balanced": score}
+        run.history.append(entry | {"conditional": found.conditional, "tokens_per_round": found.tokens_per_round})
+        run.stale += 1
+        if score > run.score:
+            run.score, run.step, run.stale, run.results = score, run.done, 0, latents.results()
 
     def save() -> None:
         if accelerator.is_main_process:
-            _save(plan.work, fingerprint, run, latents, optimizer)
+            _save(plan, fingerprint, run, latents, optimizer)
 
     if not run.history:
-        run = evaluated()
+        evaluate()
     while run.done < steps and run.stale < PATIENCE:
-        for group, base_rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = base_rate * rate(run.done, steps)
-        loss, agreement = prepared(*_batch(plan, states, kinds, run.done, accelerator))
+        factor = rate(run.done, steps)
+        for group, highest in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = highest * factor
+        loss, agreement = step_loss(*_batch(plan, states, corpus.kinds, run.done, accelerator))
         accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(latents.parameters(), _CLIP)
+        norm = accelerator.clip_grad_norm_(latents.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        entry = _entry(accelerator, run.done + 1, loss, agreement)
-        entry |= {"gradient": float(norm), "rate": rate(run.done, steps)}
-        run = replace(run, done=run.done + 1, history=(*run.history, entry))
+        run.done += 1
+        entry = _entry(accelerator, run.done, loss, agreement)
+        run.history.append(entry | {"gradient": float(norm), "rate": factor})
         if run.done % max(1, steps // EVALUATIONS) == 0 or run.done == steps:
-            run = evaluated()
+            evaluate()
             save()
         tell(f"step {run.done} of {steps}, loss {entry['loss']:.3f}", run.done, steps)
         if run.done < steps and _any(accelerator, stop()):
             save()
-            return replace(run, interrupted=True)
+            run.interrupted = True
+            break
+    # It keeps the optimizer, and with that two numbers for each that was trained.
+    accelerator.free_memory()
     return run
 
 
@@ -445,10 +475,10 @@ def _batch(
     here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
     drawn = [random_anchors([chosen[place]], plan.anchors, _random(plan.seed, 2, step, place)) for place in here]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-    convention = int(torch.randint(len(_CONVENTIONS), (), generator=_random(plan.seed, 3, step)))
+    convention = int(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
     batch = collate(states.of([chosen[place] for place in here]), anchors, real, accelerator.device)
     total = sum(min(plan.anchors, len(text.anchors)) for text in chosen)
-    return batch, _CONVENTIONS[convention], accelerator.num_processes / total
+    return batch, (LITERT, TRANSFORMERS)[convention], accelerator.num_processes / total
 
 
 def _drawn(kinds: Sequence[Sequence[Text]], seed: int, number: int) -> Text:
@@ -470,37 +500,34 @@ def _random(*parts: int) -> torch.Generator:
 # The state between runs
 
 
-def _save(folder: Path, fingerprint: str, run: Trained, latents: Latents, optimizer: Any) -> None:
+def _fingerprint(plan: TuningPlan, pair: Pair, corpus: Corpus) -> str:
+    """Of everything that the result depends on; a state with another one is ignored."""
+    texts = [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)]
+    everything = [pair.origin.sums, pair.base_fingerprint, plan.mode, plan.recipe, texts]
+    return sha256(json.dumps(everything).encode()).hexdigest()
+
+
+def _save(plan: TuningPlan, fingerprint: str, run: Progress, latents: Latents, optimizer: Any) -> None:
     """Keep the state, which is there whole or not at all, and the log beside it."""
-    save_whole(
-        {
-            "fingerprint": fingerprint,
-            "run": vars(run),
-            "latents": latents.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        },
-        folder / "state.pt",
-    )
-    with writing_to(folder):
-        (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in run.history), encoding="utf-8")
+    state = {"fingerprint": fingerprint, "run": vars(run), "latents": latents.state_dict()}
+    with written_whole(plan.work / "state.pt") as file:
+        torch.save({**state, "optimizer": optimizer.state_dict()}, file)
+    with written_whole(plan.work / "log.jsonl") as file:
+        file.write("".join(json.dumps(entry) + "\n" for entry in run.history).encode())
 
 
-def _resumed(folder: Path, fingerprint: str, latents: Latents, optimizer: Any) -> Trained:
-    """Where an earlier run with this fingerprint stopped; else a beginning.
-
-    Raises:
-        CheckpointError: the state cannot be read.
-    """
-    path = folder / "state.pt"
+def _resumed(plan: TuningPlan, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
+    """Where an earlier run with this fingerprint stopped; else a beginning."""
+    path = plan.work / "state.pt"
     if not path.is_file():
-        return Trained()
+        return Progress()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["fingerprint"] != fingerprint:
-            return Trained()
+            return Progress()
         latents.load_state_dict(state["latents"])
         optimizer.load_state_dict(state["optimizer"])
-        return Trained(**state["run"])
+        return Progress(**state["run"])
     # What a damaged file raises in there is of many classes.
     except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(

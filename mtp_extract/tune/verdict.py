@@ -6,7 +6,7 @@ continue what no training text has, and is on no workload surely worse. What too
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import Change, Measured, Saving, compare, saving
@@ -38,7 +37,7 @@ class Comparison:
 
     before: Measured
     after: Measured
-    own: bool  # whether its workload is one of those trained on; the others are measured to see whether they get worse
+    own: bool = True  # whether its workload is one of those trained on; the others show whether they get worse
 
     @cached_property
     def change(self) -> Change:
@@ -50,14 +49,15 @@ class Comparison:
         """Of rounds; where the anchors are not all of a text's, it says nothing."""
         return saving(self.before, self.after)
 
-    @property
-    def loses(self) -> bool:
-        """Whether any draft is accepted less often after than before."""
-        return bool((self.after.stands < self.before.stands).any())
+    def may_lose(self, most: float) -> bool:
+        """Whether more than ``most`` tokens per round may be lost, or it is not known; not where no draft is."""
+        # Where nothing is lost, an interval's lower end is only as far off as the texts are few.
+        lost, interval = bool((self.after.stands < self.before.stands).any()), self.change.interval
+        return interval is None or (lost and interval.low <= -most)
 
-    def where(self, rows: Tensor) -> Comparison:
+    def where(self, rows: Tensor, *, own: bool = True) -> Comparison:
         """At these anchors alone, bool [N]."""
-        return replace(self, before=self.before.where(rows), after=self.after.where(rows))
+        return Comparison(self.before.where(rows), self.after.where(rows), own)
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
@@ -67,65 +67,44 @@ class Comparison:
             "trained_on_its_kind": self.own,
             "before": _figures(self.before),
             "after": _figures(self.after),
-            "change": self.change_as_json(),
+            "change": {"mean": round(self.change.mean, 4), "interval": _rounded(self.change.interval)},
             "rounds": {"ratio": round(self.saving.ratio, 4), "interval": _rounded(self.saving.interval)},
         }
-
-    def change_as_json(self) -> dict[str, Any]:
-        """For the record: of teacher-forced tokens per round."""
-        return {"mean": round(self.change.mean, 4), "interval": _rounded(self.change.interval)}
-
-
-@dataclass(frozen=True)
-class TextChange:
-    """A held-out text, before and after."""
-
-    workload: str
-    name: str  # its source, or how its prompt begins
-    before: Measured
-    after: Measured
-
-    @property
-    def change(self) -> float:
-        """Of teacher-forced tokens per round."""
-        return self.after.teacher_forced - self.before.teacher_forced
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        lengths = {when: round(one.teacher_forced, 4) for when, one in (("before", self.before), ("after", self.after))}
-        return {"workload": self.workload, "name": self.name, "anchors": len(self.before.anchor), **lengths}
 
 
 @dataclass(frozen=True)
 class Comparisons:
     overall: Comparison  # over all held-out texts of the workloads that were trained on
     workloads: Mapping[str, Comparison]  # by name; also those of shipped prompts that were not trained on
-    # over all held-out texts: anchors around which a training text has the same tokens, and all others
-    seen: Comparison
-    unseen: Comparison
-    worst: tuple[TextChange, ...]  # the held-out texts that lost most, that one first
+    unseen: Comparison  # over all held-out texts: anchors around which no training text has the same tokens
+    # the held-out texts that lost most, that one first: workload, name, anchors, and tokens per round before and after
+    worst: tuple[Mapping[str, Any], ...]
 
     @classmethod
     def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
         """Of two drafters on the held-out texts of ``corpus``."""
         units = torch.tensor(corpus.units)
-        old, new = (replace(found, text=units[found.text]) for found in (before, after))
-        every = Comparison(old, new, own=True)
-
-        def of(texts: Sequence[int]) -> Comparison:
+        every = Comparison(replace(before, text=units[before.text]), replace(after, text=units[after.text]))
+        workloads = {}
+        for name in dict.fromkeys(corpus.workloads):
+            texts = [index for index, workload in enumerate(corpus.workloads) if workload == name]
             rows = torch.isin(before.text, torch.tensor(texts))
-            return replace(every.where(rows), own=texts[0] < corpus.own)
-
-        known = seen(before, corpus.held_out, corpus.known, before.stands.shape[1])
+            workloads[name] = every.where(rows, own=texts[0] < corpus.own)
+        lengths = [
+            {
+                "workload": corpus.workloads[index],
+                "name": corpus.names[index],
+                "anchors": int((before.text == index).sum()),
+                "before": round(before.of([index]).teacher_forced, 4),
+                "after": round(after.of([index]).teacher_forced, 4),
+            }
+            for index in torch.unique(before.text).tolist()
+        ]
         return cls(
-            overall=of(range(corpus.own)),
-            workloads={
-                name: of([index for index, workload in enumerate(corpus.workloads) if workload == name])
-                for name in dict.fromkeys(corpus.workloads)
-            },
-            seen=every.where(known),
-            unseen=every.where(~known),
-            worst=_worst(before, after, corpus),
+            overall=every.where(before.text < corpus.own),
+            workloads=workloads,
+            unseen=every.where(~seen(before, corpus.held_out, corpus.known)),
+            worst=tuple(sorted(lengths, key=lambda text: text["after"] - text["before"])[:WORST]),
         )
 
     def refused(self) -> tuple[str, ...]:
@@ -133,18 +112,19 @@ class Comparisons:
         return tuple(self._reasons())
 
     def _reasons(self) -> Iterator[str]:
-        overall = self.overall
+        overall, unseen = self.overall, self.unseen
         if not overall.saving.better:
+            before, after, interval = overall.before, overall.after, overall.saving.interval
+            rounds = f"{before.rounds:.0f} before, {after.rounds:.0f} after: ratio {overall.saving.ratio:.3f}"
+            bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(before.texts)
             yield (
-                "it is not shown to take fewer rounds on held-out text "
-                f"({rounds_in_words(overall)}; teacher-forced {signed(overall.change)})"
+                f"it is not shown to take fewer rounds on held-out text ({rounds}, {bounds}; teacher-forced "
+                f"{signed(overall.change)})"
             )
-        unseen = self.unseen.change
-        # Where nothing is lost, an interval's lower end is only as far off as the texts are few.
-        if unseen.interval is not None and unseen.interval.low <= -MOST_LOST and self.unseen.loses:
+        if unseen.change.interval is not None and unseen.may_lose(MOST_LOST):
             yield (
                 f"it may lose more than {MOST_LOST} teacher-forced tokens per round where drafts continue what no "
-                f"training text has ({signed(unseen)})"
+                f"training text has ({signed(unseen.change)})"
             )
         for name, comparison in self.workloads.items():
             if comparison.change.worse:
@@ -152,18 +132,13 @@ class Comparisons:
 
     def notes(self) -> Iterator[str]:
         """What these texts cannot show."""
-        texts = self.overall.before.texts
+        texts, workloads = self.overall.before.texts, self.workloads.items()
         if texts < ENOUGH_TEXTS:
             yield (
                 f"Only {texts} held-out texts of what was trained on: a kind of text that loses may not be among them. "
                 f"Give more prompts, {ENOUGH_TEXTS} of them held out (one in eight is)."
             )
-        few = [
-            f"{name} ({comparison.before.texts})"
-            for name, comparison in self.workloads.items()
-            if comparison.change.interval is None
-        ]
-        if few:
+        if few := [f"{name} ({one.before.texts})" for name, one in workloads if one.change.interval is None]:
             yield (
                 f"Not decided for workloads of fewer than {LEAST_TEXTS} held-out texts: {', '.join(few)}. More prompts "
                 "of them would show whether they get worse."
@@ -176,33 +151,15 @@ class Comparisons:
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
+        unseen = self.unseen.as_json()
         return {
             "overall": self.overall.as_json(),
             "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
-            "sequences": {name: _part(found) for name, found in (("seen", self.seen), ("unseen", self.unseen))},
-            "worst": [text.as_json() for text in self.worst],
+            "unseen": {key: unseen[key] for key in ("texts", "anchors", "change")}
+            if self.unseen.before.texts
+            else None,
+            "worst": list(self.worst),
         }
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a mode made, with the evidence for it."""
-
-    checkpoint: Checkpoint
-    key: str  # of the record, under which it is described
-    about: Mapping[str, Any]  # how it was made, for the record
-    comparisons: Comparisons
-    refused: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def _worst(before: Measured, after: Measured, corpus: Corpus) -> tuple[TextChange, ...]:
-    texts = torch.unique(before.text).tolist()
-    changes = [
-        TextChange(corpus.workloads[index], corpus.names[index], before.of([index]), after.of([index]))
-        for index in texts
-    ]
-    return tuple(sorted(changes, key=lambda one: one.change)[:WORST])
 
 
 def _figures(measured: Measured) -> dict[str, Any]:
@@ -216,11 +173,6 @@ def _figures(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _part(found: Comparison) -> dict[str, Any]:
-    anchors = len(found.before.anchor)
-    return {"texts": found.before.texts, "anchors": anchors, "change": found.change_as_json() if anchors else None}
-
-
 def _rounded(interval: Interval | None) -> list[float] | None:
     return interval and interval.rounded(4)
 
@@ -230,10 +182,3 @@ def signed(change: Change) -> str:
     interval = change.interval
     bounds = f"{interval.low:+.3f} to {interval.high:+.3f} at 95 %" if interval else undecided(change.texts)
     return f"{change.mean:+.3f}, {bounds}"
-
-
-def rounds_in_words(found: Comparison) -> str:
-    """Rounds before and after, with the ratio's interval or why there is none."""
-    before, after, interval = found.before, found.after, found.saving.interval
-    bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(before.texts)
-    return f"{before.rounds:.0f} before, {after.rounds:.0f} after: ratio {found.saving.ratio:.3f}, {bounds}"

@@ -8,13 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.checkpoint.weight import row_ranges
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs, staged
@@ -26,11 +22,9 @@ from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, writ
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
-    tensors = dict(checkpoint.tensors)
-    for role, kept in arrange(format_named(origin.layout), checkpoint, _dtype(origin)).kept.items():
-        if kept.rounded_to and role in tensors:
-            tensors[role] = kept.written
-    return replace(checkpoint, tensors=MappingProxyType(tensors))
+    kept = arrange(format_named(origin.layout), checkpoint, _dtype(origin)).kept
+    rounded = {role: one.written for role, one in kept.items() if one.rounded_to and role in checkpoint.tensors}
+    return replace(checkpoint, tensors=MappingProxyType({**checkpoint.tensors, **rounded}))
 
 
 def check_writable(
@@ -51,10 +45,9 @@ def check_writable(
         UnsupportedError: it has no room.
     """
     try:
-        arranged = _arranged(origin, like)
-        for role, kept in arranged.kept.items():
-            if role in needed and kept.how == NOTHING:
-                raise UnsupportedError(f"{kept.why}.")
+        kept = _arranged(origin, like).kept
+        if left_out := [one.why for role, one in kept.items() if role in needed and one.how == NOTHING]:
+            raise UnsupportedError(f"{left_out[0]}.")
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{escape(origin.directory)}: expected a format with room for {what}, found {origin.layout}: {error} "
@@ -101,27 +94,8 @@ def write_made(
         arranged.require_same(back)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(stage, back)
-        if key == "tuning":
-            own = {"tuned_from": origin.sums, "changed": _changed(origin.checkpoint, made, arranged.files[0])}
-        else:
-            own = {"made_from": origin.sums}
+        own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
         more = {**origin.told_of(arranged), key: {**about, **own}}
         # What was proven was proven of other weights, or another head.
         proof = None
         return finish(arranged, stage, target, files, origin.origin, proof, converted_from=origin.steps, more=more)
-
-
-def _changed(origin: Checkpoint, tuned: Checkpoint, weights: OutputFile) -> dict[str, int]:
-    """By tensor: how many of its codes, or numbers where it has no codes, were changed; those with none left out."""
-    counts = {}
-    for role, planned in weights.weights.items():
-        old, new = origin.tensors.get(role), tuned.tensors.get(role)
-        if old is None or new is None or new is old:
-            continue
-        if new.scheme is not None:
-            count = sum(int(np.count_nonzero(old.codes(*rows) != new.codes(*rows))) for rows in row_ranges(old, new))
-        else:
-            count = sum(int(np.count_nonzero(old.floats(*rows) != new.floats(*rows))) for rows in row_ranges(old, new))
-        if count:
-            counts[planned.name] = count
-    return counts

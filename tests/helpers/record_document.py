@@ -25,10 +25,7 @@ def tuning(name: str) -> dict[str, Any]:
         "recipe": {"draft_steps": 3},
         "workloads": {name: _CHANGE},
         "overall": _CHANGE,
-        "sequences": {
-            "seen": {"texts": 7, "anchors": 90, "change": _CHANGED},
-            "unseen": {"texts": 0, "anchors": 0, "change": None},
-        },
+        "unseen": {"texts": 7, "anchors": 90, "change": _CHANGED},
         "worst": [{"workload": name, "name": name, "before": 1.5, "after": 1.4}],
         "texts": {"held_out": 10},
     }
@@ -107,7 +104,6 @@ _LENGTHS = {
     **{"teacher_forced": 3.0, "interval": None, "conditional": [0.9, 0.8]},
     **{"rounds": 1.0, "tokens_per_round": 3.0, "tokens_per_round_interval": None},
 }
-_NOWHERE = {"texts": 0, "anchors": 0, "change": None}
 TUNING: dict[str, Any] = {
     "mode": "qat",
     "base": "a base",
@@ -118,7 +114,6 @@ TUNING: dict[str, Any] = {
     },
     "numbers": 1,
     "texts": {"trained": 1},
-    "shared_sequences": 0.0,
     "text_from": None,
     "steps_done": 1,
     "best_step": 1,
@@ -135,9 +130,8 @@ TUNING: dict[str, Any] = {
         "rounds": {"ratio": 1.0, "interval": None},
     },
     "workloads": {},
-    "sequences": {"seen": _NOWHERE, "unseen": _NOWHERE},
+    "unseen": None,
     "worst": [],
     "tuned_from": {},
-    "changed": {},
 }
 """A tuning, whole."""

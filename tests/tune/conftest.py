@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,18 +21,16 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune import corpus, ordered, pair
 from mtp_extract.tune import train as train_module
-from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, side_of
 from mtp_extract.tune.latents import MODES, Latents
-from mtp_extract.tune.measure import measure
 from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.train import States, Trained, train
+from mtp_extract.tune.train import Progress, train
 
 
 def coded(weight: np.ndarray, bits: int = 4) -> Weight:
@@ -73,37 +71,35 @@ class Tiny:
         memory: int = 1 << 20,
         evaluations: int = 4,
         **changes: Any,
-    ) -> tuple[Latents, Trained]:
+    ) -> tuple[Latents, Progress]:
         """Train into ``folder``, or go on there."""
         folder.mkdir(exist_ok=True)
         asked: dict[str, Any] = {"steps": 12, "batch": 3, "anchors": 4} | changes
         plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **asked)
         idle = ("post_projection",) if plan.draft_steps == 1 else ()
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
-
-        def watch(drafter: Network) -> tuple[Measured, float]:
-            found = measure(self.base, drafter, self.texts[5:], plan.draft_steps, temperature=plan.temperature, batch=4)
-            return found, found.teacher_forced
-
+        drafter, kinds = drafter_of(self.checkpoint, dtype=dtype), (self.texts[:3], self.texts[3:5])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_module, "EVALUATIONS", evaluations)
-            return latents, self._trained(plan, latents, dtype, memory, watch, stop)
+            patch.setattr(train_module, "free_memory", lambda device: 2 * memory)
+            return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop)
 
-    def _trained(self, plan: TuningPlan, latents: Latents, dtype: Any, memory: int, watch: Any, stop: Any) -> Trained:
-        from accelerate import Accelerator
 
-        return train(
-            plan,
-            latents,
-            drafter_of(self.checkpoint, dtype=dtype),
-            self.base,
-            States(self.base, self.drafter.needs, self.texts[:5], plan.batch, memory),
-            (self.texts[:3], self.texts[3:5]),
-            Accelerator(cpu=True),
-            watch,
-            f"{plan.mode} {plan.recipe}",
-            stop=stop,
-        )
+def trained(
+    plan: TuningPlan,
+    base: Base,
+    drafter: Network,
+    latents: Latents,
+    kinds: tuple[tuple[Text, ...], ...],
+    watched: tuple[Text, ...],
+    stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Trained without a directory: on texts that are there, beside a base that is loaded."""
+    from accelerate import Accelerator
+
+    parts: dict[str, Any] = {"plan": plan, "base": base, "drafter": drafter, "share": (0, 1), "base_fingerprint": ""}
+    pair: Any = SimpleNamespace(**parts, accelerator=Accelerator(cpu=True), origin=SimpleNamespace(sums={}))
+    return train(plan, pair, Corpus(kinds, watched, (), (), 0, (), ()), latents, stop=stop)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from safetensors.torch import load_file
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.load import Network, network_of
+from mtp_extract.drafter.load import network_of
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
-from mtp_extract.evaluate.measured import Measured
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import verify
@@ -32,18 +31,17 @@ from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune import train as train_module
 from mtp_extract.tune.eagle3 import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
 from mtp_extract.tune.latents import MODES, Latents
-from mtp_extract.tune.measure import measure
 from mtp_extract.tune.plan import TuningPlan
 from mtp_extract.tune.run import run_tuning
-from mtp_extract.tune.train import Rounds, States, collate, train
+from mtp_extract.tune.train import Rounds, States, collate, measure
+
+from .conftest import trained
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
-    config = head_for(base.config, tokens, None)
-    chosen = frequent_tokens(texts or [], tokens, base.vocab_size)
-    return new_head(base, config, chosen, state_sizes(base, config.base_layers, texts or []), "f32", 0)
+    return new_head(base, texts or [], tokens, None, "float32", 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +78,8 @@ def test_states_begin_alike() -> None:
     config = head_for(base.config, 32, None)
     sizes = state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
-    head = network_of(new_head(base, config, list(range(32)), sizes, "f32", 0))
+    checkpoint = untrained(base, 32, texts)
+    head = network_of(checkpoint)
     assert isinstance(head, Eagle3Drafter) and head.input_norm is not None
     with torch.inference_mode():
         states = base.full_pass(tokens, config.base_layers).layers
@@ -88,20 +87,13 @@ def test_states_begin_alike() -> None:
     size = normed.unflatten(-1, (3, -1)).square().mean(-1).sqrt().median(0).values
     assert size.max() < 1.7 * size.min()
     # What it would learn, fc learns.
-    latents = Latents(new_head(base, config, list(range(32)), sizes, "f32", 0), MODES["eagle3"], idle=("input_norm",))
+    latents = Latents(checkpoint, MODES["eagle3"], idle=("input_norm",))
     assert "input_norm" not in latents.values and "fc" in latents.values
-
-
-def watched(base: Base, drafter: Network, texts: Sequence[Text], temperature: float) -> tuple[Measured, float]:
-    found = measure(base, drafter, texts, 3, temperature=temperature, batch=4)
-    return found, found.teacher_forced
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
-    from accelerate import Accelerator
-
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
     texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
     checkpoint = untrained(base, 32, texts)
@@ -111,7 +103,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     results = [loop.generate(one, max_new_tokens=24, drafts=3, stop_token_ids=[]) for one in PROMPTS]
     assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
 
-    states = States(base, head.needs, texts, 8, 1 << 20)
+    states = States(base, head.needs, texts, 8)
     anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
     batch = collate(states.of(texts), anchors, torch.ones_like(anchors, dtype=torch.bool), torch.device("cpu"))
     with torch.no_grad():
@@ -135,14 +127,11 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(base, "logits", counted)
     watch = measure(base, head, texts, 3, temperature=0, batch=4)
     latents = Latents(checkpoint, MODES["eagle3"])
-    trained = train(
-        plan, latents, head, base, states, [texts], Accelerator(cpu=True),
-        lambda drafter: watched(base, drafter, texts, 0), "",
-    )  # fmt: skip
+    found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
     assert 0 < most <= 12 * base.vocab_size
-    losses = [entry["loss"] for entry in trained.history if "loss" in entry]
+    losses = [entry["loss"] for entry in found.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measure(base, network_of(latents.tuned(trained.results)), texts, 3, temperature=0, batch=4)
+    after = measure(base, network_of(latents.tuned(found.results)), texts, 3, temperature=0, batch=4)
     assert after.teacher_forced > watch.teacher_forced + 0.2
 
 
@@ -163,23 +152,18 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
 
 def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     """A head of 3 tokens learns of the places where the base says one of them, whatever it says elsewhere."""
-    from accelerate import Accelerator
-
     base = Base(random_base(tie_word_embeddings=False))
     texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
     checkpoint = untrained(base, 3, texts)
     head = network_of(checkpoint)
-    states = States(base, head.needs, texts, 8, 1 << 20)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
         work = tmp_path / objective
         work.mkdir()
         asked = {"mode": "eagle3", "objective": objective, "temperature": temperature}
         plan = TuningPlan(None, "base", work / "out", work, steps=4, batch=3, anchors=8, **asked)
-        trained = train(
-            plan, Latents(checkpoint, MODES["eagle3"]), head, base, states, [texts], Accelerator(cpu=True),
-            lambda drafter, t=temperature: watched(base, drafter, texts, t), "",
-        )  # fmt: skip
-        losses = [entry["loss"] for entry in trained.history if "loss" in entry]
+        latents = Latents(checkpoint, MODES["eagle3"])
+        found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
+        losses = [entry["loss"] for entry in found.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
 
 
@@ -204,15 +188,6 @@ def test_a_base_of_three_layers_has_no_three_states() -> None:
     base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
     with pytest.raises(DrafterError, match="3 different layers"):
         head_for(base.config, 32, None)
-
-
-def test_the_shape_is_the_bases_own() -> None:
-    config = head_for(Base(random_base()).config, 32000, "org/base")
-    assert config == Eagle3Config(
-        backbone_hidden_size=32, hidden_size=32, intermediate_size=48, vocab_size=40, draft_vocab_size=40, num_heads=4,
-        num_kv_heads=2, head_dim=8, base_layers=(1, 2, 4), rope_theta=1e6, norm_before_fc=True,
-        max_position_embeddings=config.max_position_embeddings, base="org/base",
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

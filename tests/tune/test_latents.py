@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
-from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -15,10 +14,7 @@ from mtp_extract.checkpoint.weight import RowCodes, Steps, of_array, of_codes
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.storage import Packing
-from mtp_extract.options import about
 from mtp_extract.tune.latents import MODES, Latents
-from mtp_extract.tune.loss import OBJECTIVES
-from mtp_extract.tune.plan import TuningPlan
 
 from .conftest import Tiny, coded
 
@@ -33,13 +29,6 @@ def moved(latents: Latents, by: float = 0.1) -> None:
 def codes(tensor: object) -> np.ndarray:
     assert isinstance(tensor, RowCodes)
     return tensor.codes().reshape(-1)
-
-
-@pytest.mark.parametrize(("field", "known"), [("mode", {*MODES, "ordered"}), ("objective", {*OBJECTIVES})])
-def test_a_plan_knows_every_name(field: str, known: set[str]) -> None:
-    told = about(get_type_hints(TuningPlan, include_extras=True)[field])
-    assert told is not None
-    assert told.choices and set(told.choices) == known
 
 
 @pytest.mark.parametrize("mode", list(MODES))

@@ -15,35 +15,33 @@ import torch
 from helpers.first_pair import first_bundle
 from helpers.schemas import validator
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
-from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.evaluate.intervals import Interval
 from mtp_extract.evaluate.measured import Change
-from mtp_extract.evaluate.progress import silent
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
-from mtp_extract.tune.clusters import cluster_of
+from mtp_extract.tune import ordered
 from mtp_extract.tune.ordered import (
-    Kept,
     Used,
-    _chosen,
-    _refused,
     build_head,
+    cluster_of,
     clusters_of,
     dense,
-    random_texts,
+    least_top_k,
+    refusals,
     vectors_of,
 )
-from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
 from mtp_extract.tune.run import Outcome, run_tuning
+from mtp_extract.tune.verdict import Comparison
 from mtp_extract.validate.parity.transformers import check_transformers
+
+from .test_verdict import measured
 
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDERING = "masked_embedding.token_ordering"
@@ -51,17 +49,19 @@ ORDERING = "masked_embedding.token_ordering"
 
 @pytest.fixture(scope="module")
 def make(plan: Callable[..., TuningPlan]) -> Callable[..., Outcome]:
-    def made(out: Path, directory: Path | None = None, **changes: Any) -> Outcome:
-        asked: dict[str, Any] = {"mode": "ordered", "centroids": 32, "steps": 30, "force": True}
+    def made(out: Path, directory: Path | None = None, top_k: int = 4, **changes: Any) -> Outcome:
+        asked: dict[str, Any] = {"mode": "ordered", "steps": 30, "force": True}
         asked |= {} if directory is None else {"directory": directory}
-        return run_tuning(plan(out, **(asked | changes)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ordered, "least_top_k", lambda *of: top_k)
+            return run_tuning(plan(out, **(asked | changes)))
 
     return made
 
 
 @pytest.fixture(scope="module")
 def headed(make: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return make(tmp_path_factory.mktemp("headed") / "out", top_k=4)
+    return make(tmp_path_factory.mktemp("headed") / "out")
 
 
 def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None:
@@ -93,13 +93,6 @@ def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None
     assert "The LM head is dense" not in card
 
 
-def test_what_follows_random_tokens_is_judged_by_new_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    """The base soon writes loops after them: texts that end alike are one, on whichever side they are."""
-    pair = Pair(plan(tmp_path / "head", new_tokens=60))
-    texts = [text for found in random_texts(pair, silent).values() for text in found]
-    assert len({text.tokens[-48:] for text in texts}) == len(texts)
-
-
 def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -> None:
     assert headed.directory is not None
     with open_bundle(first_bundle()) as opened:
@@ -109,7 +102,7 @@ def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -
 
 
 def test_the_same_bytes_twice(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
-    again = make(tmp_path / "again", top_k=4)
+    again = make(tmp_path / "again")
     assert headed.directory is not None and again.directory is not None
     for path in headed.directory.rglob("*"):
         if path.is_file():
@@ -119,22 +112,17 @@ def test_the_same_bytes_twice(headed: Outcome, make: Callable[..., Outcome], tmp
 def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
     """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
     assert headed.directory is not None
-    found = make(tmp_path / "other", headed.directory, centroids=16, top_k=16)
+    found = make(tmp_path / "other", headed.directory, top_k=32)
     assert found.directory is not None
     assert found.record["kinds"]["as trained on"]["share"] == 1
     assert found.comparisons.overall.change.mean == 0
     assert found.refused == ()
-    assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(16, 16)
+    assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(32, 32)
     half = convert(headed.directory, tmp_path / "bf16", format="transformers", dtype="bf16")
     assert half.record["ordered_head"]["centroids"] == 32
     stripped = dense(read_checkpoint(headed.directory))
     assert stripped.config.ordered_head is None
     assert not any(role.startswith("ordered_head") for role in stripped.tensors)
-
-
-def test_where_the_format_leaves_the_head_out_so_does_the_record(headed: Outcome, tmp_path: Path) -> None:
-    assert headed.directory is not None
-    assert "ordered_head" not in convert(headed.directory, tmp_path / "gguf", format="gguf").record
 
 
 def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -156,28 +144,12 @@ def test_formats_without_room_are_refused(
 
 
 def test_numbers_that_cannot_be_are_refused(make: Callable[..., Outcome], tmp_path: Path) -> None:
-    for changes, message in [
-        ({"centroids": 33}, "vocabulary of 512, found 33; use"),
-        ({"top_k": 33}, "at most all 32 clusters"),
-        ({"top_k": 0}, "top_k of at least 1"),
-        ({"steps": 0}, "steps of at least 1"),
-    ]:
-        with pytest.raises(MtpExtractError, match=message):
-            make(tmp_path / "out", **changes)
-    plan = TuningPlan(tmp_path, "base", tmp_path / "out", tmp_path, mode="ordered")
-    assert clusters_of(plan, 262144) == 2048
-    assert clusters_of(plan, 512) == 32
-    assert 262145 % clusters_of(plan, 262145) == 0
-
-
-def test_options_of_one_mode_beside_another(tmp_path: Path) -> None:
-    for options, message in [
-        (["--mode", "ordered", "--anchors", "4"], "--mode ordered has no use for --anchors"),
-        (["--top-k", "4"], "--mode norms has no use for --top-k"),
-    ]:
-        found = CliRunner().invoke(app, [str(tmp_path), "--base", str(tmp_path), *options])
-        assert found.exit_code == 2
-        assert message in " ".join(found.output.replace("│", " ").split())
+    with pytest.raises(MtpExtractError, match="steps of at least 1"):
+        make(tmp_path / "out", steps=0)
+    with pytest.raises(MtpExtractError, match="found 13, a prime"):
+        clusters_of(13)
+    assert [clusters_of(size) for size in (262144, 512)] == [2048, 32]
+    assert 262145 % clusters_of(262145) == 0
 
 
 def used(states: torch.Tensor, choices: list[int]) -> Used:
@@ -200,27 +172,24 @@ def test_heads_with_equal_rows_rows_of_nothing_or_no_numbers(tmp_path: Path) -> 
     states = torch.randn(64, 6, generator=generator)
     some = used(states, torch.randint(24, (64,), generator=generator).tolist())
     for head in (torch.zeros(24, 6), torch.ones(24, 6)):
-        ordering, learned = build_head(head, [some], [some], 6, plan)
+        ordering, centroids, _ = build_head(head, [some], [some], 6, plan)
         assert torch.equal(ordering.sort().values, torch.arange(24))
         assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
-        assert bool(torch.isfinite(learned.centroids).all())
+        assert bool(torch.isfinite(centroids).all())
     with pytest.raises(MtpExtractError, match="finite"):
         build_head(torch.full((24, 6), torch.nan), [some], [some], 6, plan)
 
 
 def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
-    text = torch.arange(50).repeat_interleave(40)
-    watched = Used(torch.zeros(2000, 1), torch.zeros(2000, dtype=torch.long), text)
     rank, other = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
     rank[::250] = 3
-    # 99.6 % lie in the first two: enough here, and hardly elsewhere.
-    assert Kept.of(watched, rank, 2).share == 0.996
-    assert _chosen([rank, other], 1024, 64) == 4
+    # 99.6 % lie in the first two: fewer than 99.875 %.
+    assert least_top_k([rank, other], 1024, 64) == 4
     other[:] = 5
-    assert _chosen([rank, other], 1024, 64) == 6
+    assert least_top_k([rank, other], 1024, 64) == 6
     # No more than half of the rows, centroids among them.
     rank[:] = 40
-    assert _chosen([rank, other], 1024, 64) == 28
+    assert least_top_k([rank, other], 1024, 64) == 28
 
 
 @pytest.mark.parametrize(
@@ -236,9 +205,9 @@ def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
     ],
 )
 def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]) -> None:
-    one = SimpleNamespace(change=change, loses=loses)
+    one = Comparison(*(measured(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)))
+    vars(one)["change"] = change
     comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
-    kept = {"as trained on": Kept(1.0, None), "noise": Kept(share, None)}
-    found = list(_refused(kept, comparisons))
+    found = list(refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
     assert len(found) == len(expected)
     assert all(re.search(part, reason) for part, reason in zip(expected, found, strict=True))

@@ -23,7 +23,7 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
     places = [(index, n) for index, text in enumerate(texts) for n in text.anchors if n + steps < len(text.tokens)]
     index, anchor = torch.tensor(places).T
     nothing = torch.zeros(len(places), steps, dtype=torch.double)
-    found = seen(Measured.over(index, anchor, nothing), texts, sequences(trained), steps)
+    found = seen(Measured.over(index, anchor, nothing), texts, sequences(trained))
 
     def stands(number: int, n: int) -> bool:
         last = n + min(steps, 7)
@@ -34,4 +34,4 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
 
     assert found.tolist() == [stands(number, n) for number, n in places]
     assert 0.1 < float(found.double().mean()) < 0.9
-    assert not seen(Measured.over(index, anchor, nothing), texts, sequences(()), steps).any()
+    assert not seen(Measured.over(index, anchor, nothing), texts, sequences(())).any()

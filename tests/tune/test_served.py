@@ -15,7 +15,8 @@ from helpers.schemas import validator
 
 from mtp_extract.errors import MtpExtractError, PairError, ServerError
 from mtp_extract.pipeline.check import verify
-from mtp_extract.tune.corpus import Corpus
+from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.tune.corpus import gather
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
 from mtp_extract.tune.run import run_tuning
@@ -26,7 +27,8 @@ Write = Callable[[dict[str, Any]], Written]
 @pytest.fixture(scope="module")
 def write(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> Write:
     """What the base of ``plan`` writes; the same request is computed once."""
-    own = writer(Pair(plan(tmp_path_factory.mktemp("none") / "none")).generator)
+    pair = Pair(plan(tmp_path_factory.mktemp("none") / "none"))
+    own = writer(SpeculativeGenerator(pair.base, pair.drafter, pair.loaded.tokenizer))
     found: dict[str, Written] = {}
 
     def write(asked: dict[str, Any]) -> Written:
@@ -58,7 +60,7 @@ def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served:
     assert (told["agreement"], told["surprise"], told["prompts_alike"], told["tokens_told"]) == (1.0, None, 1.0, 1.0)
     assert told["positions"] == 16 * told["texts"]
     assert any("would have written 100.0% of" in note for note in found.notes)
-    own = Corpus.of(Pair(plan(tmp_path / "own")))
+    own = gather(Pair(plan(tmp_path / "own")))
     assert found.corpus.kinds[0] == own.kinds[0]
     assert found.corpus.held_out == own.held_out
     # Greedily, and once more as it is served otherwise.
@@ -79,16 +81,16 @@ def test_a_run_goes_on_with_what_is_missing(
 
     setting = of_server(plan, tmp_path / "tuned", served)
     with pytest.raises(Stopped):
-        Corpus.of(Pair(setting), stop)
+        gather(Pair(setting), stop)
     stored = sum(len(path.read_text().splitlines()) for path in (setting.work / "text").iterdir())
     assert stored == 8
     served.asked.clear()
-    first = Corpus.of(Pair(setting))
+    first = gather(Pair(setting))
     prompts = {(asked["prompt"], asked["temperature"]) for _, asked in served.asked}
     every = sum(len(path.read_text().splitlines()) for path in (setting.work / "text").iterdir())
     assert len(served.asked) == len(prompts) == every - stored, "nothing is asked twice"
     served.asked.clear()
-    again = Corpus.of(Pair(setting))
+    again = gather(Pair(setting))
     assert (served.asked, again) == ([], first)
 
 
@@ -97,10 +99,10 @@ def test_tokens_are_those_of_the_text_where_they_are_not_told(
 ) -> None:
     served.write = lambda asked: replace(write(asked), ids=None)
     pair = Pair(of_server(plan, tmp_path / "tuned", served))
-    found = Corpus.of(pair)
+    found = gather(pair)
     assert found.text_from is not None
     assert found.text_from["tokens_told"] == 0
-    codec = pair.generator.codec
+    codec = pair.codec
     for text in found.kinds[0]:
         assert codec.continued(codec.decode(text.continuation) or "") == text.continuation
 
@@ -127,14 +129,14 @@ def test_another_base_is_noticed_before_training(
     served.write = another
     setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
     with pytest.raises(PairError, match=f"expected texts of the base at hand .{message}") as caught:
-        Corpus.of(Pair(setting))
+        gather(Pair(setting))
     assert caught.value.remedies == ("base",)
 
 
 def test_sampled_text_of_the_base_itself_is_no_surprise(
     plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
 ) -> None:
-    found = Corpus.of(Pair(of_server(plan, tmp_path / "tuned", served, temperature=1.0))).text_from
+    found = gather(Pair(of_server(plan, tmp_path / "tuned", served, temperature=1.0))).text_from
     assert found is not None
     assert found["agreement"] is None
     assert abs(found["surprise"]) < 0.1
@@ -153,7 +155,7 @@ def test_thoughts_without_tokens_are_no_text(
 
     served.overrides["/v1/completions"] = thinking
     with pytest.raises(MtpExtractError, match=r"expected (at least . )?texts of more than 3 tokens"):
-        Corpus.of(Pair(of_server(plan, tmp_path / "tuned", served)))
+        gather(Pair(of_server(plan, tmp_path / "tuned", served)))
     stored = [
         json.loads(line) for path in (tmp_path / "work" / "text").iterdir() for line in path.read_text().splitlines()
     ]
@@ -167,16 +169,9 @@ def test_what_a_server_wants_is_named_as_the_setting_has_it(
     served.key = "sesame"
     made = of_server(plan, tmp_path / "tuned", served)
     with pytest.raises(ServerError, match="wants a key") as caught:
-        Corpus.of(Pair(made))
+        gather(Pair(made))
     assert caught.value.remedies == ("text_key",)
     served.overrides["/v1/completions"] = lambda handler: handler.json({"error": "slow down"}, 429)
     with pytest.raises(ServerError, match="limits the rate") as caught:
-        Corpus.of(Pair(replace(made, text_key="sesame")))
+        gather(Pair(replace(made, text_key="sesame")))
     assert caught.value.remedies == ("batch",)
-
-
-def test_text_of_people_or_of_a_server(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    made = plan(tmp_path / "tuned", text_from="http://localhost:1", text=tmp_path / "x.txt", prompts=None)
-    with pytest.raises(MtpExtractError, match="texts by people or by a server, found both") as caught:
-        run_tuning(made)
-    assert caught.value.remedies == ("text", "text_from")

@@ -15,12 +15,11 @@ from helpers.first_pair import first_base
 
 from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import Prompt, read_prompts
+from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune import corpus
-from mtp_extract.tune import plan as planning
-from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, side_of
+from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, side_of
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.plan import TuningPlan
 from mtp_extract.tune.text import Writer, people_texts
@@ -35,8 +34,9 @@ def tokenizer() -> Any:
 
 def writing(tokenizer: Any, *, chat: bool = True, length: int = 100, context: int | None = None) -> Writer:
     base = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
-    generator = SimpleNamespace(codec=Codec(tokenizer, len(tokenizer)), base=base)
-    return cast(Any, Writer)(generator, Path(), "", length, 0.0, 0, 4, chat)
+    pair = SimpleNamespace(codec=Codec(tokenizer, len(tokenizer)), base=base)
+    plan = TuningPlan(Path(), "base", Path(), Path(), new_tokens=length, chat_template=chat)
+    return Writer(cast("Any", pair), plan)
 
 
 def chat(tokenizer: Any, *messages: dict[str, str]) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningP
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     made = plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)
-    found = Corpus.of(Pair(made))
+    found = gather(Pair(made))
     # Of those that end alike the first trained ones are left.
     assert len(found.trained) == wanted[TRAINED] - 2
     assert len(found.watched) == wanted[WATCHED] - 4
@@ -116,10 +116,10 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
 ) -> None:
     """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
     pair = Pair(plan(tmp_path / "tuned"))
-    once = Corpus.of(pair)
+    once = gather(pair)
     learned = (once.held_out[0],)
-    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [[(None, text) for text in learned]])
-    again = Corpus.of(pair)
+    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [learned])
+    again = gather(pair)
     assert again.kinds[1] == learned
     assert again.held_out == once.held_out[1:]
     assert again.repeats == once.repeats + 1
@@ -130,33 +130,18 @@ def test_a_shipped_prompt_that_does_not_fit_is_left_out(
 ) -> None:
     """Only to see whether other workloads get worse: no reason to refuse somebody's own prompts."""
     pair = Pair(plan(tmp_path / "tuned"))
-    whole = Corpus.of(pair)
+    whole = gather(pair)
     guards = [text for text, workload in zip(whole.held_out, whole.workloads, strict=True) if "shipped" in workload]
     longest = max(text.prompt_length for text in guards)
     monkeypatch.setattr(pair.base.config, "max_position_embeddings", longest - 1 + pair.plan.new_tokens)
-    found = Corpus.of(pair)
+    found = gather(pair)
     assert found.held_out == tuple(text for text in whole.held_out if text.prompt_length < longest)
     assert len(found.held_out) < len(whole.held_out)
 
 
-def test_of_shipped_prompts_those_that_fit_are_taken(
-    plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where none are given: nobody could shorten them."""
-    source = next(s for s in map("file {}".format, range(100)) if side_of(s) == TRAINED)
-    shipped = (*read_prompts(prompts), Prompt("code", "x = 1\n" * 60, source))
-    monkeypatch.setattr(planning, "shipped_prompts", lambda: shipped)
-    pair = Pair(plan(tmp_path / "tuned", prompts=None))
-    monkeypatch.setattr(pair.base.config, "max_position_embeddings", 80)
-    found = Corpus.of(pair)
-    assert found.own == len(found.held_out)
-    assert "other workloads" not in " ".join(found.notes)
-    assert found.kinds[0] == Corpus.of(Pair(plan(tmp_path / "tuned"))).kinds[0]
-
-
 def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """Served greedily: its own text, drawn text from its beginning on, and greedy text from within the drawn."""
-    made = Corpus.of(Pair(plan(tmp_path / "tuned")))
+    made = gather(Pair(plan(tmp_path / "tuned")))
     served, drawn, branches = made.kinds
     assert made.trained == (*served, *drawn, *branches)
     assert {text.prompt_length for text in drawn} == {1}
@@ -166,7 +151,7 @@ def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
         assert any(branch.prompt == text.tokens[: branch.prompt_length] for text in drawn)
     # The base goes on greedily from there, which is seldom what it drew.
     assert any(branch.tokens[: len(text.tokens)] != text.tokens for branch in branches for text in drawn)
-    sampled = Corpus.of(Pair(plan(tmp_path / "tuned", temperature=0.7)))
+    sampled = gather(Pair(plan(tmp_path / "tuned", temperature=0.7)))
     assert len(sampled.kinds) == 2
     assert {text.prompt_length for text in sampled.kinds[1]} == {1}
 
