@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.constant import constant_of
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.json_file import parse_json
-from mtp_extract.checkpoint.keys import HEADER, is_text, require_keys
+from mtp_extract.checkpoint.keys import HEADER, TEXT, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
 from mtp_extract.checkpoint.rounding import narrowed
 from mtp_extract.checkpoint.safetensors_file import read_header, read_metadata
@@ -111,7 +111,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
 def _schemes(path: Path) -> Mapping[str, Any]:
     """By name of weight, how many bits its codes have and what was folded into its scales."""
     metadata = read_metadata(path)
-    require_keys(path, metadata, {}, {**HEADER, _SCHEMES: is_text})
+    require_keys(path, metadata, {}, {**HEADER, _SCHEMES: TEXT})
     try:
         found: Mapping[str, Any] = parse_json(metadata[_SCHEMES])
         return {name: dict(scheme) for name, scheme in found.items()}

@@ -6,7 +6,7 @@ because no engine computes another function for it, are data: :data:`AllowedKeys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -14,52 +14,34 @@ from typing import Any
 
 from mtp_extract.errors import CheckpointError, escape, few
 
-Allowed = Callable[[Any], bool]
+Allowed = tuple[Any, ...]
+"""What a value may be for nothing to change: each a value, or a type of values; truth values are no numbers."""
+
 AllowedKeys = Mapping[str, Allowed]
-"""Key, with dots where it lies deeper and wildcards as in file names → whether a value of it changes nothing."""
+"""Key, with dots where it lies deeper and wildcards as in file names → what it may be."""
 
+ANYTHING: Allowed = (object,)
+"""The key is read in full elsewhere, or by nothing that computes."""
 
-def some(*values: Any) -> Allowed:
-    """Whether a value is one of these."""
-    return lambda found: any(_same(found, value) for value in values)
-
-
-def anything(found: Any) -> bool:
-    """Any value: the key is read in full elsewhere, or by nothing that computes."""
-    return True
-
-
-def is_text(found: Any) -> bool:
-    """Text that nothing is computed from."""
-    return found is None or isinstance(found, str)
-
-
-def is_number(found: Any) -> bool:
-    """A number that nothing is computed from."""
-    return found is None or (isinstance(found, int | float) and not isinstance(found, bool))
-
-
-def is_whole(found: Any) -> bool:
-    """An integer, or several, that nothing is computed from."""
-    several = found if isinstance(found, list) else [found]
-    return all(value is None or (isinstance(value, int) and not isinstance(value, bool)) for value in several)
-
-
-off = some(None, False, 0, [], {})
+TEXT: Allowed = (str, None)
+NUMBER: Allowed = (int, float, None)
+WHOLE: Allowed = (int, list, None)
+FLAG: Allowed = (bool, None)
+OFF: Allowed = (None, False, 0, [], {})
 """What is not there, in each of its forms."""
 
 
-def allow(fits: Allowed, *keys: str) -> AllowedKeys:
-    """Every one of ``keys``, which spaces part, if ``fits``."""
-    return dict.fromkeys(" ".join(keys).split(), fits)
+def allow(values: Allowed, *keys: str) -> AllowedKeys:
+    """Every one of ``keys``, which spaces part, may be ``values``."""
+    return dict.fromkeys(" ".join(keys).split(), values)
 
 
 def at(places: Iterable[str], keys: AllowedKeys) -> AllowedKeys:
     """``keys`` below each of ``places``, which end in a dot or are empty."""
-    return {f"{place}{key}": fits for place in places for key, fits in keys.items()}
+    return {f"{place}{key}": values for place in places for key, values in keys.items()}
 
 
-HEADER: AllowedKeys = MappingProxyType({"format": some("pt", "mlx"), "mtp_extract": is_text})
+HEADER: AllowedKeys = MappingProxyType({"format": ("pt", "mlx"), "mtp_extract": TEXT})
 """What the header of a safetensors file may say beside its tensors."""
 
 
@@ -87,12 +69,20 @@ def unexpected_keys(
     """
     for key in dict.fromkeys([*found, *made]):
         name, value, expected = f"{place}{key}", found.get(key), made.get(key)
-        if _same(value, expected) or any(fnmatchcase(name, p) and fits(value) for p, fits in tolerated.items()):
+        allowed = (one for pattern, values in tolerated.items() if fnmatchcase(name, pattern) for one in values)
+        if _same(value, expected) or any(_is(value, one) for one in allowed):
             continue
         if isinstance(value, Mapping) and isinstance(expected, Mapping):
             yield from unexpected_keys(value, expected, tolerated, f"{name}.")
         else:
             yield f"says {escape(name)} {escape(value)}" if key in found else f"says nothing of {escape(name)}"
+
+
+def _is(value: Any, allowed: Any) -> bool:
+    """Whether ``value`` is what ``allowed`` is, or of that type."""
+    if not isinstance(allowed, type):
+        return _same(value, allowed)
+    return allowed is object or (isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool)))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -255,7 +255,7 @@ class DirectoryFormat:
                     packed[role.name] = how
             made = self._document(config, packed, "")
         expected = {
-            stem + part.suffix: reading.Expected(role.path, part.shape, part.dtype)
+            stem + part.suffix: (part.shape, part.dtype)
             for role, (stem, parts) in self._layout(shapes, packed).items()
             for part in parts
         }

@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import AllowedKeys, allow, anything, at, is_text, is_whole, off, require_keys, some
+from mtp_extract.checkpoint.keys import ANYTHING, OFF, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import common_dtype, read_array, stored_weight
 from mtp_extract.checkpoint.weight import Weight
@@ -198,28 +198,42 @@ _Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=
 """Numbers of layers of the base."""
 
 
+class _Eagle(Struct):
+    eagle_aux_hidden_state_layer_ids: _Layers | None = None
+    norm_before_fc: bool | None = None
+
+
+class _Eagle3(Struct):
+    eagle_aux_hidden_state_layer_ids: _Layers | None = None
+    eagle_config: _Eagle | None = None
+
+
 def _flat_eagle3(document: Mapping[str, Any]) -> dict[str, Any]:
-    eagle = reading.Keys(reading.Keys(document)("eagle_config", dict[str, Any] | None, None) or {}, "eagle_config.")
-    leaving = eagle(IDS, _Layers | None, None) or []
-    layers = reading.Keys(document)(IDS, _Layers | None, None) or [layer + 1 for layer in leaving]
+    found = reading.fields_of(document, _Eagle3)
+    eagle = found.eagle_config or _Eagle()
+    leaving = eagle.eagle_aux_hidden_state_layer_ids or []
+    layers = found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
     if not layers:
         raise CheckpointError(
             f"expected {IDS}, found none; engines take 2, n // 2 and n − 3 of a base of n layers: write those that the "
             "head was trained with"
         )
-    norm = eagle("norm_before_fc", bool | None, None)
-    return {**document, IDS: layers, **({} if norm is None else {"norm_before_fc": norm})}
+    norm = {} if eagle.norm_before_fc is None else {"norm_before_fc": eagle.norm_before_fc}
+    return {**document, IDS: layers, **norm}
+
+
+class _Speculators(Struct):
+    speculators_model_type: Literal["eagle3"]
+    transformer_layer_config: dict[str, Any]
+    norm_before_residual: bool  # speculators takes false where there is none, vLLM true
 
 
 def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
-    found = reading.Keys(document)
-    found("speculators_model_type", Literal["eagle3"])
-    found("norm_before_residual", bool)  # speculators takes false where there is none, vLLM true
+    llama = reading.fields_of(document, _Speculators).transformer_layer_config
     verifier = document.get("speculators_config")
     for key in ("verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
-    beside = {key: document[key] for key in (IDS, *_FLAGS) if key in document}
-    return {**found(LLAMA, dict[str, Any]), **beside, _BASE: verifier}
+    return {**llama, **{key: document[key] for key in (IDS, *_FLAGS) if key in document}, _BASE: verifier}
 
 
 class _Rope(Struct, forbid_unknown_fields=True):
@@ -227,6 +241,29 @@ class _Rope(Struct, forbid_unknown_fields=True):
 
     rope_theta: Number
     rope_type: Literal["default"] = "default"
+
+
+class _Flat(Struct):
+    """Of all keys at the top level those that are read."""
+
+    model_type: Literal["llama"]  # in one of qwen3, which vLLM alone serves, queries and keys are normed
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    eagle_aux_hidden_state_layer_ids: _Layers
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    target_hidden_size: Size | None = None
+    draft_vocab_size: Size | None = None
+    rms_norm_eps: Number = 1e-6
+    max_position_embeddings: Size | None = None
+    rope_theta: Number | None = None
+    rope_parameters: _Rope | None = None
+    fc_norm: bool | None = None
+    norm_before_fc: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
 
 
 def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
@@ -239,29 +276,25 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
         CheckpointError: a key is missing or of the wrong type or range.
         DrafterError: a shape that no head has.
     """
-    found = reading.Keys(flat)
-    found("model_type", Literal["llama"])  # in one of qwen3, which vLLM alone serves, queries and keys are normed
-    rope = found("rope_parameters", _Rope | None, None)
-    theta = rope.rope_theta if rope else found("rope_theta", Number | None, None)
+    found = reading.fields_of(flat, _Flat)
+    theta, base = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta, flat.get(_BASE)
     if theta is None:
         raise CheckpointError(
             "expected rope_theta, found none, for which engines take 10000; write what the head was trained with"
         )
-    same = found.fields({name: name for name in _OWN_NAMES})
-    heads, base = found("num_attention_heads", Size), flat.get(_BASE)
     return Eagle3Config(
-        backbone_hidden_size=found("target_hidden_size", Size | None, None) or same["hidden_size"],
-        draft_vocab_size=found("draft_vocab_size", Size | None, None) or same["vocab_size"],
-        num_heads=heads,
-        num_kv_heads=found("num_key_value_heads", Size | None, None) or heads,
-        head_dim=found("head_dim", Size | None, None) or max(same["hidden_size"] // heads, 1),
-        base_layers=tuple(found(IDS, _Layers)),
+        backbone_hidden_size=found.target_hidden_size or found.hidden_size,
+        draft_vocab_size=found.draft_vocab_size or found.vocab_size,
+        num_heads=found.num_attention_heads,
+        num_kv_heads=found.num_key_value_heads or found.num_attention_heads,
+        head_dim=found.head_dim or max(found.hidden_size // found.num_attention_heads, 1),
+        base_layers=tuple(found.eagle_aux_hidden_state_layer_ids),
         rope_theta=theta,
         own_embedding=own_embedding,
         # A path of whoever trained means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
-        **same,
-        **{name: bool(found(name, bool | None, None)) for name in _NORMS},
+        **{name: getattr(found, name) for name in _OWN_NAMES},
+        **{name: bool(getattr(found, name)) for name in _NORMS},
     )
 
 
@@ -275,15 +308,15 @@ _TOLERATED: AllowedKeys = at(
     {
         **UNCOMPUTED,
         # What a head has not, in other words.
-        **allow(some(False, None), "attention_bias mlp_bias bias use_aux_norm"),
-        **allow(some(1), "logit_scale partial_rotary_factor pretraining_tp"),
-        **allow(off, "sliding_window use_sliding_window"),
-        "layer_types": some(["full_attention"]),
+        **allow((False, None), "attention_bias mlp_bias bias use_aux_norm"),
+        **allow((1,), "logit_scale partial_rotary_factor pretraining_tp"),
+        **allow(OFF, "sliding_window use_sliding_window"),
+        "layer_types": (["full_attention"],),
         # Implied where they are missing.
-        **allow(some(None), "head_dim num_key_value_heads rope_theta tie_word_embeddings"),
-        **allow(some(None), *_FLAGS),
-        "rope_parameters": anything,  # which is read in full
-        "max_window_layers": is_whole,
+        **allow((None,), "head_dim num_key_value_heads rope_theta tie_word_embeddings"),
+        **allow((None,), *_FLAGS),
+        "rope_parameters": ANYTHING,  # which is read in full
+        "max_window_layers": WHOLE,
     },
 )
 """What the Llama configuration and the keys beside it may say otherwise than they are written here."""
@@ -294,10 +327,10 @@ EAGLE = HeadFormat(
     _flat_eagle3,
     {
         **_TOLERATED,
-        _BASE: is_text,
-        "architectures": some(["Eagle3LlamaForCausalLM"]),
-        "eagle_config.norm_before_fc": some(True, False),
-        **allow(some(None), "eagle_config eagle_config.use_aux_hidden_state", IDS, f"eagle_config.{IDS}"),
+        _BASE: TEXT,
+        "architectures": (["Eagle3LlamaForCausalLM"],),
+        "eagle_config.norm_before_fc": (True, False),
+        **allow((None,), "eagle_config eagle_config.use_aux_hidden_state", IDS, f"eagle_config.{IDS}"),
     },
 )
 
@@ -307,10 +340,10 @@ SPECULATORS = HeadFormat(
     _flat_speculators,
     {
         **_TOLERATED,
-        "speculators_version": is_text,
-        f"{LLAMA}.architectures": anything,
+        "speculators_version": TEXT,
+        f"{LLAMA}.architectures": ANYTHING,
         # Which base it is for, and how many tokens to propose.
-        **allow(anything, "speculators_config.verifier* speculators_config.*proposal_method*"),
+        **allow(ANYTHING, "speculators_config.verifier* speculators_config.*proposal_method*"),
     },
 )
 

@@ -113,7 +113,7 @@ class GgufFormat:
         header, config = _config(path)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         reading.check_tensors(
-            {names[role]: reading.Expected(role.path, shape) for role, shape in shapes_of(config).items()},
+            {names[role]: (shape, "") for role, shape in shapes_of(config).items()},
             header.tensors,
             more=(_ROPE,),
         )

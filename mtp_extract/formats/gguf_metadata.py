@@ -13,23 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, as_stored
-from mtp_extract.checkpoint.keys import (
-    AllowedKeys,
-    allow,
-    anything,
-    at,
-    is_number,
-    is_text,
-    is_whole,
-    require_keys,
-    some,
-)
+from mtp_extract.checkpoint.keys import ANYTHING, NUMBER, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Number, Share, Size
+from mtp_extract.formats.reading import Activation, Number, Share, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
 from mtp_extract.litertlm.storage import Floats
 
@@ -53,28 +44,28 @@ _NUMBERS = (
 
 _TOLERATED: AllowedKeys = MappingProxyType(
     {
-        ARCHITECTURE: some(ARCH),
-        "general.type": some("model"),
+        ARCHITECTURE: (ARCH,),
+        "general.type": ("model",),
         # What it is called, who made it, and how one samples from a model that is no drafter.
         **at(
             ["general."],
             allow(
-                anything,
+                ANYTHING,
                 "name author version organization finetune basename description quantized_by size_label license* url",
                 "doi uuid repo_url source.* base_model.* dataset.* tags languages sampling.* file_type alignment",
                 "quantization_version",
             ),
         ),
         # Drafts are tokens of the base, whatever a file calls them; that they are as many is read.
-        **allow(anything, "tokenizer.* quantize.imatrix.*"),
-        f"{ARCH}.context_length": is_whole,
-        f"{ARCH}.attention.head_count_kv": anything,  # which is read in full
+        **allow(ANYTHING, "tokenizer.* quantize.imatrix.*"),
+        f"{ARCH}.context_length": WHOLE,
+        f"{ARCH}.attention.head_count_kv": ANYTHING,  # which is read in full
         # Implied where they are missing.
-        **allow(some(None), f"{ARCH}.vocab_size", f"{OWN}hidden_activation"),
-        **at([f"{ARCH}."], allow(some(1), "attention.scale rope.scaling.factor")),
-        **at([f"{ARCH}."], allow(some(0), "expert_count expert_used_count")),
-        **at([OWN], allow(is_text, "version source.* section.*")),
-        **at([OWN], allow(is_number, "rope.* attention.* final_logit_softcapping")),
+        **allow((None,), f"{ARCH}.vocab_size", f"{OWN}hidden_activation"),
+        **at([f"{ARCH}."], allow((1,), "attention.scale rope.scaling.factor")),
+        **at([f"{ARCH}."], allow((0,), "expert_count expert_used_count")),
+        **at([OWN], allow(TEXT, "version source.* section.*")),
+        **at([OWN], allow(NUMBER, "rope.* attention.* final_logit_softcapping")),
     }
 )
 """What a file may say otherwise than it is written here: by whom, of what, and for which tokens."""
@@ -161,19 +152,34 @@ def notes_of_config(config: DrafterConfig) -> tuple[str, ...]:
     return tuple(note for note, holds in notes.items() if holds)
 
 
-_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "embedding_length_out": "backbone_hidden_size",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_heads",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        "final_logit_softcapping": "final_logit_softcap",
-        "context_length": "max_position_embeddings",
-        f"{OWN}hidden_activation": "hidden_activation",
-    }
+class _Read(Struct, kw_only=True):
+    """Of a file's keys those that are read, under their own names or llama.cpp's after the architecture's."""
+
+    layers: Size = field(name="block_count")
+    hidden_size: Size = field(name="embedding_length")
+    backbone_hidden_size: Size = field(name="embedding_length_out")
+    intermediate_size: Size = field(name="feed_forward_length")
+    num_heads: Size = field(name="attention.head_count")
+    num_kv_heads: Size | list[Size] = field(name="attention.head_count_kv")
+    head_dim: Size = field(name="attention.key_length")
+    sliding_head_dim: Size = field(name="attention.key_length_swa")
+    sliding_window: Size = field(name="attention.sliding_window")
+    slides: list[bool] = field(name="attention.sliding_window_pattern")
+    theta: Number = field(name="rope.freq_base")
+    sliding_theta: Number = field(name="rope.freq_base_swa")
+    factor: Number = field(name=_FACTOR, default=1.0)
+    share: Share | None = field(name=f"{OWN}rope.partial_rotary_factor", default=None)
+    rms_norm_eps: Number = field(name="attention.layer_norm_rms_epsilon", default=1e-6)
+    final_logit_softcap: Number | None = field(name="final_logit_softcapping", default=None)
+    hidden_activation: Activation = field(name=f"{OWN}hidden_activation", default="gelu_pytorch_tanh")
+    max_position_embeddings: Size | None = field(name="context_length", default=None)
+
+
+_SAME = (
+    *("hidden_size", "backbone_hidden_size", "intermediate_size", "num_heads", "rms_norm_eps"),
+    *("final_logit_softcap", "hidden_activation", "max_position_embeddings"),
 )
-"""Key → field of a DrafterConfig."""
+"""Fields of both that and a DrafterConfig."""
 
 
 def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
@@ -220,23 +226,18 @@ def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None
     if factors is not None and turned:
         keys[_FACTOR] = _plain(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
-    found = reading.Keys(keys)
-    slides, count = found("attention.sliding_window_pattern", list[bool]), found("block_count", Size)
-    kv_heads = found("attention.head_count_kv", Size | list[Size])
-    heads = kv_heads if isinstance(kv_heads, list) else [kv_heads] * count
-    if not count == len(slides) == len(heads):
+    found = reading.fields_of(keys, _Read)
+    heads = found.num_kv_heads if isinstance(found.num_kv_heads, list) else [found.num_kv_heads] * found.layers
+    if not found.layers == len(found.slides) == len(heads):
         raise CheckpointError(
-            f"expected attention.sliding_window_pattern and head_count_kv of {count} layers, found {len(slides)} and "
-            f"{len(heads)}; check the file"
+            f"expected sliding_window_pattern and head_count_kv of {found.layers} layers, found others; check the file"
         )
-    width, window = found("attention.key_length", Size), found("attention.sliding_window", Size)
-    share = found(f"{OWN}rope.partial_rotary_factor", Share | None, None) or 2 * turned / width or 1.0
-    full = RopeConfig(found("rope.freq_base", Number), share, found(_FACTOR, Number, 1.0))
-    sliding, width_swa = RopeConfig(found("rope.freq_base_swa", Number)), found("attention.key_length_swa", Size)
+    share = found.share or 2 * turned / found.head_dim or 1.0
+    full, sliding = RopeConfig(found.theta, share, found.factor), RopeConfig(found.sliding_theta)
     layers = tuple(
-        LayerConfig(SLIDING, width_swa, of_base, window, sliding)
-        if is_sliding
-        else LayerConfig(FULL, width, of_base, None, full)
-        for is_sliding, of_base in zip(slides, heads, strict=True)
+        LayerConfig(SLIDING, found.sliding_head_dim, of_base, found.sliding_window, sliding)
+        if slides
+        else LayerConfig(FULL, found.head_dim, of_base, None, full)
+        for slides, of_base in zip(found.slides, heads, strict=True)
     )
-    return DrafterConfig(vocab_size=vocabulary, layers=layers, **found.fields(_FIELDS))
+    return DrafterConfig(vocab_size=vocabulary, layers=layers, **{name: getattr(found, name) for name in _SAME})

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.checkpoint.keys import allow, anything, is_number, is_text, off, some
+from mtp_extract.checkpoint.keys import ANYTHING, NUMBER, OFF, TEXT, allow
 from mtp_extract.checkpoint.packing import row_bytes
 from mtp_extract.checkpoint.planned import DTYPE_SIZES
 from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed, Part
@@ -63,7 +63,7 @@ MLX = DirectoryFormat(
     "format keeps whole rows of any length",
     unties=False,
     header="mlx",
-    tolerated=allow(some(None), "mode *.mode"),  # affine where nothing is said
+    tolerated=allow((None,), "mode *.mode"),  # affine where nothing is said
 )
 
 
@@ -129,11 +129,11 @@ def _compressed(name: str, floats_head_for: str = "") -> DirectoryFormat:
         tolerated=MappingProxyType(
             {
                 # What would change the numbers that an engine computes.
-                **allow(off, "kv_cache_scheme sparsity_config transform_config config_groups.*.*_activations"),
-                "config_groups.*.format": some("pack-quantized"),
-                "config_groups.*.weights.observer*": anything,
-                "version": is_text,
-                "global_compression_ratio": is_number,
+                **allow(OFF, "kv_cache_scheme sparsity_config transform_config config_groups.*.*_activations"),
+                "config_groups.*.format": ("pack-quantized",),
+                "config_groups.*.weights.observer*": ANYTHING,
+                "version": TEXT,
+                "global_compression_ratio": NUMBER,
             }
         ),
     )

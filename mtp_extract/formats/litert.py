@@ -11,18 +11,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import Struct
+
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import is_whole, require_keys
+from mtp_extract.checkpoint.keys import WHOLE, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Size
-from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, parse_rope, rope_parameters
+from mtp_extract.formats.reading import Activation, Number, Size
+from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, Rope, rope_of, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
 _SIZES = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size")
@@ -66,14 +68,14 @@ class LitertFormat:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            found = reading.Keys(document)
-            config, names = _config(found), found("tensors", dict[str, str])
+            found = reading.fields_of(document, _Read)
+            config, names = found.config(), found.tensors
             roles = {role.name: role for role in shapes_of(config)}
             if unknown := sorted(names.keys() - roles.keys()):
                 raise CheckpointError(f"expected no role {', '.join(map(escape, unknown))}; extract the drafter anew")
             if missing := sorted(name for name in roles if name not in names and not roles[name].optional):
                 raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
-        require_keys(path, document, _document(config, names), {"max_position_embeddings": is_whole})
+        require_keys(path, document, _document(config, names), {"max_position_embeddings": WHOLE})
         return config, names
 
     def read(self, directory: Path) -> Checkpoint:
@@ -122,24 +124,37 @@ def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]
     }
 
 
-def _config(found: reading.Keys) -> DrafterConfig:
-    """The shape that ``mtp_drafter_config.json`` describes.
+class _Read(Struct):
+    """Of ``mtp_drafter_config.json`` what is read."""
 
-    Raises:
-        CheckpointError: a key is missing or of the wrong type or range, or lists are of unequal length.
-        DrafterError: a shape that no drafter has.
-    """
-    kinds = found("layer_types", LayerTypes)
-    columns = [found(key, list[Size]) for key in ("head_dims", "num_kv_heads")]
-    columns.append(found("sliding_windows", list[Size | None]))
-    if {len(column) for column in columns} != {len(kinds)}:
-        raise CheckpointError(
-            "expected as many head_dims, num_kv_heads and sliding_windows as layer_types, found others"
-        )
-    rope = found.within("rope")
-    layers = []
-    for kind, head_dim, heads, window in zip(kinds, *columns, strict=True):
-        if kind == SLIDING and window is None:
-            raise CheckpointError("expected a window for each sliding layer, found none; extract the drafter anew")
-        layers.append(LayerConfig(kind, head_dim, heads, window if kind == SLIDING else None, parse_rope(rope, kind)))
-    return DrafterConfig(layers=tuple(layers), **found.fields({name: name for name in _OWN_NAMES}))
+    backbone_hidden_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_heads: Size
+    layer_types: LayerTypes
+    head_dims: list[Size]
+    num_kv_heads: list[Size]
+    sliding_windows: list[Size | None]
+    rope: dict[str, Rope]
+    tensors: dict[str, str]
+    attention_scale: Number = 1.0
+    rms_norm_eps: Number = 1e-6
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+    final_logit_softcap: Number | None = None
+    max_position_embeddings: Size | None = None
+
+    def config(self) -> DrafterConfig:
+        """The shape of the drafter.
+
+        Raises:
+            CheckpointError: lists of unequal length, a sliding layer without a window, or a layer without RoPE.
+            DrafterError: a shape that no drafter has.
+        """
+        columns = (self.layer_types, self.head_dims, self.num_kv_heads, self.sliding_windows)
+        if len({len(column) for column in columns}) > 1:
+            raise CheckpointError("expected head_dims, num_kv_heads and sliding_windows of each layer, found others")
+        if any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):
+            raise CheckpointError("expected a window for each sliding layer and for no other, found others")
+        layers = (LayerConfig(*layer, rope_of(self.rope, layer[0])) for layer in zip(*columns, strict=True))
+        return DrafterConfig(layers=tuple(layers), **{name: getattr(self, name) for name in _OWN_NAMES})

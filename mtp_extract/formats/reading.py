@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
+from msgspec import Meta, Struct
 
-from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import HEADER, anything, require_keys
+from mtp_extract.checkpoint.keys import ANYTHING, HEADER, require_keys
 from mtp_extract.checkpoint.safetensors_file import read_header, read_metadata
 from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape, few
+from mtp_extract.io.typed import read
 
 Stored = Mapping[str, tuple[Path, StoredTensor]]
 """Tensor → the file that holds it, and where in it."""
 
-Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
-Number = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
-Share = Annotated[float, msgspec.Meta(ge=1e-30, le=1.0)]
+Fields = TypeVar("Fields", bound=Struct)
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Number = Annotated[float, Meta(ge=1e-30, le=1e30)]
+Share = Annotated[float, Meta(ge=1e-30, le=1.0)]
 Activation = Literal["gelu_pytorch_tanh", "gelu"]
 """transformers' name of a gate's function."""
 
@@ -56,73 +56,17 @@ def kind_of(path: Path) -> str:
     return method if method in _QUANTIZED else "transformers"
 
 
-_FIELDS: Mapping[str, Any] = MappingProxyType(
-    {
-        "backbone_hidden_size": Size,
-        "hidden_size": Size,
-        "intermediate_size": Size,
-        "vocab_size": Size,
-        "num_heads": Size,
-        "attention_scale": Number,
-        "rms_norm_eps": Number,
-        "final_logit_softcap": Number | None,
-        "hidden_activation": Activation,
-        "max_position_embeddings": Size | None,
-    }
-)
-"""Fields of a drafter's config that configurations have as they are → what they may be."""
+def fields_of(document: Mapping[str, Any], kind: type[Fields]) -> Fields:
+    """The fields of ``document`` that ``kind`` has; those that it has not are passed over.
 
-_OPTIONAL = {field.name for field in fields(DrafterConfig) if field.default is not MISSING}
-
-_REQUIRED: Any = object()
-
-
-@dataclass(frozen=True)
-class Keys:
-    """An object of a configuration, of which each key is read as what it may be, and those not asked for passed over.
-
-    Attributes:
-        place: where it lies, for messages; empty or ends in a dot.
+    Raises:
+        CheckpointError: one is missing, of another type or out of range; the message names it.
     """
-
-    found: Mapping[str, Any]
-    place: str = ""
-
-    def __call__(self, key: str, kind: Any, default: Any = _REQUIRED) -> Any:
-        """What ``key`` says, a value of the type ``kind``; ``default`` where it is not there.
-
-        Raises:
-            CheckpointError: it is missing, of another type or out of range; the message names its place.
-        """
-        name = escape(f"{self.place}{key}")
-        if key not in self.found:
-            if default is _REQUIRED:
-                raise CheckpointError(f"expected `{name}`, found none; check the config")
-            return default
-        try:
-            return msgspec.convert(self.found[key], kind)
-        except (msgspec.ValidationError, UnicodeEncodeError) as error:
-            what, _, inside = escape(error).partition(" - at `$")
-            raise CheckpointError(
-                f"{what[0].lower()}{what[1:]} at `{name}{inside.rstrip('`')}`; check the config"
-            ) from error
-
-    def within(self, key: str) -> Keys:
-        """The object that ``key`` is.
-
-        Raises:
-            CheckpointError: it is none.
-        """
-        return Keys(self(key, dict[str, Any]), f"{self.place}{key}.")
-
-    def fields(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Fields of a config, of ``names``: key → field. One that is not there keeps its default.
-
-        Raises:
-            CheckpointError: one that has none is missing, or is of another type or out of range.
-        """
-        there = {key: field for key, field in names.items() if key in self.found or field not in _OPTIONAL}
-        return {field: self(key, _FIELDS[field]) for key, field in there.items()}
+    try:
+        return read(document, kind)
+    except ValueError as error:
+        what = str(error).removeprefix("the whole: ")
+        raise CheckpointError(f"{escape(what)}; check the config") from error
 
 
 @contextmanager
@@ -136,6 +80,10 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except (CheckpointError, DrafterError, UnsupportedError) as error:
         raise CheckpointError(f"{escape(path)}: {error}") from error
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
 
 
 _ANEW = "extract the drafter anew"
@@ -152,7 +100,7 @@ def read_shards(directory: Path, name: str) -> Stored:
         require_keys(path, read_metadata(path), {}, HEADER)
     if index := index_of(directory, name):
         places = {tensor: path.name for tensor, (path, _) in found.items()}
-        require_keys(index, read_object(index), {"weight_map": places}, {"metadata": anything})
+        require_keys(index, read_object(index), {"weight_map": places}, {"metadata": ANYTHING})
     return found
 
 
@@ -179,7 +127,7 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
         return _tensors(directory / name, advice)
     found: dict[str, tuple[Path, StoredTensor]] = {}
     with naming(index):
-        places = Keys(read_object(index))("weight_map", dict[str, str])
+        places = fields_of(read_object(index), _Index).weight_map
         for file in dict.fromkeys(places.values()):
             if Path(file).name != file:
                 raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
@@ -216,46 +164,32 @@ def weights_of(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
-    expected = {names[role]: Expected(role.path, shape, dtype) for role, shape in shapes.items()}
+    expected = {names[role]: (shape, dtype) for role, shape in shapes.items()}
     check_tensors(expected, {name: tensor for name, (_, tensor) in stored.items()}, more)
     return {role.name: stored_weight(*stored[names[role]], names[role]) for role in shapes}
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A tensor that a config asks for."""
-
-    path: str  # of the module that wants it
-    shape: tuple[int, ...]
-    dtype: str = ""  # its only type; empty where several will do
-
-
-class _Tensor(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> object: ...
-
-
-def check_tensors(expected: Mapping[str, Expected], found: Mapping[str, _Tensor], more: Iterable[str] = ()) -> None:
+def check_tensors(
+    expected: Mapping[str, tuple[tuple[int, ...], str]], found: Mapping[str, StoredTensor], more: Iterable[str] = ()
+) -> None:
     """Hold the tensors of a file against what its config asks for.
 
     Args:
+        expected: by name: shape and type, which is empty where several will do.
         more: names that may be there as well.
 
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
     problems = []
-    for name, wanted in expected.items():
+    for name, (shape, dtype) in expected.items():
         tensor = found.get(name)
         if tensor is None:
-            problems.append(f"{escape(name)}: expected a tensor for {wanted.path}, found none")
-        elif tensor.shape != wanted.shape:
-            problems.append(f"{escape(name)}: expected shape {list(wanted.shape)}, found {list(tensor.shape)}")
-        elif wanted.dtype not in ("", tensor.dtype):
-            problems.append(f"{escape(name)}: expected {wanted.dtype}, found {escape(tensor.dtype)}")
+            problems.append(f"{escape(name)}: expected a tensor, found none")
+        elif tensor.shape != shape:
+            problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(tensor.shape)}")
+        elif dtype not in ("", tensor.dtype):
+            problems.append(f"{escape(name)}: expected {dtype}, found {escape(tensor.dtype)}")
     problems += [
         f"{escape(name)}: expected no such tensor, found {list(found[name].shape)}"
         for name in found.keys() - expected.keys() - set(more)

@@ -18,21 +18,20 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import (
+    ANYTHING,
+    FLAG,
+    NUMBER,
+    OFF,
+    TEXT,
+    WHOLE,
     AllowedKeys,
     allow,
-    anything,
     at,
-    is_number,
-    is_text,
-    is_whole,
-    off,
     require_keys,
-    some,
 )
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
-from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Number, Share, Size
+from mtp_extract.formats.reading import Activation, Number, Share, Size, fields_of
 
 GENERATION_FILE = "generation_config.json"
 MAX_POSITIONS = 131072
@@ -137,48 +136,48 @@ GENERATION: Mapping[str, Any] = {
 }
 """``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
 
-_ANY_BOOL = some(True, False, None)
-
 UNCOMPUTED: AllowedKeys = MappingProxyType(
     {
         # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
-        **allow(some(None, *(dtype.transformers for dtype in DTYPES.values())), "dtype torch_dtype"),
-        **allow(is_whole, "*_token_id *_token_index max_position_embeddings"),
-        **allow(is_number, "initializer_range attention_dropout"),
-        **allow(is_text, "transformers_version _name_or_path problem_type"),
+        **allow((None, *(dtype.transformers for dtype in DTYPES.values())), "dtype torch_dtype"),
+        **allow(WHOLE, "*_token_id *_token_index max_position_embeddings"),
+        **allow(NUMBER, "initializer_range attention_dropout"),
+        **allow(TEXT, "transformers_version _name_or_path problem_type"),
         # What a model gives beside its result, of which a drafter has none.
-        **allow(off, "output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder"),
-        **allow(anything, "id2label label2id"),
-        **allow(_ANY_BOOL, "use_cache return_dict"),
+        **allow(OFF, "output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder"),
+        **allow(ANYTHING, "id2label label2id"),
+        **allow(FLAG, "use_cache return_dict"),
     }
 )
 """Keys of transformers' configurations from which nothing is computed."""
-
-_IN_TEXT: AllowedKeys = {
-    # What transformers takes where they are missing is what is read.
-    **allow(some(None), "hidden_activation rms_norm_eps global_head_dim model_type rope_parameters.*.rope_type"),
-    # Of experts, of which there is no block.
-    **allow(is_whole, "num_experts top_k_experts moe_intermediate_size"),
-    # 0 is what transformers takes for all, before it is filled in.
-    "num_kv_shared_layers": some(0, None),
-    "attention_k_eq_v": _ANY_BOOL,
-    # In other words, all of which are read: by layer, or as what is on or off.
-    "per_layer_config": anything,
-    **allow(some(1, None), "rope_parameters.*.factor rope_parameters.*.partial_rotary_factor"),
-}
 
 _TOLERATED: AllowedKeys = MappingProxyType(
     {
         **at(("", "text_config."), UNCOMPUTED),
         # What a drafter has not, in other words. In the base "vision" is said of images, of which a drafter sees none.
-        **at(("", "text_config."), allow(some(False, None), "attention_bias enable_moe_block use_double_wide_mlp")),
-        **at(("", "text_config."), {"use_bidirectional_attention": some(False, "vision")}),
-        **at(("text_config.",), _IN_TEXT),
-        "hidden_size_per_layer_input": some(0),
-        "architectures": some(None, ["Gemma4UnifiedAssistantForCausalLM"]),
-        "model_type": some(*_TYPES),
-        **allow(is_whole, "num_centroids centroid_intermediate_top_k"),
-        "use_ordered_embeddings": some(None),
+        **at(("", "text_config."), allow((False, None), "attention_bias enable_moe_block use_double_wide_mlp")),
+        **at(("", "text_config."), {"use_bidirectional_attention": (False, "vision")}),
+        **at(
+            ("text_config.",),
+            {
+                # What transformers takes where they are missing is what is read.
+                **allow((None,), "hidden_activation rms_norm_eps global_head_dim model_type"),
+                **allow((None,), "rope_parameters.*.rope_type"),
+                # Of experts, of which there is no block.
+                **allow(WHOLE, "num_experts top_k_experts moe_intermediate_size"),
+                # 0 is what transformers takes for all, before it is filled in.
+                "num_kv_shared_layers": (0, None),
+                "attention_k_eq_v": FLAG,
+                # In other words, all of which are read: by layer, or as what is on or off.
+                "per_layer_config": ANYTHING,
+                **allow((1, None), "rope_parameters.*.factor rope_parameters.*.partial_rotary_factor"),
+            },
+        ),
+        "hidden_size_per_layer_input": (0,),
+        "architectures": (None, ["Gemma4UnifiedAssistantForCausalLM"]),
+        "model_type": _TYPES,
+        **allow(WHOLE, "num_centroids centroid_intermediate_top_k"),
+        "use_ordered_embeddings": (None,),
     }
 )
 """What ``config.json`` may say otherwise than it is written here."""
@@ -186,11 +185,11 @@ _TOLERATED: AllowedKeys = MappingProxyType(
 _GENERATION: AllowedKeys = MappingProxyType(
     {
         **UNCOMPUTED,
-        "is_assistant": some(None),
+        "is_assistant": (None,),
         # How many drafts a round has, and how tokens are drawn: not what is drafted from.
-        **allow(is_number, "num_assistant_tokens assistant_confidence_threshold temperature top_k top_p"),
-        "num_assistant_tokens_schedule": is_text,
-        **allow(_ANY_BOOL, "_from_model_config do_sample"),
+        **allow(NUMBER, "num_assistant_tokens assistant_confidence_threshold temperature top_k top_p"),
+        "num_assistant_tokens_schedule": TEXT,
+        **allow(FLAG, "_from_model_config do_sample"),
     }
 )
 """What ``generation_config.json`` may say otherwise."""
@@ -214,12 +213,12 @@ def require_documents(
     Raises:
         CheckpointError: one of them says something else.
     """
-    tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
+    tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": (None, config.full.num_kv_heads), **more}
     if SLIDING not in config.rope:  # what is said of them is not read
-        tolerated |= allow(anything, f"text_config.rope_parameters.{SLIDING}")
-        tolerated |= allow(is_whole, "text_config.sliding_window text_config.head_dim")
+        tolerated |= allow(ANYTHING, f"text_config.rope_parameters.{SLIDING}")
+        tolerated |= allow(WHOLE, "text_config.sliding_window text_config.head_dim")
     if made["tie_word_embeddings"]:  # which is what engines take where nothing is said
-        tolerated |= allow(some(None), "tie_word_embeddings text_config.tie_word_embeddings")
+        tolerated |= allow((None,), "tie_word_embeddings text_config.tie_word_embeddings")
     require_keys(directory / "config.json", document, made, tolerated)
     path = directory / GENERATION_FILE
     if path.is_file():
@@ -229,17 +228,84 @@ def require_documents(
 LayerTypes = Annotated[list[Literal["sliding_attention", "full_attention"]], Meta(min_length=1, max_length=1024)]
 
 
+class Rope(Struct):
+    """RoPE of a type of layer, in transformers' terms."""
+
+    rope_theta: Number
+    rope_type: Literal["default", "proportional"] = "default"
+    partial_rotary_factor: Share | None = None
+    factor: Number | None = None
+
+
+def rope_of(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
+    """RoPE of ``layer_type``.
+
+    Raises:
+        CheckpointError: ``parameters`` have none.
+    """
+    if layer_type not in parameters:
+        raise CheckpointError(f"expected RoPE parameters of {layer_type}, found none; check the config")
+    rope = parameters[layer_type]
+    if rope.rope_type == "default":
+        return RopeConfig(rope.rope_theta)
+    return RopeConfig(rope.rope_theta, rope.partial_rotary_factor or 1.0, rope.factor or 1.0)
+
+
 class _Layer(Struct, forbid_unknown_fields=True):
     head_dim: Size | None = None
     num_key_value_heads: Size | None = None
 
 
+class _Text(Struct):
+    """Of ``text_config`` what is read; what may be missing is what transformers takes then."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    layer_types: LayerTypes
+    head_dim: Size
+    num_key_value_heads: Size
+    rope_parameters: dict[str, Rope]
+    rms_norm_eps: Number = 1e-6
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+    final_logit_softcapping: Number | None = None
+    max_position_embeddings: Size | None = None
+    sliding_window: Size | None = None
+    global_head_dim: Size = 512
+    attention_k_eq_v: bool | None = None
+    num_global_key_value_heads: Size | None = None  # counts only with attention_k_eq_v
+    per_layer_config: dict[str, _Layer] | None = None  # the form that transformers' save_pretrained writes
+
+    def layer(self, index: int, layer_type: str) -> LayerConfig:
+        """The layer of that number and type."""
+        head_dim, kv_heads = self.head_dim, self.num_key_value_heads
+        if self.per_layer_config is not None:
+            own = self.per_layer_config.get(str(index), _Layer())
+            head_dim, kv_heads = own.head_dim or head_dim, own.num_key_value_heads or kv_heads
+        elif layer_type == FULL:
+            head_dim = self.global_head_dim
+            if self.attention_k_eq_v:
+                kv_heads = self.num_global_key_value_heads or kv_heads
+        window = self.sliding_window if layer_type == SLIDING else None
+        if layer_type == SLIDING and window is None:
+            raise CheckpointError("expected sliding_window for sliding layers, found none; check the config")
+        return LayerConfig(layer_type, head_dim, kv_heads, window, rope_of(self.rope_parameters, layer_type))
+
+
+class _Document(Struct):
+    backbone_hidden_size: Size
+    text_config: _Text
+    use_ordered_embeddings: bool | None = None
+
+
+class _OrderedHead(Struct):
+    num_centroids: Size
+    centroid_intermediate_top_k: Size
+
+
 def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     """The parsed ``config.json`` of a ``gemma4_assistant`` (or ``gemma4_unified_assistant``).
-
-    Head dims and KV heads of the full layers are read from ``global_head_dim`` and ``num_global_key_value_heads`` (the
-    latter counts only with ``attention_k_eq_v``, as in transformers), or from ``per_layer_config``, the form
-    transformers' ``save_pretrained`` writes.
 
     Raises:
         CheckpointError: another model type, a missing key, or a value of the wrong type or range.
@@ -250,43 +316,14 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}; point to the "
             "drafter's directory, not the base model's"
         )
-    top, head = reading.Keys(document), None
-    text = top.within("text_config")
-    if top("use_ordered_embeddings", bool | None, None):
-        head = OrderedHeadConfig(top("num_centroids", Size), top("centroid_intermediate_top_k", Size))
+    found, head = fields_of(document, _Document), None
+    text = found.text_config
+    if found.use_ordered_embeddings:
+        ordered = fields_of(document, _OrderedHead)
+        head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)
     return DrafterConfig(
-        backbone_hidden_size=top("backbone_hidden_size", Size),
-        layers=tuple(_layer(text, index, kind) for index, kind in enumerate(text("layer_types", LayerTypes))),
+        backbone_hidden_size=found.backbone_hidden_size,
+        layers=tuple(text.layer(index, kind) for index, kind in enumerate(text.layer_types)),
         ordered_head=head,
-        **text.fields(_TEXT_FIELDS),
+        **{field: getattr(text, key) for key, field in _TEXT_FIELDS.items()},
     )
-
-
-def _layer(text: reading.Keys, index: int, layer_type: str) -> LayerConfig:
-    head_dim, kv_heads = text("head_dim", Size), text("num_key_value_heads", Size)
-    by_layer = text("per_layer_config", dict[str, _Layer] | None, None)
-    if by_layer is not None:
-        own = by_layer.get(str(index), _Layer())
-        head_dim, kv_heads = own.head_dim or head_dim, own.num_key_value_heads or kv_heads
-    elif layer_type == FULL:
-        head_dim = text("global_head_dim", Size, 512)  # as in transformers' Gemma4TextConfig
-        if text("attention_k_eq_v", bool | None, None):
-            kv_heads = text("num_global_key_value_heads", Size | None, None) or kv_heads
-    window = text("sliding_window", Size | None, None) if layer_type == SLIDING else None
-    if layer_type == SLIDING and window is None:
-        raise CheckpointError("expected sliding_window for sliding layers, found none; check the config")
-    return LayerConfig(layer_type, head_dim, kv_heads, window, parse_rope(text.within("rope_parameters"), layer_type))
-
-
-def parse_rope(parameters: reading.Keys, layer_type: str) -> RopeConfig:
-    """RoPE of ``layer_type``, from parameters in transformers' terms.
-
-    Raises:
-        CheckpointError: there is none, of another kind, or with a value of the wrong type or range.
-    """
-    rope = parameters.within(layer_type)
-    kind, theta = rope("rope_type", Literal["default", "proportional"], "default"), rope("rope_theta", Number)
-    if kind == "default":
-        return RopeConfig(theta)
-    share, factor = rope("partial_rotary_factor", Share | None, None), rope("factor", Number | None, None)
-    return RopeConfig(theta, share or 1.0, factor or 1.0)

@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.arranged import Arranged, Kept, arrange, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import is_text, require_keys
+from mtp_extract.checkpoint.keys import TEXT, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, plan_array
 from mtp_extract.checkpoint.stored import stored_weight
 from mtp_extract.checkpoint.weight import Weight, filled
@@ -55,7 +55,7 @@ class ToyFormat:
         fields = {key: value for key, value in document.items() if key != "dtype"}
         layers = (LayerConfig(**{**layer, "rope": RopeConfig(**layer["rope"])}) for layer in fields.pop("layers"))
         config = DrafterConfig(layers=tuple(layers), **fields)
-        require_keys(directory / self.marker, document, asdict(config), {"dtype": is_text})
+        require_keys(directory / self.marker, document, asdict(config), {"dtype": TEXT})
         return config
 
     def read(self, directory: Path) -> Checkpoint:
