@@ -155,7 +155,7 @@ def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: st
         (
             {},
             {"layer_types": ["sliding_attention", "full_attention"]},
-            "says text_config.num_hidden_layers 3",
+            "does not match its config",
         ),
         ({}, {"layer_types": ["linear", "linear", "linear"]}, "text_config.layer_types"),
         ({}, {"hidden_size": 0}, "text_config.hidden_size"),

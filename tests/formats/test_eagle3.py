@@ -271,7 +271,7 @@ def _cut(length: int) -> Callable[[Path], object]:
         (lambda d: edit(d, num_attention_heads="8"), "num_attention_heads"),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
         (_cut(9), "not a safetensors file"),
-        (_cut(-9), "its header describes"),
+        (_cut(-9), "not a safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors in"),
     ],
 )
@@ -316,7 +316,7 @@ def test_what_engines_read_inside_is_not_taken_from_beside(tmp_path: Path, key: 
     beside = {"rope_type": "default", "rope_theta": 1e6} if key == "rope_parameters" else inside.get(key)
     inside = {name: value for name, value in inside.items() if name not in (key, "rope_theta")}
     edit(directory, **{key: beside, "transformer_layer_config": inside})
-    with pytest.raises(CheckpointError, match="missing required field|expected rope_theta"):
+    with pytest.raises(CheckpointError, match=r"missing required field|expected rope_theta"):
         read_checkpoint(directory)
 
 

@@ -240,7 +240,7 @@ def _no_json(base: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_truncated, "its header describes"),
+        (_truncated, "not a safetensors file"),
         (_nowhere, "expected model-00002-of-00003.safetensors in .*, found none; fetch the checkpoint again"),
         (_outside, "expected files beside it, found .*/base/model-00001"),
         (_elsewhere, "where the index says it is, found it nowhere"),

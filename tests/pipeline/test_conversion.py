@@ -233,7 +233,7 @@ def edit(directory: Path, **changes: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (cut, "its header describes"),
+    "cut short": (cut, "not a safetensors file"),
     "another architecture": (partial(edit, model_type="llama"), "expected model_type gemma4_assistant"),
     "another vocabulary": (partial(edit, vocab_size=1024), r"expected shape \[1024, 64\], found \[512, 64\]"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors"),
