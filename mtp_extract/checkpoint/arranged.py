@@ -25,8 +25,6 @@ FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
 """What else than codes may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 _MOST_NAMED = 4
-_ROUNDOFF = MappingProxyType({ROUNDED_TO[name] or "F32": dtype.roundoff for name, dtype in DTYPES.items()})
-"""By what a record calls a rounding: the most by which it changes a number, as a share of it."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,12 @@ class Kept:
         """Its numbers, or indices, as a tensor called ``name``."""
         if self.how == INDICES:
             return plan_array(name, self.weight.indices(), role.name)
-        dtype = next(key for key, word in ROUNDED_TO.items() if word == self.rounded_to)
-        return plan_floats(name, role.name, self.weight, dtype)
+        return plan_floats(name, role.name, self.weight, ROUNDED_TO[self.rounded_to])
 
 
 def keep_floats(weight: Weight, dtype: str, why: str = "the format holds floats only") -> Kept:
     """In ``dtype``, "f32", "bf16" or "f16"; ``why`` says why codes, if there are any, are not kept."""
-    return Kept(FLOATS, weight, ROUNDED_TO[dtype], why if weight.scheme is not None else "")
+    return Kept(FLOATS, weight, DTYPES[dtype].rounding, why if weight.scheme is not None else "")
 
 
 class Format(Protocol):
@@ -187,7 +184,8 @@ def _by_rounding(rounded: Mapping[str, Kept]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
     for role, kept in rounded.items():
         what = "scales of codes" if kept.how == CODES else "numbers"
-        how = f"{what} to {kept.rounded_to}, by at most {_ROUNDOFF.get(kept.rounded_to, 0.0):.1e} of each"
+        roundoff = ROUNDED_TO.get(kept.rounded_to, DTYPES["f32"]).roundoff
+        how = f"{what} to {kept.rounded_to}, by at most {roundoff:.1e} of each"
         groups["left out" if kept.how == NOTHING else how].append(role)
     return groups
 

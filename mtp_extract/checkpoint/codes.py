@@ -15,7 +15,6 @@ import numpy as np
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.constant import constant_of
-from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.keys import HEADER, TEXT, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
@@ -96,8 +95,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
         coded = _coded(path, stored, name, weight.shape, schemes.get(name, {}))
         if coded is None:
             continue
-        word = next(ROUNDED_TO[key] for key, dtype in DTYPES.items() if dtype is floats.dtype)
-        if not same_floats(narrowed(coded, word), weight):
+        if not same_floats(narrowed(coded, floats.dtype.rounding), weight):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
             )

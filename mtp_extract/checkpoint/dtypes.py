@@ -19,6 +19,7 @@ class Dtype:
 
     Attributes:
         safetensors, transformers: its names there.
+        rounding: what a record calls a rounding to it; empty for F32, in which everything is computed.
         size: bytes.
         roundoff: the most by which rounding to it changes a number, as a share of it (FP16: while it is normal).
     """
@@ -26,6 +27,7 @@ class Dtype:
     type: TensorType
     safetensors: str
     transformers: str
+    rounding: str
     size: int
     roundoff: float
     wider: tuple[str, ...] = ()
@@ -55,12 +57,12 @@ class Dtype:
 
 DTYPES = MappingProxyType(
     {
-        "f32": Dtype(TensorType.FLOAT32, "F32", "float32", 4, 2.0**-24),
-        "bf16": Dtype(TensorType.BFLOAT16, "BF16", "bfloat16", 2, 2.0**-8, ("f32",)),
-        "f16": Dtype(TensorType.FLOAT16, "F16", "float16", 2, 2.0**-11, ("bf16", "f32")),
+        "f32": Dtype(TensorType.FLOAT32, "F32", "float32", "", 4, 2.0**-24),
+        "bf16": Dtype(TensorType.BFLOAT16, "BF16", "bfloat16", "BF16", 2, 2.0**-8, ("f32",)),
+        "f16": Dtype(TensorType.FLOAT16, "F16", "float16", "FP16", 2, 2.0**-11, ("bf16", "f32")),
     }
 )
 """Output types by their name on the command line."""
 
-ROUNDED_TO = MappingProxyType({"f32": "", "bf16": "BF16", "f16": "FP16"})
-"""What a record calls a rounding to the type; empty for F32, in which everything is computed."""
+ROUNDED_TO = MappingProxyType({dtype.rounding: dtype for dtype in DTYPES.values()})
+"""The same by what a record calls a rounding to the type."""

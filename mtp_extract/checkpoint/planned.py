@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.weight import Weight
+from mtp_extract.checkpoint.dtypes import Dtype
+from mtp_extract.checkpoint.weight import Weight, row_ranges
 from mtp_extract.errors import CheckpointError, escape
 
 Chunks = Iterator["npt.NDArray[np.generic]"]
@@ -86,12 +86,12 @@ def json_text(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def plan_floats(name: str, role: str, tensor: Weight, dtype: str) -> PlannedTensor:
-    """The real numbers of ``tensor``, rounded to ``dtype`` ("f32", "bf16" or "f16"); infinities and NaN are refused."""
-    stored = DTYPES[dtype]
+def plan_floats(name: str, role: str, tensor: Weight, stored: Dtype) -> PlannedTensor:
+    """The real numbers of ``tensor``, rounded to ``stored``; infinities and NaN are refused."""
 
     def rounded() -> Iterator[npt.NDArray[np.generic]]:
-        for chunk in tensor.chunks():
+        for rows in row_ranges(tensor):
+            chunk = tensor.floats(*rows).reshape(-1)
             if not np.isfinite(chunk).all():
                 raise CheckpointError(
                     f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."

@@ -18,7 +18,7 @@ from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint.arranged import FLOATS, Arranged
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.rounding import SCALES, rounding_of
+from mtp_extract.checkpoint.rounding import SCALES, rule_of
 from mtp_extract.graph.roles import Activation
 
 CHECKPOINT = "checkpoint"
@@ -134,9 +134,6 @@ def rounded(made: Arranged, files: Container[str]) -> dict[str, int]:
 
 
 def made_codes(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The rule by which codes were made of floats, and the largest errors; None where none were made."""
-    errors = [made.error for made in map(rounding_of, checkpoint.tensors.values()) if made is not None]
-    if not errors:
-        return None
-    worst = {key: max(error[key] for error in errors) for key in ("rms", "largest")}
-    return {"rule": errors[0]["rule"], "matrices": len(errors), **worst}
+    """The rule by which codes were made of floats, and of how many matrices; None where none were made."""
+    rules = [rule.name for rule in map(rule_of, checkpoint.tensors.values()) if rule is not None]
+    return {"rule": rules[0], "matrices": len(rules)} if rules else None

@@ -97,8 +97,6 @@ class Counts(Record):
 class MadeCodes(Record):
     rule: Literal["q4_0", "q8_0", "int4", "int8"]  #: ggml's, or ai-edge-quantizer's (a row a scale)
     matrices: Positive  #: how many
-    rms: NotNegative  #: root mean square of the error, as a share of the matrix's range; of the worst of them
-    largest: NotNegative  #: largest error, as a share of it; of the worst of them
 
 
 class File(Record):

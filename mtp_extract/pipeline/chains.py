@@ -17,7 +17,7 @@ Chain = tuple[str, ...]
 """What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
 
 _EXACT_SCALES = f"F32{SCALES}"
-_FLOATS = [word for word in ROUNDED_TO.values() if word]
+_FLOATS = [word for word in ROUNDED_TO if word]
 
 # Of scales, then of numbers: each at most once, or numbers to both short types.
 _ROUNDINGS: list[Chain] = [

@@ -20,7 +20,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
-from mtp_extract.checkpoint.rounding import round_matrices, rounding_of
+from mtp_extract.checkpoint.rounding import round_matrices, rule_of
 from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.source import Progress, counter
@@ -86,7 +86,7 @@ def _quantized(made: Arranged, rule: str) -> Arranged:
     ordered = any(kept.how == INDICES for kept in made.kept.values())
     rounded = round_matrices(made.checkpoint, rule, _READ_IN_FLOATS if ordered else ())
     tried = arrange(made.format, rounded, made.dtype, with_codes=made.with_codes)
-    by_rule = [role for role, weight in rounded.tensors.items() if rounding_of(weight)]
+    by_rule = [role for role, weight in rounded.tensors.items() if rule_of(weight)]
     refused = [role for role in by_rule if tried.kept[role].how != CODES]
     if len(refused) == len(by_rule):
         raise UnsupportedError(
@@ -168,10 +168,7 @@ def finish(
     made_codes = (
         ()
         if rule is None
-        else (
-            f"Codes were made here, by {rule['rule']}, of {rule['matrices']} matrices that had none: at worst "
-            f"{rule['rms']:.2g} of a matrix's range off (rms), {rule['largest']:.2g} at one place.",
-        )
+        else (f"Codes were made here, by {rule['rule']}, of {rule['matrices']} matrices that had none.",)
     )
     return ExtractionResult(
         directory=target,

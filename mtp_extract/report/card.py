@@ -164,10 +164,7 @@ def _said(record: Mapping[str, Any], report: Mapping[str, Any] | None, head: boo
     if before:
         yield f"On the way here numbers were rounded: {', '.join(map(plain, sorted(before)))}."
     if (made := record["made_codes"]) is not None:
-        yield (
-            f"{made['matrices']} matrices were rounded to integers here, by {code(made['rule'])}: at worst "
-            f"{made['rms']:.2g} of a matrix's range off (root mean square), {made['largest']:.2g} at one place."
-        )
+        yield f"{made['matrices']} matrices were rounded to integers here, by {code(made['rule'])}."
 
 
 def _accepted(made: Mapping[str, Any]) -> str:

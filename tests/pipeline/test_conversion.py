@@ -163,7 +163,6 @@ def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path:
     made = result.record["made_codes"]
     # Of the 23 matrices SGLang wants the head in floats.
     assert (made["rule"], made["matrices"]) == (rule, 23 - name.endswith("sglang"))
-    assert 0 < made["rms"] < made["largest"] < 0.1
     assert any(f"by {rule}, of {made['matrices']} matrices" in note for note in result.notes)
     assert f"by `{rule}`" in (tmp_path / "out" / "README.md").read_text()
     before, after = read_checkpoint(bf16), read_checkpoint(tmp_path / "out")

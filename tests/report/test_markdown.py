@@ -93,7 +93,7 @@ def test_a_card_of_such_names(name: str) -> None:
             "provenance": {"url": name, name: name, "repository": name},
             "section": {**RECORD["source"]["section"], "index": name, "model_type": name, "found_by": name},
         }
-        made = {"rule": name, "matrices": 2, "rms": 0.1, "largest": 0.2}
+        made = {"rule": name, "matrices": 2}
         counts = {**RECORD["counts"], "held": {name: 1, "codes": 1}, "stored": {name: 2}}
         step = {"layout": name, "dtype": name, "rounded": {name: 1}, "made_codes": made}
         changes = {"known_as": name, "layout": "litert", "dtype": name, "geometry": {name: name}, "notes": [name]}
