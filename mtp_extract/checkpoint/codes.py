@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import convert
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -73,47 +74,41 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     path = directory / CODES_FILE
     if not os.path.lexists(path):
         return checkpoint
-    stored = read_header(path)
-    schemes = _schemes(path)
-    weights = {
-        floats.name: (floats, weight)
-        for weight in checkpoint.tensors.values()
-        if (floats := stored_of(weight)) is not None
-    }
-    tensors = dict(checkpoint.tensors)
+    stored, schemes = read_header(path), _schemes(path)
+    roles: dict[str, list[str]] = {}  # those that are one stored tensor have one set of codes
+    for role, weight in checkpoint.tensors.items():
+        if (floats := stored_of(weight)) is not None:
+            roles.setdefault(floats.name, []).append(role)
     parts: dict[str, set[str]] = {}
     for entry in stored:
         parts.setdefault(entry.rpartition(".")[0], set()).add(entry.rpartition(".")[2])
+    tensors = dict(checkpoint.tensors)
     for name, found in parts.items():
-        if name not in weights or found != {*_PARTS}:
+        if name not in roles or found != {*_PARTS}:
             raise CheckpointError(
                 f"{path}: holds codes of {escape(name)}, which is no whole weight of this checkpoint."
             )
-        floats, weight = weights[name]
-        if len(weight.shape) != 2:
-            continue
-        coded = _coded(path, stored, name, weight.shape, schemes.get(name, {}))
+        weight = checkpoint.tensors[roles[name][0]]
+        floats = stored_of(weight)
+        assert floats is not None
+        coded = _coded(path, stored, name, weight.shape, schemes.get(name, {})) if len(weight.shape) == 2 else None
         if coded is None:
             continue
         if not same_floats(narrowed(coded, floats.dtype.rounding), weight):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
             )
-        # Roles that are one stored tensor have one set of codes.
-        for role, tensor in checkpoint.tensors.items():
-            if (one := stored_of(tensor)) is not None and one.name == name:
-                tensors[role] = coded
+        tensors |= dict.fromkeys(roles[name], coded)
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _schemes(path: Path) -> Mapping[str, Any]:
+def _schemes(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """By name of weight, how many bits its codes have and what was folded into its scales."""
     metadata = read_metadata(path)
     require_keys(path, metadata, {}, {**HEADER, _SCHEMES: TEXT})
     try:
-        found: Mapping[str, Any] = parse_json(metadata[_SCHEMES])
-        return {name: dict(scheme) for name, scheme in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, dict[str, Any]])
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -270,22 +271,17 @@ def has_exact_steps(weight: Weight) -> bool:
 
 def same_codes(one: Weight, other: Weight) -> bool:
     """Whether both hold the same codes, whatever the steps."""
-    return one.shape == other.shape and all(
-        np.array_equal(one.codes(*rows), other.codes(*rows)) for rows in row_ranges(one, other)
-    )
-
-
-def steps_alike(one: RowCodes, other: RowCodes) -> tuple[Floats, Floats]:
-    """The sizes of the steps of both, for the same blocks: float32 ``[rows, columns / block]``."""
-    block = math.gcd(one.steps.block, other.steps.block)
-    return one.steps.in_blocks(block), other.steps.in_blocks(block)
+    return _same(one, other, lambda weight, rows: weight.codes(*rows))
 
 
 def same_floats(one: Weight, other: Weight) -> bool:
     """Whether both hold the same numbers, to the bit."""
+    return _same(one, other, lambda weight, rows: weight.floats(*rows).view(np.uint32))
+
+
+def _same(one: Weight, other: Weight, read: Callable[[Weight, tuple[int, int]], Integers]) -> bool:
     return one.shape == other.shape and all(
-        np.array_equal(one.floats(*rows).view(np.uint32), other.floats(*rows).view(np.uint32))
-        for rows in row_ranges(one, other)
+        np.array_equal(read(one, rows), read(other, rows)) for rows in row_ranges(one, other)
     )
 
 
@@ -294,19 +290,16 @@ def same_weight(made: Weight, found: Weight) -> bool:
     have repeated along a row; of any other the numbers."""
     if found.scheme is None:
         return same_floats(made, found)
-    try:
-        codes, other = row_codes(made), row_codes(found)
-    except NoCodesError:
-        return _same_stored(made, found)
-    return same_codes(codes, other) and np.array_equal(*steps_alike(codes, other))
-
-
-def _same_stored(one: Weight, other: Weight) -> bool:
-    """The same of codes whose scales run across the rows, or whose zero points leave 8 bits."""
-    if one.steps is None or other.steps is None:
+    # Codes with scales across the rows, or whose zero points leave 8 bits, are compared as they are stored.
+    with suppress(NoCodesError):
+        made, found = row_codes(made), row_codes(found)
+    one, other = made.steps, found.steps
+    if one is None or other is None or one.factor != other.factor or not same_codes(made, found):
         return False
-    steps = [(s.block, s.size, s.zero_point, s.factor) for s in (one.steps, other.steps)]
-    return all(map(np.array_equal, *steps)) and same_codes(one, other)
+    if not (one.zero_point.any() or other.zero_point.any()):
+        block = math.gcd(one.block, other.block)
+        return np.array_equal(one.in_blocks(block), other.in_blocks(block))
+    return np.array_equal(one.size, other.size) and np.array_equal(one.zero_point, other.zero_point)
 
 
 def divided(values: Floats, factor: float) -> Floats:

@@ -168,7 +168,13 @@ class DirectoryFormat:
         matrices = {role.name: kept[role.name] for role in _matrices(shapes)}
         fit = {role: row_codes(one.weight) for role, one in matrices.items() if one.how == CODES}
         if self.key and not fit:
-            raise self._useless(plain=any(one.weight.scheme is None for one in matrices.values()))
+            plain = any(one.weight.scheme is None for one in matrices.values())
+            such = "Extract the bundle in this format or with its codes, round the matrices to such, or choose"
+            raise UnsupportedError(
+                f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
+                f"{such if plain else 'Choose'} the transformers format, which the same engines load.",
+                remedies=(*(("quantize",) if plain else ()), "format=transformers"),
+            )
         if checkpoint.mtp.ordered_head is not None and HEAD in fit:
             raise UnsupportedError(
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
@@ -196,15 +202,6 @@ class DirectoryFormat:
             OutputFile(self.marker, text=json_text(self._document(checkpoint.mtp, packed, dtype))),
             OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
-
-    def _useless(self, plain: bool) -> UnsupportedError:
-        """Nothing of a drafter would be integers; ``plain`` says whether some matrices are floats by now."""
-        such = "Extract the bundle in this format or with its codes, round the matrices to such, or choose"
-        return UnsupportedError(
-            f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
-            f"{such if plain else 'Choose'} the transformers format, which the same engines load.",
-            remedies=(*(("quantize",) if plain else ()), "format=transformers"),
-        )
 
     def _layout(
         self, shapes: Mapping[Role, tuple[int, ...]], packed: Mapping[str, Packed]
@@ -259,13 +256,8 @@ class DirectoryFormat:
             for role, (stem, parts) in self._layout(shapes, packed).items()
             for part in parts
         }
-        checks = (
-            partial(reading.check_tensors, expected, tensors, more=() if self.key else (f"{HEAD}{_WEIGHT}",)),
-            partial(require_documents, directory, document, config, made, at([f"{self.key}."], self.tolerated)),
-        )
-        # Of tensors that are no matrix of either kind, the configuration would be said to be wrong.
-        for check in checks if self.key else reversed(checks):
-            check()
+        reading.check_tensors(expected, tensors, more=() if self.key else (f"{HEAD}{_WEIGHT}",))
+        require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
         return config, stored, packed
 
     def _found(self, module: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Packed | None:
@@ -292,8 +284,9 @@ class DirectoryFormat:
                     activations[role.name] = pair
             else:
                 tensors[role.name] = stored_weight(*stored[stem], stem)
-        if HEAD not in packed and (copy := stored.get(f"{HEAD}{_WEIGHT}")):
-            _require_copy(stored_weight(*copy), tensors[HEAD])
+        copy = stored.get(f"{HEAD}{_WEIGHT}") if HEAD not in packed else None
+        if copy and not same_floats(stored_weight(*copy), tensors[HEAD]):
+            raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the values of {EMBEDDING}{_WEIGHT}, found others"])
         floats = (tensors[role.name] for role in shapes_of(config) if role.kind != INDEX)
         dtype = "f32" if self.key else common_dtype(floats)
         return Checkpoint(
@@ -303,12 +296,6 @@ class DirectoryFormat:
 
 FORMAT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
-
-
-def _require_copy(copy: Weight, original: Weight) -> None:
-    """Check that a head that is stored beside the embedding it is tied to is the same."""
-    if not same_floats(copy, original):
-        raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the same values as {EMBEDDING}{_WEIGHT}, found others"])
 
 
 def _matrices(shapes: Mapping[Role, tuple[int, ...]]) -> list[Role]:

@@ -26,6 +26,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
+from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.check import files_in
 from mtp_extract.pipeline.inspection import inspect
 
@@ -131,7 +132,7 @@ def test_what_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("format_", ["transformers", "litert"])
+@pytest.mark.parametrize("format_", FORMATS)
 def test_the_same_input_gives_the_same_bytes(sample: Path, tmp_path: Path, format_: str) -> None:
     first, second = tmp_path / "a", tmp_path / "elsewhere" / "b"
     for out in (first, second):

@@ -66,9 +66,7 @@ def test_a_stored_lm_head_must_be_the_embedding(saved: Save) -> None:
     edit(directory, lm_head__weight=embedding.clone())
     load_drafter(directory)
     edit(directory, lm_head__weight=embedding + 1)
-    with pytest.raises(
-        CheckpointError, match=r"lm_head\.weight: expected the same values as model\.embed_tokens\.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected the values of model\.embed_tokens\.weight"):
         load_drafter(directory)
 
 

@@ -6,24 +6,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from mtp_extract import extract
 from mtp_extract.architecture import roles
-from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.architecture.roles import roles_of, shapes_of
-from mtp_extract.checkpoint.arranged import Arranged, Kept, arrange, keep_floats
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import TEXT, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, plan_array
+from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.stored import stored_weight
 from mtp_extract.checkpoint.weight import Weight, filled
-from mtp_extract.formats import FORMATS, Listed, format_named, format_of, read_checkpoint, reading
+from mtp_extract.formats import FORMATS, Listed, format_of, read_checkpoint, reading
 from mtp_extract.pipeline.check import verify
 
 
@@ -107,47 +105,3 @@ def test_the_reference_drafter_loads_it(sample: Path, tmp_path: Path) -> None:
 
     extract(sample, tmp_path / "toy", format="toy")
     assert load_drafter(tmp_path / "toy").config == FORMAT.read_config(tmp_path / "toy")
-
-
-@pytest.mark.usefixtures("registered")
-def test_the_default_type_is_the_formats_own(sample: Path, tmp_path: Path) -> None:
-    assert extract(sample, tmp_path / "toy", format="toy").record["dtype"] == "f32"
-
-
-def test_without_the_entry_there_is_no_such_format(sample: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format 'toy': expected transformers, litert"):
-        extract(sample, tmp_path / "toy", format="toy")
-    assert not (tmp_path / "toy").exists()
-
-
-def test_tensor_names_come_from_the_role_table(
-    monkeypatch: pytest.MonkeyPatch, extracted: Path, tmp_path: Path
-) -> None:
-    """Those of the ordered head too, which no LiteRT file has: renamed in the table, they are renamed in the file."""
-    known = read_checkpoint(extracted)
-    config = replace(known.config, ordered_head=OrderedHeadConfig(num_centroids=8, top_k=2))
-    table = roles.role_table()
-
-    def renamed(architecture: str = "gemma4-mtp") -> tuple[roles.Role, ...]:
-        return tuple(
-            replace(role, names=MappingProxyType({format_: f"here.{name}" for format_, name in role.names.items()}))
-            for role in table
-        )
-
-    ordering = tmp_path / "ordering.safetensors"
-    write_file(tmp_path, OutputFile(ordering.name, (plan_array("order", np.arange(config.vocab_size)),)))
-
-    def planned() -> list[str]:
-        tensors: dict[str, Weight] = {role.name: filled(shape) for role, shape in shapes_of(config).items()}
-        tensors["ordered_head.token_ordering"] = stored_weight(ordering, read_header(ordering)["order"])
-        weights, *_ = arrange(format_named("transformers"), replace(known, config=config, tensors=tensors), "f32").files
-        return [tensor.name for tensor in weights.tensors]
-
-    names = planned()
-    assert names == [role.names["transformers"] for role in roles_of(config.num_layers, ordered_head=True)]
-    assert set(names) - set(read_header(extracted / "model.safetensors")) == {
-        "masked_embedding.centroids.weight",
-        "masked_embedding.token_ordering",
-    }
-    monkeypatch.setattr(roles, "role_table", renamed)
-    assert planned() == [f"here.{name}" for name in names]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from mtp_extract import convert
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import load_any, load_drafter
-from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, UnsupportedError
+from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.formats.eagle3_lint import CHECK, WRONG, Finding, lint
@@ -216,7 +216,6 @@ def _cut(length: int) -> Callable[[Path], object]:
         (lambda d: edit(d, hidden_act="gelu_pytorch_tanh"), "says hidden_act gelu"),
         (lambda d: edit(d, model_type="gemma4"), "model_type"),
         (lambda d: edit(d, num_hidden_layers=2), "says num_hidden_layers 2"),
-        (lambda d: edit(d, num_hidden_layers=True), "says num_hidden_layers True"),
         (lambda d: edit(d, rope_theta=...), "expected rope_theta"),
         (lambda d: edit(d, rope_scaling={"rope_type": "yarn"}), "says rope_scaling"),
         (lambda d: edit(d, rope_parameters={"full_attention": {"rope_theta": 1e6}}), "unknown field `full_attention`"),
@@ -225,16 +224,12 @@ def _cut(length: int) -> Callable[[Path], object]:
         (lambda d: edit(d, **{IDS: [0, 2, 4]}), "says eagle_config.eagle_aux_hidden_state_layer_ids"),
         (lambda d: edit(d, **{IDS: ["1", 3, 5]}), "eagle_aux"),
         (lambda d: edit(d, **{IDS: [1, 3, 10**9]}), "`int` <= 4096"),
-        (lambda d: edit(d, **{IDS: {"1": 2}}), "got `object`"),
         (
             lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}),
             "says eagle_config.use_aux_hidden_state False",
         ),
-        (lambda d: edit(d, eagle_config=[1]), "eagle_config"),
         (lambda d: edit(d, hidden_size=0), "hidden_size"),
-        (lambda d: edit(d, hidden_size=1 << 40), "hidden_size"),
         (lambda d: edit(d, rms_norm_eps="1e-6"), "rms_norm_eps"),
-        (lambda d: edit(d, fc_norm=1), "fc_norm"),
         (lambda d: edit(d, fc_norm=True), "fc_norm.0.weight: expected a tensor"),
         (lambda d: edit(d, norm_before_fc=True), "input_norm.weight: expected a tensor"),
         (lambda d: edit(d, draft_vocab_size=23), r"d2t: expected shape \[23\], found \[24\]"),
@@ -253,11 +248,8 @@ def _cut(length: int) -> Callable[[Path], object]:
         (_tensor("fc.weight", lambda t: torch.ones(32, 64)), r"fc.weight: expected shape \[32, 96\]"),
         (_tensor("fc.weight", lambda t: torch.ones(32, 96, dtype=torch.int8)), "expected weights in floats"),
         (_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
-        (_tensor("norm.weight", lambda t: t["norm.weight"] * math.nan), "norm.weight: expected finite numbers"),
         (_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
         (_tensor("d2t", lambda t: t["d2t"][None]), r"d2t: expected shape \[24\], found \[1, 24\]"),
-        (_tensor("d2t", lambda t: t["d2t"].double()), "expected indices in I64"),
-        (_tensor("t2d", lambda t: t["t2d"].long()), "t2d: expected the tokens that d2t names"),
         (lambda d: edit(d, **{IDS: [1, 3]}), "expected 3 different layers"),
         (lambda d: edit(d, **{IDS: [1, 3, 3], "eagle_config": ...}), "expected 3 different layers"),
         (lambda d: edit(d, **{IDS: [5, 3, 1], "eagle_config": ...}), "the lowest first"),
@@ -265,12 +257,9 @@ def _cut(length: int) -> Callable[[Path], object]:
         (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "got `bool`"),
         (lambda d: edit(d, **{IDS: [], "eagle_config": ...}), "engines take 2, n // 2"),
         (lambda d: edit(d, partial_rotary_factor=0.25), "says partial_rotary_factor 0.25"),
-        (lambda d: edit(d, vocab_size=[40]), "vocab_size"),
         (lambda d: edit(d, rope_theta=math.nan), "NaN is no number"),
         (lambda d: edit(d, rope_theta=10**400), "rope_theta"),
-        (lambda d: edit(d, num_attention_heads="8"), "num_attention_heads"),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
-        (_cut(9), "not a safetensors file"),
         (_cut(-9), "not a safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors in"),
     ],
@@ -291,13 +280,7 @@ def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], messa
         ({IDS: ...}, IDS),
         ({"transformer_layer_config": ...}, "transformer_layer_config"),
         ({"transformer_layer_config": []}, "transformer_layer_config: Expected"),
-        (
-            {"transformer_layer_config": {"model_type": "qwen3"}},
-            "model_type",
-        ),
-        ({"transformer_layer_config": {}}, "model_type"),
-        ({"transformer_layer_config": 3}, "transformer_layer_config: Expected"),
-        ({IDS: "1, 3, 5"}, IDS),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type"),
         ({"norm_before_residual": "true"}, "norm_before_residual"),
         ({"quantization_config": {"quant_method": "fp8"}}, "says quantization_config"),
     ],
@@ -408,16 +391,6 @@ def test_drafters_of_the_other_architecture(tmp_path: Path, extracted: Path) -> 
     with pytest.raises(UnsupportedError, match="Expected an MTP drafter, found an EAGLE-3 head"):
         load_drafter(directory)
     assert format_of(extracted).name == "transformers" and format_of(directory).name == "eagle3"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", "null", '{"architectures": ["Eagle3"]}', '{"speculators_model_type": 1}']
-)
-def test_damaged_configurations(tmp_path: Path, text: str) -> None:
-    directory = write_head(tmp_path / "head", random_head(head_config()))
-    (directory / "config.json").write_text(text)
-    with pytest.raises(MtpExtractError):
-        read_checkpoint(directory)
 
 
 @pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.architecture.config import OrderedHeadConfig
-from mtp_extract.architecture.roles import MATRIX, shapes_of
+from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -26,10 +26,9 @@ from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.stored import stored_weight
 from mtp_extract.checkpoint.weight import RowCodes, Steps, has_exact_steps, of_codes, row_codes, same_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
-from mtp_extract.formats import format_named, format_of, read_checkpoint
+from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Packing
-from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.identity import verify_against
@@ -113,21 +112,6 @@ def test_exact_refuses_a_rounded_scale(tmp_path: Path) -> None:
         extract(variant("torch_folded_softcap"), tmp_path / "out", format="gemma", exact=True)
     assert not (tmp_path / "out").exists()
     extract(variant("torch_int2"), tmp_path / "out", format="gemma", exact=True)
-
-
-@pytest.mark.parametrize("format_", PACKED)
-def test_the_same_bytes_every_time(sample: Path, tmp_path: Path, format_: str) -> None:
-    for name in ("one", "two"):
-        extract(sample, tmp_path / name, format=format_)
-    one, two = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
-    assert one == two
-
-
-@pytest.mark.parametrize("format_", PACKED)
-def test_it_is_known_for_what_it_is(sample: Path, tmp_path: Path, format_: str) -> None:
-    extract(sample, tmp_path / "out", format=format_)
-    assert format_of(tmp_path / "out").name == format_.removesuffix("-sglang")
-    assert verify(tmp_path / "out").record["layout"] == format_
 
 
 def test_an_engine_that_wants_it_otherwise(sample: Path, tmp_path: Path) -> None:
@@ -434,26 +418,3 @@ def test_damage_is_named(written: Callable[[str], Path], tmp_path: Path, format_
     with pytest.raises(MtpExtractError, match=expected):
         for tensor in read_checkpoint(directory).tensors.values():
             tensor.array()
-
-
-@pytest.mark.parametrize("format_", PACKED)
-def test_a_file_cut_short(written: Callable[[str], Path], tmp_path: Path, format_: str) -> None:
-    directory = Path(shutil.copytree(written(format_), tmp_path / "copy"))
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(MtpExtractError, match=r"not a safetensors file"):
-        read_checkpoint(directory)
-
-
-def bits_of_all(checkpoint: Checkpoint) -> Iterator[int]:
-    for role in shapes_of(checkpoint.config):
-        scheme = checkpoint.tensors[role.name].scheme
-        if role.kind == MATRIX:
-            assert scheme is not None
-            yield scheme.bits
-
-
-def test_two_bits_stay_two_bits(tmp_path: Path) -> None:
-    for format_ in ("mlx", "compressed-tensors", "gemma"):
-        extract(variant("torch_int2"), tmp_path / format_, format=format_)
-        assert set(bits_of_all(read_checkpoint(tmp_path / format_))) == {2}
