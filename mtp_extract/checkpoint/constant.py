@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,23 +69,19 @@ class Constant:
         )
 
     def _floats(self, first: int, last: int) -> Floats:
-        rows, columns = rows_of(self.shape)
-        if self.folded:
-            values = np.full((rows, columns), self.source.floats()[0])
-        elif self.transposed:
-            values = np.ascontiguousarray(self.source.floats().reshape(columns, rows).T)
-        else:
-            stored = self.source.floats(first * columns, last * columns)
-            return divided(stored, self.factor).reshape(last - first, columns)
-        return divided(values[first:last], self.factor)
+        return divided(self._rows(self.source.floats, first, last), self.factor)
 
     def _codes(self, first: int, last: int) -> Integers:
+        return self._rows(self.source.codes, first, last)
+
+    def _rows(self, read: Callable[..., npt.NDArray[Any]], first: int, last: int) -> npt.NDArray[Any]:
+        """Rows ``[first, last)`` of what ``read`` gives of elements ``[begin, end)``, flat."""
         rows, columns = rows_of(self.shape)
         if self.folded:
-            return np.full((last - first, columns), self.source.codes()[0])
+            return np.full((last - first, columns), read()[0])
         if self.transposed:
-            return np.ascontiguousarray(self.source.codes().reshape(columns, rows).T[first:last])
-        return self.source.codes(first * columns, last * columns).reshape(last - first, columns)
+            return np.ascontiguousarray(read().reshape(columns, rows).T[first:last])
+        return read(first * columns, last * columns).reshape(last - first, columns)
 
     def _steps(self) -> Steps | None:
         (rows, columns), neighbours = rows_of(self.shape), self.source.storage.columns

@@ -144,10 +144,8 @@ class _Reader:
     def header(self) -> Header:
         if self._limit < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{escape(self._path)}: not a GGUF file (its first bytes are not GGUF).")
-        version = self._number()
-        if version != _VERSION:
-            found = f"{_VERSION} in the other byte order" if version == _VERSION << 24 else version
-            raise self._damaged(f"expected GGUF version {_VERSION}, found {found}")
+        if (version := self._number()) != _VERSION:
+            raise self._damaged(f"expected GGUF version {_VERSION}, little-endian, found {version}")
         tensors, entries = self._number(8), self._number(8)
         metadata = self._named("key", entries, self._value)
         alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
@@ -209,7 +207,7 @@ class _Reader:
         kind = self._number()
         if kind not in _TYPES:
             expected = ", ".join(_TYPES.values())
-            raise self._damaged(f"{escape(name)}: expected one of the types {expected}, found {_type_name(kind)}")
+            raise self._damaged(f"{escape(name)}: expected one of the types {expected}, found number {kind}")
         dtype = _TYPES[kind]
         # No tensor has more elements than eight a byte of its file.
         if max(*shape, math.prod(shape)) > 8 * self._size or shape[-1] % BLOCKS[dtype][0]:
@@ -261,9 +259,3 @@ class _Reader:
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{escape(self._path)}: {why}. The GGUF file is damaged, or no drafter of this kind.")
-
-
-def _type_name(kind: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return next((member.name for member in GGMLQuantizationType if member == kind), f"number {kind}")

@@ -12,7 +12,7 @@ from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.files import read_regular
 
 _LARGEST = 1 << 26
-"""Bytes of a file, unless said otherwise."""
+"""Bytes of a file."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -39,14 +39,14 @@ def _finite(text: str) -> float:
     return number
 
 
-def read_object(path: Path, advice: str = "Extract or fetch it again.", *, largest: int = _LARGEST) -> dict[str, Any]:
-    """The object in the file at ``path``, of at most ``largest`` bytes of UTF-8; ``advice`` ends a refusal.
+def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[str, Any]:
+    """The object in the file at ``path``, in UTF-8; ``advice`` ends a refusal.
 
     Raises:
         CheckpointError: it cannot be read, is too large, or holds something else.
     """
     try:
-        content = parse_json(read_regular(path, largest).decode("utf-8"))
+        content = parse_json(read_regular(path, _LARGEST).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -116,31 +117,27 @@ def _target(module: str, fused: bool) -> str:
     return f"re:.*{escaped}$"
 
 
-def _compressed(name: str, floats_head_for: str = "") -> DirectoryFormat:
-    return DirectoryFormat(
-        name=name,
-        key="quantization_config",
-        parts=_compressed_parts,
-        document=_compressed_document,
-        groups=GROUPS,
-        rows=True,
-        unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
-        floats_head_for=floats_head_for,
-        tolerated=MappingProxyType(
-            {
-                # What would change the numbers that an engine computes.
-                **allow(OFF, "kv_cache_scheme sparsity_config transform_config config_groups.*.*_activations"),
-                "config_groups.*.format": ("pack-quantized",),
-                "config_groups.*.weights.observer*": ANYTHING,
-                "version": TEXT,
-                "global_compression_ratio": NUMBER,
-            }
-        ),
-    )
+COMPRESSED_TENSORS = DirectoryFormat(
+    name="compressed-tensors",
+    key="quantization_config",
+    parts=_compressed_parts,
+    document=_compressed_document,
+    groups=GROUPS,
+    rows=True,
+    unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
+    tolerated=MappingProxyType(
+        {
+            # What would change the numbers that an engine computes.
+            **allow(OFF, "kv_cache_scheme sparsity_config transform_config config_groups.*.*_activations"),
+            "config_groups.*.format": ("pack-quantized",),
+            "config_groups.*.weights.observer*": ANYTHING,
+            "version": TEXT,
+            "global_compression_ratio": NUMBER,
+        }
+    ),
+)
 
-
-COMPRESSED_TENSORS = _compressed("compressed-tensors")
-SGLANG = _compressed("compressed-tensors-sglang", floats_head_for="SGLang")
+SGLANG = replace(COMPRESSED_TENSORS, name="compressed-tensors-sglang", floats_head_for="SGLang")
 
 
 def _gemma_parts(packed: Packed) -> tuple[Part, ...]:
