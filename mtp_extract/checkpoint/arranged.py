@@ -25,6 +25,7 @@ FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
 """What else than codes may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 _MOST_NAMED = 4
+_LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ class Arranged:
         Raises:
             UnsupportedError: names what would be, and to what.
         """
-        if changed := {role: kept for role, kept in self.kept.items() if kept.rounded_to or kept.how == NOTHING}:
-            listed = "; ".join(f"{few(roles, _MOST_NAMED)} ({what})" for what, roles in _by_rounding(changed).items())
+        if changes := self._changes():
+            listed = "; ".join(f"{few(roles, _MOST_NAMED)} ({what})" for what, roles in changes.items())
             raise UnsupportedError(
                 f"The {self.format.name} format cannot hold this drafter exactly: {listed}. Choose floats "
                 "in F32, which the transformers format has, or a format that keeps scales in F32.",
@@ -155,9 +156,21 @@ class Arranged:
             if kept.why and (coded or kept.how == NOTHING):
                 whys["Left out" if kept.how == NOTHING else "In floats", kept.why].append(role)
         notes = [f"{how}: {few(roles, _MOST_NAMED)}, because {why}." for (how, why), roles in whys.items()]
-        rounded = {role: kept for role, kept in self.kept.items() if kept.rounded_to and coded}
-        notes += [f"Rounded: {few(roles, _MOST_NAMED)}, {what}." for what, roles in _by_rounding(rounded).items()]
+        rounded = ((what, roles) for what, roles in self._changes().items() if coded and what != _LEFT_OUT)
+        notes += [f"Rounded: {few(roles, _MOST_NAMED)}, {what}." for what, roles in rounded]
         return tuple(notes)
+
+    def _changes(self) -> dict[str, list[str]]:
+        """The roles whose numbers are not kept as they are, by what is done to them."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for role, kept in self.kept.items():
+            if kept.how == NOTHING:
+                found[_LEFT_OUT].append(role)
+            elif kept.rounded_to:
+                what = "scales of codes" if kept.how == CODES else "numbers"
+                roundoff = ROUNDED_TO.get(kept.rounded_to, DTYPES["f32"]).roundoff
+                found[f"{what} to {kept.rounded_to}, by at most {roundoff:.1e} of each"].append(role)
+        return found
 
     def require_same(self, back: Checkpoint, *, floats: bool = True) -> None:
         """Compare what was read ``back`` with what was to be written, bit for bit.
@@ -178,16 +191,6 @@ class Arranged:
                 same = (found.scheme is not None) == (kept.how == CODES) and same_weight(kept.written, found)
             if not same:
                 raise CheckpointError(f"{role}: what was written holds other {kept.how} than it was made of.")
-
-
-def _by_rounding(rounded: Mapping[str, Kept]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for role, kept in rounded.items():
-        what = "scales of codes" if kept.how == CODES else "numbers"
-        roundoff = ROUNDED_TO.get(kept.rounded_to, DTYPES["f32"]).roundoff
-        how = f"{what} to {kept.rounded_to}, by at most {roundoff:.1e} of each"
-        groups["left out" if kept.how == NOTHING else how].append(role)
-    return groups
 
 
 def arrange(format_: Format, checkpoint: Checkpoint, dtype: str, *, with_codes: bool = False) -> Arranged:

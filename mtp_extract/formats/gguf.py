@@ -34,7 +34,6 @@ from mtp_extract.formats.gguf_metadata import (
     OWN,
     config_metadata,
     config_of,
-    notes_of_config,
     rope_frequency_factors,
 )
 from mtp_extract.litertlm.storage import Packing
@@ -46,6 +45,7 @@ _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()}
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
 _QUANTIZATION_VERSION = 2
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
+_EXACT_GELU = "The gate is an exact GELU, of which llama.cpp computes the tanh approximation."
 _READ = 1 << 20
 """Elements of which the steps are read at a time."""
 
@@ -103,7 +103,8 @@ class GgufFormat:
             _TOKENIZER: "no_vocab",  # drafts are tokens of the base
         }
         name = f"mtp-{_base_of(origin)}-{most}.gguf"
-        return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes_of_config(config))]
+        notes = (_EXACT_GELU,) if config.hidden_activation == "gelu" else ()
+        return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes)]
 
     def read_config(self, directory: Path) -> DrafterConfig:
         return _config(_file_in(directory))[1]

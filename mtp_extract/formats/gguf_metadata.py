@@ -139,19 +139,6 @@ def rope_frequency_factors(config: DrafterConfig) -> Floats | None:
     return factors
 
 
-def notes_of_config(config: DrafterConfig) -> tuple[str, ...]:
-    """Where llama.cpp does not do what the file says."""
-    width = config.hidden_size
-    notes = {
-        f"llama.cpp does not load this drafter: it is as wide as its base ({width}), which llama.cpp takes for a file "
-        "without the base's width.": config.backbone_hidden_size == width,
-        "llama.cpp does not load this drafter: it has no sliding layer.": SLIDING not in config.layer_types,
-        "The gate is an exact GELU, of which llama.cpp computes the tanh approximation.": config.hidden_activation
-        == "gelu",
-    }
-    return tuple(note for note, holds in notes.items() if holds)
-
-
 class _Read(Struct, kw_only=True):
     """Of a file's keys those that are read, under their own names or llama.cpp's after the architecture's."""
 

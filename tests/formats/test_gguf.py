@@ -329,8 +329,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig,
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        (config(backbone_hidden_size=64), "as wide as its base"),
-        (config(layers=config().layers[1:]), "no sliding layer"),  # GGML_ASSERT(hparams.is_swa_any())
         (config(hidden_activation="gelu"), "tanh approximation"),
         (config(), None),
     ],
