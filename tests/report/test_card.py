@@ -125,12 +125,6 @@ def test_an_unknown_bundle_of_the_hub_names_its_repository() -> None:
     assert card_metadata({**RECORD, "known_as": None, "source": source})["base_model"] == ["org/other"]
 
 
-def test_the_litert_layout_is_not_advertised_to_engines() -> None:
-    text = card(layout="litert")
-    assert "vllm serve" not in text
-    assert "--for transformers" in text
-
-
 @pytest.mark.parametrize(
     "name", ["a`b", "x\n---\nlicense: mit\n", "|a|b|", '"\n- x', "]](http://x)", "\u202e", "\x1b[31m"]
 )

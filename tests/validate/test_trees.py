@@ -12,7 +12,7 @@ from helpers.schemas import validator
 from typer.testing import CliRunner
 
 from mtp_extract.cli import validate
-from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.errors import PairError
 from mtp_extract.evaluate.reads import Reads, reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.speculate.target import Base
@@ -102,12 +102,6 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     result = RUNNER.invoke(validate.app, ["d", *arguments])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-
-
-def test_a_plan_without_a_base_has_no_trees(plan: ValidationPlan) -> None:
-    with pytest.raises(MtpExtractError, match="expected a base to verify trees of drafts") as caught:
-        run_validation(dataclasses.replace(plan, base=None, trees=("4x2",)))
-    assert caught.value.remedies == ("base",)
 
 
 def test_a_tree_may_be_no_wider_than_the_vocabulary(plan: ValidationPlan) -> None:

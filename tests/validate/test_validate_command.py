@@ -6,21 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.commands import run, run_here
+from helpers.commands import run_here
 from helpers.first_pair import first_base, first_bundle
 from helpers.variant_files import variant
 from typer.testing import CliRunner
 
 from mtp_extract.cli import validate
 from mtp_extract.data import sample_prompts
-from mtp_extract.errors import MtpExtractError, OutputError
-from mtp_extract.validate.acceptance.drafting import MOST_STEPS
-from mtp_extract.validate.plan import ValidationPlan
+from mtp_extract.errors import OutputError
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -146,45 +142,9 @@ def test_missing_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module
     )
 
 
-@pytest.mark.parametrize(("module", "check"), [("ai_edge_litert", "interpreter"), ("transformers", "transformers")])
-def test_a_check_without_its_tool(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module: str, check: str) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, module, None)
-    result = run_here("validate", checkpoint, "--source", first_bundle())
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
-    notes = [line for line in result.stdout.splitlines() if line.startswith("Note: ")]
-    assert [note for note in notes if f"{check} was not checked: " in note and " is not installed" in note]
-
-
 def test_help_needs_no_extra() -> None:
     """In a process that could import none of it."""
     code = "import sys; sys.modules['torch'] = None; from mtp_extract.cli.validate import main; main()"
     result = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0
     assert "--source" in result.stdout
-
-
-def test_a_process_of_its_own(checkpoint: Path) -> None:
-    """What the tests above do in this one ends alike in another, and leaves nothing on its streams."""
-    result = run("validate", checkpoint, "--source", "/absent.litertlm")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.splitlines()[-1].startswith("error: /absent.litertlm")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"new_tokens": 1},
-        {"batch": 0},
-        {"samples": 0},
-        {"draft_steps": ()},
-        {"draft_steps": (2, 0)},
-        {"draft_steps": (MOST_STEPS + 1,)},
-    ],
-)
-def test_numbers_out_of_bounds(change: dict[str, Any]) -> None:
-    with pytest.raises(MtpExtractError) as caught:
-        run_validation(ValidationPlan(Path("d"), base="b", **change))
-    assert caught.value.remedies == tuple(change)

@@ -21,9 +21,7 @@ from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text
-from mtp_extract.validate.acceptance.controls import ControlResult, Drafted
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.verdict import notes_of
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -141,12 +139,6 @@ def test_messages_go_through_the_chat_template(generator: SpeculativeGenerator) 
         encode_prompts([said], bare, chat_template=True)
 
 
-def test_mean_is_not_a_number_without_positions() -> None:
-    none = torch.zeros(0, dtype=torch.long)
-    found = figures(Agreement(none, none, none.reshape(0, 2), none.reshape(0, 2), torch.zeros(0, 2, dtype=torch.bool)))
-    assert found.teacher_forced == Figure(None, 0)
-
-
 def test_what_repeats_in_the_continuation_alone() -> None:
     prompt = tuple(range(12))
     loop, fresh, short = ((*prompt, *new) for new in ([5, 6] * 10, prompt, range(7)))
@@ -154,20 +146,6 @@ def test_what_repeats_in_the_continuation_alone() -> None:
     assert Continuations(prompts[:1], (Text(loop, 12),)).repeated == 11 / 13
     assert Continuations(prompts[:1], (Text(fresh, 12),)).repeated == 0
     assert Continuations(prompts, (Text(loop, 12), Text(fresh, 12), Text(short, 12))).repeated == 11 / 18
-
-
-def test_a_note_says_that_the_base_loops() -> None:
-    def notes(tokens: int, sampled: int = 0) -> list[str]:
-        """Of a base that writes three tokens over and over: of ``tokens`` - 7 runs of eight, three are different."""
-        text = Text((0, *(1 + index % 3 for index in range(tokens))), 1)
-        drafted = Drafted((NOTHING,), (ControlResult("a", "b", "c"),), len(NOTHING.anchor) - sampled)
-        return list(notes_of((), Continuations((Prompt("code", "x"),), (text,)), drafted))
-
-    assert notes(11) == [], "a quarter, which is allowed"
-    (note,) = notes(12)
-    assert note.startswith("40 % of the runs of eight tokens")
-    (note,) = notes(11, sampled=3)
-    assert note.startswith("Controls drafted at 2 of 5 positions")
 
 
 def test_an_interval_stays_within_what_can_be() -> None:

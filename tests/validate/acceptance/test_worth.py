@@ -83,21 +83,6 @@ def test_a_tree_that_is_a_chain_does_what_the_chain_does(result: GenerationResul
         assert getattr(chain, name) == getattr(tree, name)
 
 
-def test_an_interval_stays_within_what_can_be(
-    generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]
-) -> None:
-    """Five texts say little of a round of 4 drafts, but not that it may have -5 or 13 tokens; four say nothing."""
-    for texts in (4, 5):
-        few = Continuations(continuations.prompts[:texts], continuations.texts[:texts])
-        (row,) = measure_generation(generator, few, planned[1:2], new_tokens=24, timed=1).worth.values()
-        if texts == 4:
-            assert row.tokens_per_round.ci95 is None
-            continue
-        assert row.tokens_per_round.ci95 is not None and row.tokens_per_round.value is not None
-        low, high = row.tokens_per_round.ci95
-        assert 1 <= low < row.tokens_per_round.value < high <= 5
-
-
 def test_what_repeats_is_not_counted(
     generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]
 ) -> None:

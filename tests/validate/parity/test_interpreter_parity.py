@@ -155,14 +155,6 @@ def test_a_planted_fault_is_refuted(
     assert max(found.logits, found.state) > IN_FLOATS
 
 
-def test_another_epsilon_is_refuted(drafter: MtpDrafter, source: Shard) -> None:
-    """1e-5 where the file has 1e-6 moves outputs by a few 1e-5: less than any rounding of integers."""
-    wrong = drafter.with_config(dataclasses.replace(drafter.config, rms_norm_eps=1e-5))
-    _, check = interpreter.check_interpreter(wrong, source)
-    assert check.passed is False
-    assert interpreter.check_interpreter(drafter, source)[1].passed
-
-
 def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
     """A walk that takes gate for up gives a checkpoint of which every tensor is the file's."""
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
