@@ -1,67 +1,165 @@
-"""A page that takes the drafter out of a LiteRT bundle on the Hub: nothing is installed, and nothing kept."""
+"""A page that takes the drafter out of a LiteRT bundle on the Hub: nothing is installed, and nothing kept.
+
+Queue, limits of jobs, and what is removed when are Gradio's own. A bundle is read by ranges, with the token of whoever
+is signed in or with none.
+"""
 
 from __future__ import annotations
 
 import html
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import job
 from gradio.utils import get_space
-from huggingface_hub import get_token
+from huggingface_hub import constants, get_token
 
 import mtp_extract
+from mtp_extract.cli._writing import is_rounded
 from mtp_extract.cli.terminal import size
-from mtp_extract.formats import EVERY
+from mtp_extract.errors import MtpExtractError, SourceError, escape
+from mtp_extract.formats import EVERY, HEADS, NAMES
+from mtp_extract.io.address import HubAddress, parse_address
+from mtp_extract.io.source import Progress
+from mtp_extract.pipeline.extraction import default_directory
+from mtp_extract.pipeline.inspection import inspect
+from mtp_extract.pipeline.writing import ExtractionResult
+from mtp_extract.report.markdown import plain, table
 
-FOLDERS = job.Folders()
+LARGEST = 2_000_000_000
+"""Bytes of a drafter: of its section, and of its numbers as F32. That of Gemma 4 E4B has 44 MB and 312 MB."""
+LONGEST = 300
+"""Seconds that a job may take. That drafter takes 2 s and the time of the download."""
+KEPT = 1800
+"""Seconds for which files are kept to be downloaded."""
+IN_LINE = 20
+"""Jobs that may wait; one runs at a time."""
+LIMITS = (
+    f"Drafters of up to {LARGEST / 1e9:g} GB, {LONGEST // 60} minutes a job, one job at a time. Files are removed "
+    f"{KEPT // 60} minutes after they were made."
+)
+CHOICES = [name for name in NAMES if name not in HEADS]
 STYLE = """
 .gradio-container { width: 100%; max-width: 56rem !important; min-width: 0 !important; margin: 0 auto !important; }
-.small p { font-size: .85rem; opacity: .75; }
-.done, .refused { border-left: 4px solid; padding: .7rem 1rem; border-radius: 4px; overflow-wrap: anywhere; }
-.done { border-color: #2e7d32; background: color-mix(in srgb, #2e7d32 9%, transparent); }
-.refused { border-color: #b3261e; background: color-mix(in srgb, #b3261e 9%, transparent); }
-.done p { margin: 0 0 .3rem; }
-.done p:last-child { margin: 0; }
-#status { min-height: 4.5rem; }
-#status, #status > *, #published, #published > * { padding: 0; }
-.small { min-width: min(20rem, 100%) !important; }
+.small { min-width: min(20rem, 100%) !important; opacity: .75; }
+.done, .refused { border-left: 4px solid #2e7d32; padding: .7rem 1rem; overflow-wrap: anywhere; }
+.refused { border-color: #b3261e; }
 #card { min-width: 0; overflow: hidden; }
 #card pre, #card table { display: block; overflow-x: auto; max-width: 100%; }
-#files .label-clear-button { display: none; }
-#holds table { display: table; width: 100%; }
-#holds td, #holds th { padding: .3rem .6rem; border-color: var(--border-color-primary); }
-#holds td:last-child, #holds th:last-child { text-align: right; white-space: nowrap; }
 """
 HEAD = """# LiteRT bundle in, MTP drafter out
 
 Takes the multi-token-prediction drafter out of a `.litertlm` bundle on the Hugging Face Hub and writes it as your
-engine loads it. The bundle's graph and what was written are run side by side; if they part, you get none."""
+engine loads it. Every operator and constant of the bundle's graph is read; if what is written is not proven to compute
+the same, you get nothing."""
 
 
-def refused(error: mtp_extract.MtpExtractError) -> str:
+class OverLimitError(MtpExtractError):
+    """More than this page does for anybody."""
+
+
+def address_of(text: str) -> str:
+    """The ``hf://`` address that ``text`` means: an id, or a URL of the Hub's site. Nothing else is opened here.
+
+    Raises:
+        SourceError: it is something else, such as a path or another site.
+    """
+    text = text.strip()
+    address = parse_address(text, constants.ENDPOINT)
+    if isinstance(address, HubAddress):
+        return address.name
+    raise SourceError(
+        "Expected ORG/NAME or ORG/NAME/FILE of the Hugging Face Hub, or a URL of its site, found "
+        f"{escape(text.partition('?')[0]) or 'nothing'}."
+    )
+
+
+def check_size(drafter: Mapping[str, Any]) -> None:
+    """``drafter`` as an inspection has it.
+
+    Raises:
+        OverLimitError: it is too large for this page.
+    """
+    largest = max(drafter["size"], 4 * drafter["parameters"])
+    if largest > LARGEST:
+        raise OverLimitError(
+            f"Expected a drafter of up to {LARGEST / 1e9:g} GB, found one of {size(largest)}. Extract it on a "
+            "machine of yours, with mtp-extract."
+        )
+
+
+def told_by(progress: Callable[..., Any], what: str) -> Progress:
+    """Shows bytes done on the page's bar, and ends a job whose time is up by raising OverLimitError."""
+    began = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        if time.monotonic() - began > LONGEST:
+            raise OverLimitError(
+                f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept. Try again, or extract it "
+                "on a machine of yours, with mtp-extract."
+            )
+        progress(done / total if total else 0, desc=f"{what}: {size(done)} of {size(total)}")
+
+    return told
+
+
+def written(address: str, choice: str, folder: Path, token: str | None, told: Progress) -> ExtractionResult:
+    """Extract the drafter of ``address`` into ``folder``, for the engine or format ``choice``.
+
+    Raises:
+        MtpExtractError: what the library refuses, or a limit of this page.
+    """
+    # Without a token of the user's none is sent, rather than that of whoever runs this page.
+    with mtp_extract.open(address, token=token or False, progress=told) as bundle:
+        # Raises what is wrong with it, where looking only says so.
+        bundle.drafter()
+        check_size(inspect(bundle).as_json["drafter"])
+        return mtp_extract.extract(bundle, folder / default_directory(bundle.source.name), format=choice, progress=told)
+
+
+def bundle_in_words(found: Mapping[str, Any]) -> str:
+    """Markdown of an inspection: the drafter, and what lies beside it."""
+    known = f", {plain(found['known_bundle'])}" if found["known_bundle"] else ""
+    said = [f"**{plain(Path(found['name']).name)}**, {size(found['size'])}{known}"]
+    drafter = found["drafter"]
+    if drafter is None:
+        said.append(f"**No drafter.** {plain(found.get('no_drafter') or found['problem'])}")
+    else:
+        shape = drafter["geometry"]
+        stored = ", ".join(f"{count} {kind}" for kind, count in drafter["stored_types"].items())
+        name = plain(drafter["known_as"] or "of an unlisted model")
+        said.append(
+            f"**A drafter**: {name}, {drafter['parameters'] / 1e6:.2f} M parameters in {size(drafter['size'])} "
+            f"({stored}); {shape['num_layers']} layers, hidden {shape['hidden_size']}, backbone "
+            f"{shape['backbone_hidden_size']}, vocabulary {shape['vocab_size']}."
+        )
+    rows = []
+    for section in found["sections"]:
+        mark = "**" if drafter is not None and section["index"] == drafter["section"] else ""
+        name = plain(section["model_type"] or section["type"])
+        rows.append([str(section["index"]), f"{mark}{name}{mark}", size(section["size"])])
+    return "\n\n".join([*said, table(["#", "holds", "bytes"], rows)])
+
+
+def refused(error: MtpExtractError) -> str:
     """The library's one line, as it stands."""
     return f'<div class="refused" role="alert">{html.escape(str(error))}</div>'
 
 
-def done(made: Mapping[str, Any], seconds: float) -> str:
+def done(made: ExtractionResult, seconds: float) -> str:
     """What was written, that it was proven, and what to know of it."""
-    total = size(sum(made["files"].values()))
-    before = " before rounding" if made["rounded"] else ""
+    layout, total = made.record["layout"], size(sum(made.files.values()))
+    before = " before rounding" if is_rounded(made.record) else ""
     said = [
-        f"<b>Written</b> in {seconds:.0f} s: the {made['layout']} format ({EVERY[made['layout']].about}), {total}.",
-        f"<b>Proven{before}</b>: {'; '.join(map(html.escape, made['proof']))}.",
-        *map(html.escape, made["notes"]),
+        f"<b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.",
+        f"<b>Verified{before}</b>: it computes what the bundle computes, for every input, in real numbers.",
+        *map(html.escape, made.notes),
     ]
     return f'<div class="done">{"".join(f"<p>{one}</p>" for one in said)}</div>'
-
-
-def told_by(progress: gr.Progress, what: str) -> Callable[[int, int], None]:
-    """What shows bytes done on the page's bar."""
-    return lambda done, total: progress(done / total if total else 0, desc=f"{what}: {size(done)} of {size(total)}")
 
 
 def look(
@@ -70,82 +168,75 @@ def look(
     progress: gr.Progress = gr.Progress(),  # noqa: B008 - as Gradio wants it
 ) -> tuple[str, gr.Accordion, str]:
     """What the bundle holds, or why that cannot be said."""
-    progress(0, desc="Reading its header")
     try:
-        request = {"source": job.address_of(source), "token": token and token.token}
-        found = job.run("look", request, job.LONGEST_LOOK, told_by(progress, "Reading its header"))
-    except mtp_extract.MtpExtractError as error:
+        told = told_by(progress, "Reading its header")
+        with mtp_extract.open(address_of(source), token=(token and token.token) or False, progress=told) as bundle:
+            found = inspect(bundle).as_json
+    except MtpExtractError as error:
         return "", gr.Accordion(visible=False), refused(error)
-    return job.bundle_in_words(found), gr.Accordion(visible=True, open=True), ""
+    return bundle_in_words(found), gr.Accordion(visible=True, open=True), ""
 
 
 def extract(
     source: str,
     choice: str,
+    kept: str | None,
     token: gr.OAuthToken | None,
     profile: gr.OAuthProfile | None,
-    request: gr.Request,
     progress: gr.Progress = gr.Progress(),  # noqa: B008
-) -> tuple[str, gr.Files, gr.Accordion, str, gr.Accordion, str, str, gr.Accordion]:
-    """What came of it, the files, the card, under which name to publish it; and what the bundle holds is folded."""
-    progress(0, desc="Reading its header")
-    session, began = str(request.session_hash), time.monotonic()
-    folder = FOLDERS.new(session)
+) -> tuple[str | None, str, gr.Files, gr.Accordion, str, gr.Accordion, str, str]:
+    """The folder of what was made, what to say of it, the files, the card, and under which name to publish it."""
+    remove(kept)
+    folder, began = tempfile.mkdtemp(prefix="mtp-space-"), time.monotonic()
     try:
-        asked = {"source": job.address_of(source), "token": token and token.token}
-        asked |= {"format": choice, "folder": str(folder)}
-        made = job.run("extract", asked, job.LONGEST_JOB, told_by(progress, "Fetching and writing"))
-        if FOLDERS.of(session) != folder:
-            raise mtp_extract.MtpExtractError("The page was left meanwhile. Nothing was kept.")
-    except mtp_extract.MtpExtractError as error:
-        FOLDERS.remove(session, folder)
+        told = told_by(progress, "Fetching and writing")
+        made = written(address_of(source), choice, Path(folder), token and token.token, told)
+    except MtpExtractError as error:
+        remove(folder)
         gone = gr.Accordion(visible=False)
-        return refused(error), gr.Files([], visible=False), gone, "", gone, "", "", gr.Accordion()
-    directory = Path(made["directory"])
-    card = (directory / "README.md").read_text(encoding="utf-8").split("\n---\n", 1)[1]
+        return None, refused(error), gr.Files([], visible=False), gone, "", gone, "", ""
+    files = [str(made.directory / name) for name in made.files]
     return (
+        str(made.directory),
         done(made, time.monotonic() - began),
-        gr.Files([str(directory / name) for name in made["files"]], visible=True),
+        gr.Files(files, visible=True),
         gr.Accordion(visible=True),
-        card,
+        (made.directory / "README.md").read_text(encoding="utf-8").split("\n---\n", 1)[1],
         gr.Accordion(visible=profile is not None),
-        f"{profile.username}/{directory.name}" if profile else "",
+        f"{profile.username}/{made.directory.name}" if profile else "",
         "",
-        gr.Accordion(open=False),
     )
 
 
-def publish(name: str, private: bool, token: gr.OAuthToken | None, request: gr.Request) -> str:
-    """Send what this session has extracted to the account of whoever is signed in."""
-    folder = FOLDERS.of(str(request.session_hash))
+def remove(kept: str | None) -> None:
+    """Remove the directory that was made for a visitor, and what it lies in; Gradio calls it when its time is up."""
+    if kept is not None:
+        folder = Path(kept)
+        shutil.rmtree(folder if folder.name.startswith("mtp-space-") else folder.parent, ignore_errors=True)
+
+
+def publish(name: str, private: bool, kept: str | None, token: gr.OAuthToken | None) -> str:
+    """Send what this visitor has extracted to the account of whoever is signed in."""
     try:
         if token is None:
-            raise mtp_extract.MtpExtractError("Expected you to be signed in, and you are not. Sign in at the top.")
-        if folder is None:
-            raise mtp_extract.MtpExtractError(f"The files are gone: {job.LIMITS} Extract again.")
-        made = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-        if len(made) != 1:
-            raise mtp_extract.MtpExtractError("Expected one result, found none yet. Wait until the extraction ends.")
-        sent = mtp_extract.upload(made[0], name.strip(), private=private, token=token.token, progress=False)
-    except mtp_extract.MtpExtractError as error:
+            raise MtpExtractError("Expected you to be signed in, and you are not. Sign in at the top.")
+        if kept is None or not Path(kept).is_dir():
+            raise MtpExtractError(f"The files are gone: {LIMITS} Extract again.")
+        sent = mtp_extract.upload(kept, name.strip(), private=private, token=token.token)
+    except MtpExtractError as error:
         return refused(error)
     url = html.escape(sent.url)
     said = f'{len(sent.sent)} files sent, and what arrived matches by hash: <a href="{url}">{url}</a>'
     return f'<div class="done">{said}</div>'
 
 
-def leave(request: gr.Request) -> None:
-    """The page was closed."""
-    FOLDERS.remove(str(request.session_hash))
-
-
 def page() -> gr.Blocks:
     """The page, with a login where there is one: in a Space, or where ``hf auth login`` was called."""
     can_login = get_space() is not None or get_token() is not None
-    with gr.Blocks(title="MTP drafter extractor", analytics_enabled=False, delete_cache=(60, job.KEPT)) as blocks:
+    with gr.Blocks(title="MTP drafter extractor", analytics_enabled=False, delete_cache=(60, KEPT)) as blocks:
         gr.Markdown(HEAD)
         with gr.Row(equal_height=True):
-            gr.Markdown(job.LIMITS, elem_classes="small")
+            gr.Markdown(LIMITS, elem_classes="small")
             if can_login:
                 gr.LoginButton("Sign in first, to publish", size="sm", scale=0, min_width=220)
         source = gr.Textbox(
@@ -154,7 +245,7 @@ def page() -> gr.Blocks:
             placeholder="litert-community/gemma-4-E4B-it-litert-lm",
             elem_id="source",
         )
-        choice = gr.Dropdown(job.CHOICES, value="vllm", label="What will serve it, or a format", elem_id="engine")
+        choice = gr.Dropdown(CHOICES, value="vllm", label="What will serve it, or a format", elem_id="engine")
         with gr.Row():
             looking = gr.Button("See what it holds", elem_id="look")
             extracting = gr.Button("Extract", variant="primary", elem_id="extract")
@@ -169,13 +260,14 @@ def page() -> gr.Blocks:
             card = gr.Markdown()
         with gr.Accordion("What the bundle holds", visible=False, elem_id="held") as held:
             holds = gr.Markdown(elem_id="holds")
+        kept = gr.State(None, time_to_live=KEPT, delete_callback=remove)
 
-        gr.on([looking.click, source.submit], look, source, [holds, held, status], show_progress_on=status)
-        results = [status, files, shown, card, publishing, name, published, held]
-        extracting.click(extract, [source, choice], results, show_progress_on=status)
-        publish_button.click(publish, [name, private], published)
-        blocks.unload(leave)
-    return blocks.queue(max_size=job.IN_LINE)
+        alone: dict[str, Any] = {"concurrency_id": "job", "concurrency_limit": 1, "show_progress_on": status}
+        gr.on([looking.click, source.submit], look, source, [holds, held, status], **alone)
+        results = [kept, status, files, shown, card, publishing, name, published]
+        extracting.click(extract, [source, choice, kept], results, **alone)
+        publish_button.click(publish, [name, private, kept], published)
+    return blocks.queue(max_size=IN_LINE)
 
 
 def main() -> None:
