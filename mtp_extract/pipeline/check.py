@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> Verification:
-    """Check ``directory`` against its ``extraction.json``, and that nothing else lies there that an engine may read.
-    Where it came from is not checked: that takes the bundle.
+    """Check ``directory`` against its record: size and SHA-256 of each file but the card, format and geometry; and that
+    nothing else lies there that an engine may read. Where it came from is not checked: that takes the bundle.
 
     Args:
         allowed: names of files that may be there though the record does not list them: those of a report.
@@ -98,18 +98,7 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
     Raises:
         CheckpointError: something differs, is missing or does not belong there; the message lists what.
     """
-    found = verify_record(Path(directory), allowed)
-    if wrong := unexpected_in(found.directory, allowed):
-        raise _mismatch(found.directory, wrong)
-    return found
-
-
-def verify_record(folder: Path, allowed: Container[str] = ()) -> Verification:
-    """Check the files in ``folder`` against its record: size and SHA-256 of each but the card, format and geometry.
-
-    Raises:
-        CheckpointError: as :func:`verify`.
-    """
+    folder = Path(directory)
     present = list(files_in(folder))
     record = read_record(folder)
     layout = format_named(record["layout"])
@@ -129,16 +118,12 @@ def verify_record(folder: Path, allowed: Container[str] = ()) -> Verification:
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
         elif sha256_of_file(path) != expected["sha256"]:
             wrong.append(f"{escape(name)} has other content")
-    if wrong := wrong or list(_otherwise(folder, record)):
-        raise _mismatch(folder, wrong)
+    if wrong := wrong or list(_otherwise(folder, record)) or unexpected_in(folder, allowed):
+        raise CheckpointError(
+            f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch "
+            "it again."
+        )
     return Verification(folder, record, len(listed))
-
-
-def _mismatch(folder: Path, wrong: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch it "
-        "again."
-    )
 
 
 def _otherwise(folder: Path, record: dict[str, Any]) -> Iterator[str]:

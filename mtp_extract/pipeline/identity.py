@@ -29,7 +29,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, Uns
 from mtp_extract.formats import format_of
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.chains import Chain, how_derived, in_words
-from mtp_extract.pipeline.check import Check, Verification, verify_record, with_record
+from mtp_extract.pipeline.check import Check, Verification, verify, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.unexpected import unexpected_in
@@ -266,7 +266,7 @@ def _record(directory: Path, allowed: Container[str]) -> tuple[Check, Verificati
     if not (directory / RECORD).exists():
         return Check("record", _WHAT["record"], None, f"there is no {RECORD}"), None
     try:
-        found = verify_record(directory, allowed)
+        found = verify(directory, allowed)
     except MtpExtractError as error:
         return _check("record", [str(error)]), None
     return _check("record", (), f"{found.files} files as recorded"), found
