@@ -16,7 +16,7 @@ from mtp_extract.evaluate.base_model import LoadedBase
 from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.target import Base, compared
 
 _TOKENIZER = "tokenizer.json"
 
@@ -41,14 +41,11 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
     Raises:
         PairError: the base is no Gemma 4 model that the reference can run.
     """
-    base, needs = Base(loaded.model), drafter.needs
-    checks = [_same("width", needs.width, base.width), _same("vocabulary", needs.vocab_size, base.vocab_size)]
-    checks += _shared(drafter, base)
+    base = Base(loaded.model)
+    with torch.inference_mode():
+        checks = [_same(what.removesuffix(" of"), *both) for what, *both in compared(base, drafter.needs)]
     if isinstance(drafter.config, DrafterConfig):
         checks += _attention(drafter.config, base)
-    else:
-        read = all(layer <= base.num_layers for layer in needs.layers)
-        checks.append(Check("layers read", read, f"{list(needs.layers)} of {base.num_layers}"))
     return [*checks, *_tokenizers(place, loaded, base), _named(identity, loaded)]
 
 
@@ -56,18 +53,6 @@ def _same(name: str, drafter: object, base: object) -> Check:
     if drafter == base:
         return Check(name, True, f"{escape(base)}")
     return Check(name, False, f"the drafter has {escape(drafter)}, the base {escape(base)}")
-
-
-def _shared(drafter: Network, base: Base) -> Iterator[Check]:
-    """K and V, as a forward of one token gives them."""
-    if not drafter.needs.shared_kv:
-        return
-    with torch.inference_mode():
-        shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
-    for kind, (heads, width) in drafter.needs.shared_kv.items():
-        keys = shared[kind][0] if kind in shared else None
-        found = "none of its own" if keys is None else f"{keys.shape[1]} heads of {keys.shape[3]}"
-        yield _same(f"K and V, {kind}", f"{heads} heads of {width}", found)
 
 
 def _attention(config: DrafterConfig, base: Base) -> Iterator[Check]:

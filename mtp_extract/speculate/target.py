@@ -190,7 +190,7 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
         PairError: vocabulary, width, or the K and V of a layer type differ, or a layer is missing; or the
             tokenizer has more tokens than the base.
     """
-    for what, expected, found in _compared(base, drafter.needs):
+    for what, expected, found in compared(base, drafter.needs):
         if expected != found:
             raise PairError(
                 f"expected a base with {what} {expected}, found {found}; give the base model this drafter was made for"
@@ -202,8 +202,8 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
         )
 
 
-def _compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
-    """What is needed, its value, and the base's."""
+def compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
+    """What is needed, its value, and the base's: all that has to be the same, K and V by a forward of one token."""
     yield "a vocabulary of", needs.vocab_size, base.vocab_size
     yield "the drafter's backbone width", needs.width, base.width
     for layer in needs.layers:
@@ -213,5 +213,7 @@ def _compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
         yield "layers with K and V of type", kind, kind if kind in base.kv_providers else "none"
     shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
     for kind, (heads, width) in needs.shared_kv.items():
+        if kind not in shared:
+            continue
         keys = shared[kind][0]
         yield f"{kind}: K and V of", f"{heads} heads of {width}", f"{keys.shape[1]} heads of {keys.shape[3]}"

@@ -304,7 +304,8 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     checks = {check.name: check.passed for check in check_fit(out, identity, drafter, load_base(str(other), "cpu"))}
     assert [name for name, passed in checks.items() if passed is False] == ["sliding window", "tokenizer"]
     assert checks["soft cap"] is checks["made for this base"] is None
-    assert checks["width"] is checks["vocabulary"] is checks["K and V, full_attention"] is True
+    assert checks["a vocabulary"] is checks["the drafter's backbone width"] is True
+    assert checks["full_attention: K and V"] is checks["layers with K and V of type"] is True
 
 
 def test_a_bundle_is_answered_in_one_line(tmp_path: Path) -> None:
