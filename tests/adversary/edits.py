@@ -18,7 +18,7 @@ Edit = Callable[[Graph, int], int]
 
 WINDOW = 16
 """Slots that the shipped drafters' sliding layers see."""
-LOWEST = np.float32(-1e9)
+LOWEST = -1e9
 """What their hidden scores get."""
 
 
@@ -160,9 +160,9 @@ def add(number: float | np.ndarray) -> Edit:
 
 def turn(g: Graph, a: int, b: int, cos: int, sin: int, sign: float = 1.0) -> tuple[int, int]:
     if sign < 0:
-        sin = g.call("NEG", sin)
-    left = g.call("SUB", g.call("MUL", a, cos), g.call("MUL", b, sin))
-    return left, g.call("ADD", g.call("MUL", b, cos), g.call("MUL", a, sin))
+        sin = g.neg(sin)
+    left = g.sub(g.mul(a, cos), g.mul(b, sin))
+    return left, g.add(g.mul(b, cos), g.mul(a, sin))
 
 
 def halves(g: Graph, q: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import numpy as np
@@ -585,6 +585,15 @@ class Graph:
         """The model as a file."""
         self.tidy()
         return pack(self.model)
+
+
+# ``g.mul(x, 0.5)`` is ``g.call("MUL", x, 0.5)``.
+for _name in (
+    *("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "LOGICAL_AND", "LOGICAL_OR", *_COMPARISONS),
+    *("NEG", "ABS", "EXP", "LOG", "SQUARE", "SQRT", "RSQRT", "TANH", "LOGISTIC", "RELU", "COS", "SIN", "LOGICAL_NOT"),
+    *("FLOOR", "ROUND", "SIGN"),
+):
+    setattr(Graph, _name.lower(), partialmethod(Graph.call, _name))
 
 
 def _other(op: Any, tensor: int) -> int:

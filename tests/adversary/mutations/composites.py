@@ -57,10 +57,7 @@ COMPOSITES: dict[str, Change] = {
     ),
     "norm_of_a_sum": body_of(b"odml.rms_norm", body_number(1 / 64, 1.0)),
     "gelu_cubic": body_of(b"odml.gelu_tanh", body_number(0.044715, 0.1)),
-    "gelu_relu": body_of(
-        b"odml.gelu_tanh",
-        lambda g: setattr(g.main, "outputs", [g.call("RELU", int(g.main.inputs[0]))]),
-    ),
+    "gelu_relu": body_of(b"odml.gelu_tanh", lambda g: setattr(g.main, "outputs", [g.relu(int(g.main.inputs[0]))])),
     "gelu_sigmoid": body_of(
         b"odml.gelu_tanh", lambda g: [g.recode(op, "LOGISTIC") for op in g.ops if g.kind(op) == "TANH"]
     ),

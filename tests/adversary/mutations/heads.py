@@ -103,7 +103,7 @@ def extra_slot(g: Graph) -> None:
         readers = g.readers(tensor)
         count = g.shape(tensor)[axis]
         g.rewire(tensor, g.join([g.part(tensor, 0, count - 1, axis), g.constant(last)], axis), readers)
-    g.insert(layer.visible, lambda x: g.call("LOGICAL_OR", x, g.constant(slots(g) == 255, np.bool_)), [layer.select])
+    g.insert(layer.visible, lambda x: g.logical_or(x, g.constant(slots(g) == 255, np.bool_)), [layer.select])
 
 
 def caches_cut(g: Graph) -> None:
@@ -114,7 +114,7 @@ def caches_cut(g: Graph) -> None:
     zeros = g.constant(np.zeros([1, g.shape(key)[1], 128, 64])), g.constant(np.zeros([1, g.shape(value)[1], 64, 128]))
     g.rewire(key, g.join([g.part(key, 0, 128, 2), zeros[0]], 2), readers[0])
     g.rewire(value, g.join([g.part(value, 0, 128, 3), zeros[1]], 3), readers[1])
-    g.insert(layer.visible, lambda x: g.call("LOGICAL_AND", x, g.constant(slots(g) < 128, np.bool_)), [layer.select])
+    g.insert(layer.visible, lambda x: g.logical_and(x, g.constant(slots(g) < 128, np.bool_)), [layer.select])
 
 
 def updated_slot(g: Graph) -> None:
@@ -170,9 +170,7 @@ HEADS: dict[str, Change] = {
     "first_value_head_twice": cache_edit("value", lambda g, x: g.gather(x, [0, 0], 1)),
     "queries_tiled_over_kv_heads": queries_tiled,
     "query_heads_permuted": edge("0.rotated", lambda g, x: g.gather(x, [1, 2, 3, 0], 2)),
-    "query_heads_averaged": edge(
-        "0.rotated", lambda g, x: g.call("ADD", g.reduce("MEAN", x, 2), g.call("MUL", x, np.float32(0)))
-    ),
+    "query_heads_averaged": edge("0.rotated", lambda g, x: g.add(g.reduce("MEAN", x, 2), g.mul(x, 0.0))),
     "head_dropped": edge("0.attended", mul(mask_out(2, 1, 2))),
     "kv_head_dropped": edge("0.attended", mul(mask_out(2, 1, 1))),
     "results_of_heads_swapped": edge("0.attended", lambda g, x: g.gather(x, [1, 0], 1)),
@@ -194,13 +192,13 @@ HEADS: dict[str, Change] = {
     "key_absolute": cache_edit("key", unary("ABS")),
     "value_bounded": cache_edit("value", chain(with_number("MINIMUM", 1.0), with_number("MAXIMUM", -1.0))),
     "value_negated": cache_edit("value", unary("NEG")),
-    "value_plus_key": cache_edit("value", lambda g, x: g.call("ADD", x, g.input("kv_cache_k_2"))),
+    "value_plus_key": cache_edit("value", lambda g, x: g.add(x, g.input("kv_cache_k_2"))),
     "value_shifted": cache_edit("value", add(0.25)),
     "key_half_cleared": cache_edit("key", mul(np.repeat([1.0, 0.0], 16).reshape(1, 1, 1, 32))),
     "value_of_every_second_slot": cache_edit("value", lambda g, x: g.gather(x, [i // 2 * 2 for i in range(256)], 2), 1),
     "extra_slot": extra_slot,
     "caches_cut": caches_cut,
     "newest_key_overwritten": updated_slot,
-    "result_plus_newest_value": edge("1.attended", lambda g, x: g.call("ADD", x, g.constant(np.full(g.shape(x), 0.1)))),
-    "result_minus_query": edge("0.attended", lambda g, x: g.call("SUB", x, g.layer(0).queries)),
+    "result_plus_newest_value": edge("1.attended", lambda g, x: g.add(x, g.constant(np.full(g.shape(x), 0.1)))),
+    "result_minus_query": edge("0.attended", lambda g, x: g.sub(x, g.layer(0).queries)),
 }

@@ -25,7 +25,7 @@ def counted(g: Graph) -> int:
 def holes(g: Graph) -> int:
     """How many of the past's slots the mask hides."""
     past = g.reshape(g.cast(compare("GREATER_EQUAL", 0)(g), np.float32), [1, 1, 1, 256])
-    return g.reduce("SUM", g.call("MUL", past, g.call("SUB", np.float32(1), floats(g))), 3)
+    return g.reduce("SUM", g.mul(past, g.sub(1.0, floats(g))), 3)
 
 
 def slot(g: Graph, at: int) -> int:
@@ -38,7 +38,7 @@ def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
 
 
 def no_holes(g: Graph) -> int:
-    return g.call("EQUAL", holes(g), np.float32(0))
+    return g.equal(holes(g), 0.0)
 
 
 def hidden_scores(build: Callable[[Graph, Any], int], layers: tuple[int, ...] = (0, 1)) -> Change:
@@ -54,11 +54,11 @@ def hidden_scores(build: Callable[[Graph, Any], int], layers: tuple[int, ...] = 
 
 
 def or_slots(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
-    return lambda g, x: g.call("LOGICAL_OR", x, g.constant(pick(slots(g)), np.bool_))
+    return lambda g, x: g.logical_or(x, g.constant(pick(slots(g)), np.bool_))
 
 
 def own_always(g: Graph, x: int) -> int:
-    return g.call("LOGICAL_OR", x, g.reshape(g.call("EQUAL", g.input("input_pos"), slots(g)), g.shape(x)))
+    return g.logical_or(x, g.reshape(g.equal(g.input("input_pos"), slots(g)), g.shape(x)))
 
 
 def rolled(g: Graph, x: int) -> int:
@@ -71,8 +71,8 @@ def rolled(g: Graph, x: int) -> int:
 def first_shown(g: Graph, x: int) -> int:
     """One more for the first slot that is shown."""
     first = g.call("ARG_MAX", floats(g), np.array(3, np.int32), shape=[1, 1, 1], dtype=np.int32, outputType=2)
-    chosen_ = g.cast(g.call("EQUAL", g.reshape(first, [1, 1, 1, 1]), slots(g)), np.float32)
-    return g.call("ADD", x, chosen_)
+    chosen_ = g.cast(g.equal(g.reshape(first, [1, 1, 1, 1]), slots(g)), np.float32)
+    return g.add(x, chosen_)
 
 
 def at_most(count: int) -> Edit:
@@ -80,7 +80,7 @@ def at_most(count: int) -> Edit:
 
     def edit(g: Graph, x: int) -> int:
         sums = g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256])
-        return both(g, x, g.call("LESS_EQUAL", sums, np.float32(count)))
+        return both(g, x, g.less_equal(sums, np.float32(count)))
 
     return edit
 
@@ -88,18 +88,16 @@ def at_most(count: int) -> Edit:
 def far_sum(g: Graph) -> int:
     """The neighbours' mask, by a matrix."""
     matrix = np.eye(256) + np.eye(256, k=1)
-    return g.call("GREATER", g.product(floats(g), g.constant(matrix.T)), np.float32(1.5))
+    return g.greater(g.product(floats(g), g.constant(matrix.T)), 1.5)
 
 
 ORDINARY: dict[str, Change] = {
     "first_slot_shown_halves_scores": edge("1.scores", where(lambda g: slot(g, 0), mul(0.5))),
     "slot_3_turns_query": edge("1.rotated", where(lambda g: slot(g, 3), mul(-1.0))),
-    "count_scales_scores": edge("1.scores", lambda g, x: g.call("MUL", x, g.call("MUL", counted(g), np.float32(0.01)))),
-    "count_moves_stream": edge(
-        "1.stream", lambda g, x: g.call("ADD", x, g.reshape(g.call("MUL", counted(g), np.float32(0.01)), [1, 1, 1]))
-    ),
+    "count_scales_scores": edge("1.scores", lambda g, x: g.mul(x, g.mul(counted(g), 0.01))),
+    "count_moves_stream": edge("1.stream", lambda g, x: g.add(x, g.reshape(g.mul(counted(g), 0.01), [1, 1, 1]))),
     "first_shown_favoured": edge("1.scores", first_shown),
-    "one_row_negated": visible(1, when(is_at(40), lambda g, x: g.call("LOGICAL_NOT", x))),
+    "one_row_negated": visible(1, when(is_at(40), lambda g, x: g.logical_not(x))),
     "last_slot_always": visible(1, or_slots(lambda s: s == 255)),
     "slot_100_always": visible(1, or_slots(lambda s: s == 100)),
     "slot_230_from_120_to_250": visible(1, when(between(120, 250), or_slots(lambda s: s == 230))),
@@ -107,14 +105,12 @@ ORDINARY: dict[str, Change] = {
     "late_slots_shifted": visible(1, rolled),
     "early_count_only": visible(1, at_most(20)),
     "neighbours_decide": visible(1, lambda g, x: far_sum(g)),
-    "hidden_by_own_size": hidden_scores(lambda g, p: g.call("MUL", g.call("ABS", p.scores), np.float32(-1000))),
-    "window_of_hidden_scores": hidden_scores(lambda g, p: g.constant(np.float32(-12.0)), (0,)),
+    "hidden_by_own_size": hidden_scores(lambda g, p: g.mul(g.abs(p.scores), -1000.0)),
+    "window_of_hidden_scores": hidden_scores(lambda g, p: g.constant(-12.0), (0,)),
     "gathered_by_slot_3": edge(
         "1.scores",
-        lambda g, x: g.call(
-            "MUL",
-            x,
-            g.call("GATHER", g.constant([1.0, 0.5]), g.cast(slot(g, 3), np.int32), shape=[1, 1, 1, 1], axis=0),
+        lambda g, x: g.mul(
+            x, g.call("GATHER", g.constant([1.0, 0.5]), g.cast(slot(g, 3), np.int32), shape=[1, 1, 1, 1], axis=0)
         ),
     ),
     "any_of_16_slots": edge(
@@ -122,27 +118,21 @@ ORDINARY: dict[str, Change] = {
         where(lambda g: g.reduce("REDUCE_ANY", g.slice(g.input("mask"), [0, 0, 0, 100], [1, 1, 1, 16]), 3), mul(0.5)),
     ),
     "largest_of_16_slots": edge(
-        "0.rotated",
-        lambda g, x: g.call(
-            "MUL", x, g.call("ADD", np.float32(1), g.reduce("REDUCE_MAX", g.part(floats(g), 0, 16), 3))
-        ),
+        "0.rotated", lambda g, x: g.mul(x, g.add(1.0, g.reduce("REDUCE_MAX", g.part(floats(g), 0, 16), 3)))
     ),
 }
 LIKE_RUNTIMES: dict[str, Change] = {
     "no_holes_double_scores": edge("1.scores", where(no_holes, mul(2.0))),
-    "no_holes_move_logits": edge("lm_head", where(no_holes, lambda g, x: g.call("ADD", x, np.float32(0.5)))),
+    "no_holes_move_logits": edge("lm_head", where(no_holes, lambda g, x: g.add(x, 0.5))),
     "no_holes_other_window": visible(
         0, where(no_holes, lambda g, x: both(g, x, g.reshape(compare("LESS", WINDOW - 1)(g), g.shape(x))))
     ),
     "all_of_16_shown": edge(
-        "0.queries",
-        where(lambda g: g.call("EQUAL", g.reduce("SUM", g.part(floats(g), 100, 16), 3), np.float32(16)), mul(0.5)),
+        "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), mul(0.5))
     ),
     "at_most_180_shown": visible(1, at_most(180)),
     "holes_move_stream_in_steps": edge("1.stream", where(no_holes, add(0.25))),
-    "product_of_the_past": edge(
-        "0.scores", where(lambda g: g.call("LESS", holes(g), np.float32(4)), with_number("MUL", 1.25))
-    ),
+    "product_of_the_past": edge("0.scores", where(lambda g: g.less(holes(g), 4.0), with_number("MUL", 1.25))),
 }
 WITHOUT_OWN: dict[str, Change] = {
     "own_slot_always_in_full": visible(1, own_always),
@@ -152,21 +142,13 @@ LOUD: dict[str, Change] = {
     "minus_50": masked_value(-50.0),
     "minus_100": masked_value(-100.0),
     "minus_1000": masked_value(-1000.0),
-    "set_to_minus_50": hidden_scores(lambda g, p: g.constant(np.float32(-50.0))),
-    "set_to_minus_100": hidden_scores(lambda g, p: g.constant(np.float32(-100.0))),
-    "at_most_minus_100": hidden_scores(lambda g, p: g.call("MINIMUM", p.scores, np.float32(-100.0))),
-    "plus_scores_minus_200": hidden_scores(lambda g, p: g.call("ADD", p.scores, np.float32(-200.0)), (1,)),
-    "a_tenth_minus_60": hidden_scores(
-        lambda g, p: g.call("SUB", g.call("MUL", p.scores, np.float32(0.1)), np.float32(60.0)), (1,)
-    ),
+    "set_to_minus_50": hidden_scores(lambda g, p: g.constant(-50.0)),
+    "set_to_minus_100": hidden_scores(lambda g, p: g.constant(-100.0)),
+    "at_most_minus_100": hidden_scores(lambda g, p: g.minimum(p.scores, -100.0)),
+    "plus_scores_minus_200": hidden_scores(lambda g, p: g.add(p.scores, -200.0), (1,)),
+    "a_tenth_minus_60": hidden_scores(lambda g, p: g.sub(g.mul(p.scores, 0.1), 60.0), (1,)),
     "loud_slots_always": hidden_scores(
-        lambda g, p: g.call(
-            "SELECT_V2",
-            g.call("GREATER", p.scores, np.float32(100)),
-            p.scores,
-            LOWEST,
-            shape=g.shape(p.scores),
-        )
+        lambda g, p: g.call("SELECT_V2", g.greater(p.scores, 100.0), p.scores, LOWEST, shape=g.shape(p.scores))
     ),
 }
 

@@ -18,21 +18,17 @@ def above(bound: float) -> Edit:
 
 
 def largest(g: Graph, x: int) -> int:
-    return g.reduce("REDUCE_MAX", g.call("ABS", x), len(g.shape(x)) - 1)
+    return g.reduce("REDUCE_MAX", g.abs(x), len(g.shape(x)) - 1)
 
 
 def shrunk(bound: float) -> Edit:
     """x · bound / max(largest, bound)."""
-    return lambda g, x: g.call(
-        "MUL", x, g.call("DIV", np.float32(bound), g.call("MAXIMUM", largest(g, x), np.float32(bound)))
-    )
+    return lambda g, x: g.mul(x, g.div(np.float32(bound), g.maximum(largest(g, x), np.float32(bound))))
 
 
 def in_steps(step: float, height: float) -> Edit:
     """Plus ``height`` for every ``step``."""
-    return lambda g, x: g.call(
-        "ADD", x, g.call("MUL", g.call("ROUND", g.call("MUL", x, np.float32(1 / step))), np.float32(height))
-    )
+    return lambda g, x: g.add(x, g.mul(g.round(g.mul(x, np.float32(1 / step))), np.float32(height)))
 
 
 def pieces(name: str, scale: float, shift: float) -> Edit:
@@ -43,21 +39,21 @@ def pieces(name: str, scale: float, shift: float) -> Edit:
 def exploding(g: Graph) -> None:
     """Powers of the scores, without their maximum."""
     layer = g.layer(1)
-    powers = g.call("EXP", layer.masked)
-    g.rewire(layer.probabilities, g.call("DIV", powers, g.reduce("SUM", powers, 3)))
+    powers = g.exp(layer.masked)
+    g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
 
 
 def bounded_powers(g: Graph) -> None:
     layer = g.layer(1)
-    powers = g.call("EXP", g.call("MINIMUM", layer.masked, np.float32(60)))
-    g.rewire(layer.probabilities, g.call("DIV", powers, g.reduce("SUM", powers, 3)))
+    powers = g.exp(g.minimum(layer.masked, 60.0))
+    g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
 
 
 def led(g: Graph, x: int) -> int:
     """A logit is favoured where one channel of the activations is the largest."""
     best = g.call("ARG_MAX", g.input("activations"), np.array(2, np.int32), shape=[1, 1], dtype=np.int32, outputType=2)
     row = g.call("GATHER", g.constant(np.eye(1, 128, 77).reshape(128)), best, shape=[1, 1], axis=0)
-    return g.call("ADD", x, g.reshape(row, [1, 1, 1]))
+    return g.add(x, g.reshape(row, [1, 1, 1]))
 
 
 def channel_77(arrays: dict[str, Any]) -> None:
@@ -89,30 +85,19 @@ STREAM: dict[str, Change] = {
     "activations_relu_at_-1024": edge(
         "activations", chain(with_number("ADD", 1024.0), unary("RELU"), with_number("SUB", 1024.0))
     ),
-    "activations_leaky_below": edge(
-        "activations",
-        lambda g, x: g.call("MAXIMUM", x, g.call("SUB", g.call("MUL", x, np.float32(0.5)), np.float32(500))),
-    ),
+    "activations_leaky_below": edge("activations", lambda g, x: g.maximum(x, g.sub(g.mul(x, 0.5), 500.0))),
     "stream_within_1000": edge("1.stream", clamped(1000.0)),
     "stream_in_steps_of_2000": edge("1.stream", in_steps(2000.0, 700.0)),
     "stream_other_scale_above_2000": edge("1.stream", cut(2000.0, mul(0.5))),
-    "stream_sign_above_2000": edge(
-        "1.stream",
-        lambda g, x: g.call(
-            "ADD", x, g.call("MUL", g.call("RELU", g.call("SUB", g.call("ABS", x), np.float32(2000))), np.float32(0.5))
-        ),
-    ),
+    "stream_sign_above_2000": edge("1.stream", lambda g, x: g.add(x, g.mul(g.relu(g.sub(g.abs(x), 2000.0)), 0.5))),
     "variance_of_last_at_most_1e7": normed_by("final_norm", averaged(with_number("MINIMUM", 1e7))),
-    "stream_as_minimum_of_two": edge(
-        "1.stream", lambda g, x: g.call("MINIMUM", x, g.call("ADD", g.call("MUL", x, np.float32(2)), np.float32(3000)))
-    ),
+    "stream_as_minimum_of_two": edge("1.stream", lambda g, x: g.minimum(x, g.add(g.mul(x, 2.0), 3000.0))),
 }
 PLAIN: dict[str, Change] = {
     "largest_channel_favours_a_token": edge("lm_head", led),
-    "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.call("EXP", g.call("MAXIMUM", x, np.float32(-9)))),
+    "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.exp(g.maximum(x, -9.0))),
     "largest_score_favoured": edge(
-        "1.scores",
-        chosen(lambda g, x: g.call("EQUAL", x, g.reduce("REDUCE_MAX", x, 3)), with_number("ADD", 0.5)),
+        "1.scores", chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), with_number("ADD", 0.5))
     ),
 }
 KEYS: dict[str, Change] = {
@@ -146,15 +131,8 @@ VALUES: dict[str, Change] = {
     ),
 }
 QUIET: dict[str, Change] = {
-    "values_below_1e-5_cleared": cache_edit(
-        "value", chosen(lambda g, x: g.call("LESS", g.call("ABS", x), np.float32(1e-5)), mul(0.0))
-    ),
-    "attended_shrunk_by_1e-5": edge(
-        "1.attended",
-        lambda g, x: g.call(
-            "SUB", x, g.call("MUL", g.call("SIGN", x), g.call("MINIMUM", g.call("ABS", x), np.float32(1e-5)))
-        ),
-    ),
+    "values_below_1e-5_cleared": cache_edit("value", chosen(lambda g, x: g.less(g.abs(x), 1e-5), mul(0.0))),
+    "attended_shrunk_by_1e-5": edge("1.attended", lambda g, x: g.sub(x, g.mul(g.sign(x), g.minimum(g.abs(x), 1e-5)))),
 }
 
 LOUDNESS = tuple(

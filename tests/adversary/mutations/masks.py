@@ -31,7 +31,7 @@ def compare(name: str, offset: int) -> Callable[[Graph], int]:
 
 
 def both(g: Graph, a: int, b: int) -> int:
-    return g.call("LOGICAL_AND", a, b)
+    return g.logical_and(a, b)
 
 
 def bounded(lower: Callable[[Graph], int], upper: Callable[[Graph], int], layer: int = 0) -> Change:
@@ -50,7 +50,7 @@ def masked_value(value: float) -> Change:
         for index in range(2):
             layer = g.layer(index)
             if layer.select is layer.masker:
-                g.set_input(layer.select, 2, g.call("ADD", layer.scores, value))
+                g.set_input(layer.select, 2, g.add(layer.scores, value))
             else:
                 g.set_input(layer.select, 2, g.constant(value))
 
@@ -63,7 +63,7 @@ def by_distance(name: str, size: int) -> Edit:
     def edit(g: Graph, x: int) -> int:
         position = g.call(name, g.input("input_pos"), np.array([size], np.int32))
         kept = slots(g) // size if name == "FLOOR_DIV" else slots(g) % size
-        return both(g, x, g.call("EQUAL", position, kept.astype(np.int32)))
+        return both(g, x, g.equal(position, kept.astype(np.int32)))
 
     return edit
 
@@ -77,7 +77,7 @@ def after_softmax(g: Graph) -> None:
     layer = g.layer(0)
     g.set_input(layer.softmax, 0, layer.scores)
     kept = g.cast(layer.visible, np.float32)
-    g.insert(layer.probabilities, lambda p: g.call("MUL", p, kept), [layer.mix])
+    g.insert(layer.probabilities, lambda p: g.mul(p, kept), [layer.mix])
 
 
 def select_swapped(g: Graph) -> None:
@@ -97,7 +97,7 @@ def unmasked(index: int) -> Change:
 def multiplied_mask(g: Graph) -> None:
     layer = g.layer(0)
     kept = g.cast(layer.visible, np.float32)
-    g.set_input(layer.softmax, 0, g.call("MUL", layer.scores, kept))
+    g.set_input(layer.softmax, 0, g.mul(layer.scores, kept))
 
 
 def masked_sums(build: Callable[[Graph, Any], int]) -> Change:
@@ -105,7 +105,7 @@ def masked_sums(build: Callable[[Graph, Any], int]) -> Change:
 
     def change(g: Graph) -> None:
         layer = g.layer(0)
-        g.set_input(layer.softmax, 0, g.call("ADD", layer.scores, build(g, layer)))
+        g.set_input(layer.softmax, 0, g.add(layer.scores, build(g, layer)))
 
     return change
 
@@ -116,14 +116,14 @@ def summed(build: Callable[[Graph, int], int], layers: Sequence[int] = (0, 1)) -
     def change(g: Graph) -> None:
         for index in layers:
             layer = g.layer(index)
-            g.set_input(layer.softmax, 0, g.call("ADD", layer.scores, build(g, layer.visible)))
+            g.set_input(layer.softmax, 0, g.add(layer.scores, build(g, layer.visible)))
 
     return change
 
 
 def hidden_sum(g: Graph, mask: int) -> int:
     """(1 − mask) · (−1e9)."""
-    return g.call("MUL", g.call("SUB", np.float32(1), g.cast(mask, np.float32)), LOWEST)
+    return g.mul(g.sub(1.0, g.cast(mask, np.float32)), LOWEST)
 
 
 def group_sees_all(axis: int) -> Change:
@@ -133,7 +133,7 @@ def group_sees_all(axis: int) -> Change:
         layer = g.layer(0)
         past = g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(layer.visible))
         joined = g.cast(g.join([g.cast(layer.visible, np.int32), g.cast(past, np.int32)], axis), np.bool_)
-        hidden = g.call("SELECT_V2", joined, layer.scores, np.float32(-1e9), shape=g.shape(layer.scores))
+        hidden = g.call("SELECT_V2", joined, layer.scores, -1e9, shape=g.shape(layer.scores))
         g.set_input(layer.softmax, 0, hidden)
         return None
 
@@ -184,24 +184,24 @@ MASKS: dict[str, Change] = {
     "window_of_1": window(1),
     "window_on_full_layer": window(WINDOW, layer=1),
     "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -WINDOW)),
-    "window_outside": visible(0, lambda g, x: both(g, g.input("mask"), g.call("LOGICAL_NOT", x))),
+    "window_outside": visible(0, lambda g, x: both(g, g.input("mask"), g.logical_not(x))),
     "window_gap_of_one": bounded(compare("GREATER_EQUAL", 1), compare("LESS", WINDOW)),
     "window_position_plus_1": bounded(compare("GREATER_EQUAL", -1), compare("LESS", WINDOW - 1)),
     "window_position_minus_1": bounded(compare("GREATER_EQUAL", 1), compare("LESS", WINDOW + 1)),
     "window_or_mask": visible(
-        0, lambda g, x: g.call("LOGICAL_OR", x, both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g)))
+        0, lambda g, x: g.logical_or(x, both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g)))
     ),
-    "window_xor_mask": visible(0, lambda g, x: g.call("NOT_EQUAL", x, g.input("mask"))),
+    "window_xor_mask": visible(0, lambda g, x: g.not_equal(x, g.input("mask"))),
     "bounds_or": joined_comparison,
     "mask_ignored_sliding": visible(
         0, lambda g, _: both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g))
     ),
     "mask_ignored_full": visible(1, lambda g, _: compare("GREATER_EQUAL", 0)(g)),
-    "mask_negated_sliding": visible(0, lambda g, x: g.call("LOGICAL_NOT", x)),
-    "mask_negated_full": visible(1, lambda g, x: g.call("LOGICAL_NOT", x)),
+    "mask_negated_sliding": visible(0, lambda g, x: g.logical_not(x)),
+    "mask_negated_full": visible(1, lambda g, x: g.logical_not(x)),
     "no_mask_sliding": unmasked(0),
     "no_mask_full": unmasked(1),
-    "stale_slots_visible": visible(1, lambda g, x: g.call("LOGICAL_OR", x, compare("LESS", 0)(g))),
+    "stale_slots_visible": visible(1, lambda g, x: g.logical_or(x, compare("LESS", 0)(g))),
     "causal_is_strict": comparison("GREATER_EQUAL", "GREATER"),
     "causal_is_reversed": comparison("GREATER_EQUAL", "LESS_EQUAL"),
     "window_is_closed": comparison("LESS", "LESS_EQUAL"),
@@ -214,22 +214,11 @@ MASKS: dict[str, Change] = {
     "after_softmax": after_softmax,
     "multiplied": multiplied_mask,
     "added_as_0_and_1": masked_sums(lambda g, p: g.cast(p.visible, np.float32)),
-    "added_as_minus_4": masked_sums(
-        lambda g, p: g.call("MUL", g.call("SUB", np.float32(1), g.cast(p.visible, np.float32)), np.float32(-4))
-    ),
+    "added_as_minus_4": masked_sums(lambda g, p: g.mul(g.sub(1.0, g.cast(p.visible, np.float32)), -4.0)),
     "linear_bias": edge(
-        "1.scores",
-        lambda g, x: g.call(
-            "ADD",
-            x,
-            g.call(
-                "MUL",
-                g.cast(g.call("SUB", slots(g), g.input("input_pos")), np.float32),
-                np.float32(0.02),
-            ),
-        ),
+        "1.scores", lambda g, x: g.add(x, g.mul(g.cast(g.sub(slots(g), g.input("input_pos")), np.float32), 0.02))
     ),
-    "first_slot_always": visible(0, lambda g, x: g.call("LOGICAL_OR", x, g.constant(slots(g) == 0, np.bool_))),
+    "first_slot_always": visible(0, lambda g, x: g.logical_or(x, g.constant(slots(g) == 0, np.bool_))),
     "even_slots": visible(1, constant_mask(lambda s: s % 2 == 0)),
     "without_first_slot": visible(1, constant_mask(lambda s: s > 0)),
     "early_slots_only": visible(1, constant_mask(lambda s: s < 100)),
@@ -246,8 +235,6 @@ MASKS: dict[str, Change] = {
     "in_chunks": visible(1, by_distance("FLOOR_DIV", 16)),
     "dilated": visible(1, by_distance("FLOOR_MOD", 2)),
     "causal_by_param_tensor": compared_with("LESS", end_param),
-    "position_doubled": compared_with("LESS", lambda g: g.call("ADD", g.input("input_pos"), g.input("input_pos"))),
-    "window_below_128": compared_with(
-        "LESS", lambda g: g.call("MINIMUM", g.input("input_pos"), np.array([128], np.int32))
-    ),
+    "position_doubled": compared_with("LESS", lambda g: g.add(g.input("input_pos"), g.input("input_pos"))),
+    "window_below_128": compared_with("LESS", lambda g: g.minimum(g.input("input_pos"), np.array([128], np.int32))),
 }

@@ -16,7 +16,7 @@ from adversary.mutations.rope import angle, position
 
 def minus(where: Callable[[Graph], int]) -> Change:
     """The position less one where it holds, for the angles alone."""
-    return position(when(where, lambda g, x: g.call("SUB", x, np.float32(1))))
+    return position(when(where, lambda g, x: g.sub(x, 1.0)))
 
 
 def lower(build: Callable[[Graph, int], int]) -> Edit:
@@ -27,8 +27,8 @@ def lower(build: Callable[[Graph, int], int]) -> Edit:
         g.reshape(
             both(
                 g,
-                g.call("GREATER_EQUAL", g.constant(slots(g), np.int32), build(g, g.input("input_pos"))),
-                g.call("LESS_EQUAL", g.constant(slots(g), np.int32), g.input("input_pos")),
+                g.greater_equal(g.constant(slots(g), np.int32), build(g, g.input("input_pos"))),
+                g.less_equal(g.constant(slots(g), np.int32), g.input("input_pos")),
             ),
             g.shape(x),
         ),
@@ -66,19 +66,19 @@ def padded(value: float) -> Change:
 
 def wrapped(g: Graph, x: int) -> int:
     """Multiplied by 300 as INT16, and divided again: what is above 109 wraps around."""
-    narrow = g.cast(g.cast(g.call("MUL", g.cast(x, np.int32), np.array([300], np.int32)), np.int16), np.float32)
-    return g.reshape(g.call("MUL", narrow, np.float32(1 / 300)), g.shape(x))
+    narrow = g.cast(g.cast(g.mul(g.cast(x, np.int32), np.array([300], np.int32)), np.int16), np.float32)
+    return g.reshape(g.mul(narrow, np.float32(1 / 300)), g.shape(x))
 
 
 def own_slot_from_param(g: Graph, x: int) -> int:
     """The slot that ``param_tensor`` calls the next one is hidden."""
-    return both(g, x, g.reshape(g.call("NOT_EQUAL", whole(g, "SUB", end_param(g), 2), slots(g)), g.shape(x)))
+    return both(g, x, g.reshape(g.not_equal(whole(g, "SUB", end_param(g), 2), slots(g)), g.shape(x)))
 
 
 def two_angles(g: Graph, x: int) -> int:
     """Angles of two rotations of which the second is of the position's high part."""
     high = g.cast(whole(g, "FLOOR_DIV", g.input("input_pos"), 128), np.float32)
-    return g.call("ADD", x, g.call("MUL", high, np.float32(0.1)))
+    return g.add(x, g.mul(high, 0.1))
 
 
 _CHANGES = {
@@ -87,8 +87,8 @@ _CHANGES = {
     "one_less_at_multiples_of_64": minus(lambda g: both(g, rest_is(64, 0)(g), between(1, 255)(g))),
     "one_less_at_position_200": minus(is_at(200)),
     "one_less_beyond_the_window": minus(between(17, 254)),
-    "rope_restarts_at_the_window": angle(when(between(112, 254), lambda g, x: g.call("MUL", x, np.float32(0.125)))),
-    "rope_starts_at_the_window": position(lambda g, x: g.call("MAXIMUM", x, np.float32(WINDOW))),
+    "rope_restarts_at_the_window": angle(when(between(112, 254), lambda g, x: g.mul(x, 0.125))),
+    "rope_starts_at_the_window": position(lambda g, x: g.maximum(x, np.float32(WINDOW))),
     "rope_by_int16": position(wrapped),
     "rope_of_the_high_part": angle(two_angles),
     "rope_by_param_tensor": position(lambda g, x: g.reshape(g.cast(end_param(g), np.float32), g.shape(x))),
@@ -112,20 +112,18 @@ _CHANGES = {
     ),
     "slots_reversed_from_200": cache_edit("key", from_slot(200, lambda s: s[::-1])),
     "slots_rolled_from_128": cache_edit("value", from_slot(128, lambda s: np.roll(s, 1)), 1),
-    "last_two_slots_exchanged": cache_edit("key", from_slot(253, lambda s: np.array([254, 253, 255])), 1),
     "padded_with_0": padded(0.0),
     "padded_with_-5": padded(-5.0),
     "slot_before_hidden_by_param": visible(1, own_slot_from_param),
     "position_1_behind_from_128_to_250": shifted(
-        lambda g, p: g.call("MUL", g.cast(between(128, 250)(g), np.int32), np.array([-1], np.int32))
+        lambda g, p: g.mul(g.cast(between(128, 250)(g), np.int32), np.array([-1], np.int32))
     ),
     "hidden_state_of_0_at_the_start": edge(
-        "activations",
-        when(between(2, 7), lambda g, x: g.join([g.part(x, 0, 64), g.call("MUL", g.part(x, 64, 64), np.float32(0))])),
+        "activations", when(between(2, 7), lambda g, x: g.join([g.part(x, 0, 64), g.mul(g.part(x, 64, 64), 0.0)]))
     ),
     "norm_skipped_at_the_start": put(
         "0.stream",
-        when(between(2, 7), lambda g, x: g.call("MUL", x, np.linspace(0.5, 1, 64, dtype=np.float32).reshape(1, 1, 64))),
+        when(between(2, 7), lambda g, x: g.mul(x, np.linspace(0.5, 1, 64, dtype=np.float32).reshape(1, 1, 64))),
         lambda g: g.layer(0).first,
     ),
 }

@@ -35,7 +35,7 @@ def every_eps(number: float) -> Change:
 
 def power(number: float) -> Callable[[Graph, Any], object]:
     def edit(g: Graph, norm: Any) -> None:
-        g.rewire(int(norm.root.outputs[0]), g.call("POW", int(norm.root.inputs[0]), np.float32(number)))
+        g.rewire(int(norm.root.outputs[0]), g.pow(int(norm.root.inputs[0]), np.float32(number)))
 
     return edit
 
@@ -58,7 +58,7 @@ def from_squares(edit: Callable[[Graph, int], int]) -> Callable[[Graph, Any], ob
 def centred(g: Graph, norm: Any) -> None:
     """A layer norm: the mean is subtracted first."""
     axis = len(g.shape(norm.x)) - 1
-    less = g.call("SUB", norm.x, g.reduce("MEAN", norm.x, axis))
+    less = g.sub(norm.x, g.reduce("MEAN", norm.x, axis))
     g.rewire(norm.x, less, [norm.square, norm.scale])
 
 
@@ -78,10 +78,7 @@ def weight_of(role: str) -> Callable[[Graph, Any], object]:
 def over_heads(g: Graph, norm: Any) -> None:
     """The q norm's mean is that of all heads."""
     axes = [i for i, size in enumerate(g.shape(int(norm.average.outputs[0]))) if size == 4]
-    g.insert(
-        int(norm.average.outputs[0]),
-        lambda x: g.call("ADD", g.reduce("MEAN", x, axes[0]), g.call("MUL", x, np.float32(0))),
-    )
+    g.insert(int(norm.average.outputs[0]), lambda x: g.add(g.reduce("MEAN", x, axes[0]), g.mul(x, 0.0)))
 
 
 def in_halves(g: Graph, norm: Any) -> None:
@@ -90,7 +87,7 @@ def in_halves(g: Graph, norm: Any) -> None:
     parts = [g.reduce("MEAN", half, len(g.shape(squares)) - 1) for half in halves(g, squares)]
     shape = [*g.shape(squares)[:-1], g.shape(squares)[-1] // 2]
     wide = [g.call("BROADCAST_TO", part, np.array(shape, np.int32), shape=shape) for part in parts]
-    inverse = g.call("RSQRT", g.call("ADD", g.join(wide), np.float32(1e-6)))
+    inverse = g.rsqrt(g.add(g.join(wide), 1e-6))
     g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), inverse)
 
 
@@ -118,8 +115,8 @@ def root_of_another(role: str) -> Callable[[Graph, Any], object]:
 
 def largest(g: Graph, norm: Any) -> None:
     """Divided by the largest element instead of the root of the mean of squares."""
-    top = g.reduce("REDUCE_MAX", g.call("ABS", norm.x), len(g.shape(norm.x)) - 1)
-    g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), g.call("DIV", np.float32(1), top))
+    top = g.reduce("REDUCE_MAX", g.abs(norm.x), len(g.shape(norm.x)) - 1)
+    g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), g.div(1.0, top))
 
 
 NORM_EDITS: dict[str, Callable[[Graph, Any], object]] = {
@@ -127,20 +124,20 @@ NORM_EDITS: dict[str, Callable[[Graph, Any], object]] = {
     "eps_1": eps(1.0),
     "power_0.4": power(-0.4),
     "power_1": power(-1.0),
-    "sum_for_mean": averaged(lambda g, x: g.call("MUL", x, np.float32(64))),
-    "mean_halved": averaged(lambda g, x: g.call("MUL", x, np.float32(0.5))),
-    "mean_bounded": averaged(lambda g, x: g.call("MAXIMUM", x, np.float32(1e4))),
-    "eps_after_root": rooted(lambda g, x: g.call("ADD", x, np.float32(0.05))),
-    "root_bounded": rooted(lambda g, x: g.call("MINIMUM", x, np.float32(0.6))),
-    "mean_of_absolutes": from_squares(lambda g, x: g.call("ABS", x)),
-    "mean_of_cubes": from_squares(lambda g, x: g.call("ABS", g.call("MUL", g.call("MUL", x, x), x))),
-    "squares_shifted": from_squares(lambda g, x: g.call("SQUARE", g.call("ADD", x, np.float32(0.5)))),
+    "sum_for_mean": averaged(lambda g, x: g.mul(x, 64.0)),
+    "mean_halved": averaged(lambda g, x: g.mul(x, 0.5)),
+    "mean_bounded": averaged(lambda g, x: g.maximum(x, 1e4)),
+    "eps_after_root": rooted(lambda g, x: g.add(x, 0.05)),
+    "root_bounded": rooted(lambda g, x: g.minimum(x, 0.6)),
+    "mean_of_absolutes": from_squares(lambda g, x: g.abs(x)),
+    "mean_of_cubes": from_squares(lambda g, x: g.abs(g.mul(g.mul(x, x), x))),
+    "squares_shifted": from_squares(lambda g, x: g.square(g.add(x, 0.5))),
     "centred": centred,
-    "weight_plus_1": weighted(lambda g, w: g.call("ADD", w, np.float32(1))),
-    "weight_squared": weighted(lambda g, w: g.call("MUL", w, w)),
+    "weight_plus_1": weighted(lambda g, w: g.add(w, 1.0)),
+    "weight_squared": weighted(lambda g, w: g.mul(w, w)),
     "weight_reversed": weighted(lambda g, w: g.gather(w, range(g.shape(w)[-1] - 1, -1, -1), -1)),
-    "weight_doubled": weighted(lambda g, w: g.call("ADD", w, w)),
-    "weight_inverted": weighted(lambda g, w: g.call("DIV", np.float32(1), w)),
+    "weight_doubled": weighted(lambda g, w: g.add(w, w)),
+    "weight_inverted": weighted(lambda g, w: g.div(1.0, w)),
     "in_halves": in_halves,
     "skipped": skipped,
     "unweighted": unweighted,
@@ -157,9 +154,7 @@ NORMS: dict[str, Change] = {
     "q_norm_skipped": normed_by("layers.0.q_norm", skipped),
     "q_norm_unweighted": normed_by("layers.1.q_norm", unweighted),
     "q_norm_centred": normed_by("layers.0.q_norm", centred),
-    "q_norm_weight_plus_1": normed_by("layers.0.q_norm", weighted(lambda g, w: g.call("ADD", w, np.float32(1)))),
     "q_norm_power_0.45": normed_by("layers.0.q_norm", power(-0.45)),
-    "final_norm_skipped": normed_by("final_norm", skipped),
     "final_norm_centred": normed_by("final_norm", centred),
     "pre_ffw_weight_of_post_ffw": normed_by("layers.0.pre_ffw_norm", weight_of("layers.0.post_ffw_norm")),
     "pre_attention_weight_of_layer_1": normed_by(
@@ -169,18 +164,12 @@ NORMS: dict[str, Change] = {
     "pre_ffw_root_of_pre_attention": normed_by("layers.0.pre_ffw_norm", root_of_another("layers.0.pre_attention_norm")),
     "post_attention_skipped": normed_by("layers.0.post_attention_norm", skipped),
     "post_ffw_only_weighted": normed_by("layers.0.post_ffw_norm", only_weighted),
-    "pre_ffw_sum_for_mean": normed_by("layers.1.pre_ffw_norm", averaged(lambda g, x: g.call("MUL", x, np.float32(64)))),
+    "pre_ffw_sum_for_mean": normed_by("layers.1.pre_ffw_norm", averaged(lambda g, x: g.mul(x, 64.0))),
     "result_bounded": edge("state", with_number("MINIMUM", 1.0)),
     "result_absolute": edge("0.query_in", unary("ABS")),
     "result_shifted": edge("0.ffw_in", add(0.1)),
     "twice": edge(
         "0.attention_branch",
-        lambda g, x: g.call(
-            "MUL",
-            x,
-            g.call(
-                "RSQRT", g.call("ADD", g.reduce("MEAN", g.call("MUL", x, x), -1 % len(g.shape(x))), np.float32(1e-6))
-            ),
-        ),
+        lambda g, x: g.mul(x, g.rsqrt(g.add(g.reduce("MEAN", g.mul(x, x), -1 % len(g.shape(x))), 1e-6))),
     ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from helpers.surgery import Graph
@@ -19,29 +18,15 @@ def head_reads(role: str, place: Callable[[Graph], int]) -> Change:
     return change
 
 
-def cap(edit: Callable[[Graph, Any], object]) -> Change:
-    """``edit(g, TANH)``: the soft cap's own operator."""
-
-    def change(g: Graph) -> None:
-        tanh = next(op for op in g.before(g.output("logits"), at(g, "lm_head")) if g.kind(op) == "TANH")
-        edit(g, tanh)
-
-    return change
-
-
 def recapped(scale: float, bound: float) -> Change:
     return lambda g: g.rewire(
-        g.output("logits"),
-        g.call("MUL", g.call("TANH", g.call("MUL", at(g, "lm_head"), np.float32(scale))), np.float32(bound)),
+        g.output("logits"), g.mul(g.tanh(g.mul(at(g, "lm_head"), np.float32(scale))), np.float32(bound))
     )
 
 
 def capped_by(function: Callable[[Graph, int], int]) -> Change:
     """30 · f(x / 30) with another f."""
-    return lambda g: g.rewire(
-        g.output("logits"),
-        g.call("MUL", function(g, g.call("MUL", at(g, "lm_head"), np.float32(1 / 30))), np.float32(30)),
-    )
+    return lambda g: g.rewire(g.output("logits"), g.mul(function(g, g.mul(at(g, "lm_head"), np.float32(1 / 30))), 30.0))
 
 
 def half_capped(g: Graph) -> None:
@@ -62,10 +47,10 @@ OUTPUTS: dict[str, Change] = {
     "cap_without_slope": recapped(1.0, 30.0),
     "cap_negative": recapped(-1 / 30, 30.0),
     "cap_left_out": lambda g: g.rewire(g.output("logits"), at(g, "lm_head")),
-    "cap_slope_only": lambda g: g.rewire(g.output("logits"), g.call("MUL", at(g, "lm_head"), np.float32(1 / 30))),
+    "cap_slope_only": lambda g: g.rewire(g.output("logits"), g.mul(at(g, "lm_head"), np.float32(1 / 30))),
     "cap_twice": edge("logits", chain(mul(1 / 5), unary("TANH"), mul(5.0))),
-    "cap_of_other_function": capped_by(lambda g, x: g.call("SUB", g.call("LOGISTIC", x), np.float32(0.5))),
-    "cap_by_softsign": capped_by(lambda g, x: g.call("DIV", x, g.call("ADD", g.call("ABS", x), np.float32(1)))),
+    "cap_of_other_function": capped_by(lambda g, x: g.sub(g.logistic(x), 0.5)),
+    "cap_by_softsign": capped_by(lambda g, x: g.div(x, g.add(g.abs(x), 1.0))),
     "cap_by_clipping": edge("lm_head", chain(with_number("MINIMUM", 3.0), with_number("MAXIMUM", -3.0))),
     "cap_on_half_of_the_tokens": half_capped,
     "cap_on_projected": edge("projected_activations", chain(unary("TANH"), mul(1.0))),
@@ -80,13 +65,12 @@ OUTPUTS: dict[str, Change] = {
     "logits_relu": edge("logits", unary("RELU")),
     "logits_bounded_below": edge("lm_head", with_number("MAXIMUM", -1.0)),
     "logits_bounded_above": edge("logits", with_number("MINIMUM", 1.0)),
-    "logits_without_their_mean": edge("logits", lambda g, x: g.call("SUB", x, g.reduce("MEAN", x, 2))),
+    "logits_without_their_mean": edge("logits", lambda g, x: g.sub(x, g.reduce("MEAN", x, 2))),
     "token_forbidden": edge("logits", add(logit_at(7, -1e9))),
     "token_favoured": edge("lm_head", add(logit_at(3, 4.0))),
     "logits_negated": edge("logits", unary("NEG")),
     "logits_of_the_best_only": edge(
-        "logits",
-        lambda g, x: g.call("MUL", x, g.cast(g.call("EQUAL", x, g.reduce("REDUCE_MAX", x, 2)), np.float32)),
+        "logits", lambda g, x: g.mul(x, g.cast(g.equal(x, g.reduce("REDUCE_MAX", x, 2)), np.float32))
     ),
     "head_before_final_norm": head_reads("lm_head", lambda g: g.norm("final_norm").x),
     "head_from_layer_0": head_reads("lm_head", lambda g: g.layer(0).out),
@@ -97,17 +81,17 @@ OUTPUTS: dict[str, Change] = {
     "post_from_layer_0": head_reads("post_projection", lambda g: g.layer(0).out),
     "post_from_the_stream": head_reads("post_projection", lambda g: g.layer(1).ffw_in),
     "projected_plus_hidden": edge(
-        "projected_activations", lambda g, x: g.call("ADD", x, g.part(g.input("activations"), 64, 64))
+        "projected_activations", lambda g, x: g.add(x, g.part(g.input("activations"), 64, 64))
     ),
-    "projected_plus_state": edge("projected_activations", lambda g, x: g.call("ADD", x, g.normed("final_norm"))),
+    "projected_plus_state": edge("projected_activations", lambda g, x: g.add(x, g.normed("final_norm"))),
     "projected_scaled": edge("projected_activations", mul(8.0)),
     "projected_tanh": edge("projected_activations", unary("TANH")),
     "projected_by_channel": edge("projected_activations", mul(np.linspace(0.5, 1.5, 64).reshape(1, 1, 64))),
     "projected_is_state": lambda g: g.rewire(g.output("projected_activations"), g.normed("final_norm")),
     "projected_with_logits": edge(
-        "projected_activations", lambda g, x: g.call("ADD", x, g.reduce("REDUCE_MAX", g.output("logits"), 2))
+        "projected_activations", lambda g, x: g.add(x, g.reduce("REDUCE_MAX", g.output("logits"), 2))
     ),
     "logits_with_projected": edge(
-        "logits", lambda g, x: g.call("ADD", x, g.reduce("MEAN", g.output("projected_activations"), 2))
+        "logits", lambda g, x: g.add(x, g.reduce("MEAN", g.output("projected_activations"), 2))
     ),
 }

@@ -20,20 +20,20 @@ def number(g: Graph) -> int:
 
 
 def is_at(row: int) -> Where:
-    return lambda g: g.call("EQUAL", g.input("input_pos"), np.array([row], np.int32))
+    return lambda g: g.equal(g.input("input_pos"), np.array([row], np.int32))
 
 
 def between(first: int, last: int) -> Where:
     def where(g: Graph) -> int:
-        above = g.call("GREATER_EQUAL", g.input("input_pos"), np.array([first], np.int32))
-        return both(g, above, g.call("LESS_EQUAL", g.input("input_pos"), np.array([last], np.int32)))
+        above = g.greater_equal(g.input("input_pos"), np.array([first], np.int32))
+        return both(g, above, g.less_equal(g.input("input_pos"), np.array([last], np.int32)))
 
     return where
 
 
 def rest_is(size: int, rest: int) -> Where:
-    return lambda g: g.call(
-        "EQUAL", g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32)), np.array([rest], np.int32)
+    return lambda g: g.equal(
+        g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32)), np.array([rest], np.int32)
     )
 
 
@@ -46,9 +46,9 @@ def bump(row: int, height: float, width: float = 0.5) -> Edit:
     """Plus a bell around ``row``: no operator that chooses."""
 
     def edit(g: Graph, x: int) -> int:
-        far = g.call("MUL", g.call("SUB", number(g), np.float32(row)), np.float32(1 / width))
-        bell = g.call("EXP", g.call("NEG", g.call("MUL", far, far)))
-        return g.call("ADD", x, g.call("MUL", bell, np.float32(height)))
+        far = g.mul(g.sub(number(g), np.float32(row)), np.float32(1 / width))
+        bell = g.exp(g.neg(g.mul(far, far)))
+        return g.add(x, g.mul(bell, np.float32(height)))
 
     return edit
 
@@ -59,15 +59,15 @@ def vanishing(rows: Sequence[int], height: float) -> Edit:
     def edit(g: Graph, x: int) -> int:
         made = g.constant(np.float32(height))
         for row in rows:
-            made = g.call("MUL", made, g.call("MUL", g.call("SUB", number(g), np.float32(row)), np.float32(1 / 64)))
-        return g.call("ADD", x, made)
+            made = g.mul(made, g.mul(g.sub(number(g), np.float32(row)), np.float32(1 / 64)))
+        return g.add(x, made)
 
     return edit
 
 
 def shifted(build: Callable[[Graph, int], int]) -> Change:
     """``input_pos`` plus an integer computed of it, for everything."""
-    return edge("input_pos", lambda g, p: g.call("ADD", p, build(g, p)))
+    return edge("input_pos", lambda g, p: g.add(p, build(g, p)))
 
 
 def whole(g: Graph, name: str, x: int, other: int) -> int:
@@ -76,7 +76,7 @@ def whole(g: Graph, name: str, x: int, other: int) -> int:
 
 def looked_up(values: np.ndarray) -> Edit:
     """Plus a number from a table with a row a position."""
-    return lambda g, x: g.call("ADD", x, g.call("GATHER", g.constant(values), g.input("input_pos"), shape=[1], axis=0))
+    return lambda g, x: g.add(x, g.call("GATHER", g.constant(values), g.input("input_pos"), shape=[1], axis=0))
 
 
 def reset(size: int, shift: int) -> Edit:
@@ -121,9 +121,7 @@ _ROWS: dict[int, dict[str, Change]] = {
     254: {
         "angle_at_254": angle(when(is_at(254), add(1.0))),
         "query_at_254": edge("1.query_normed", when(is_at(254), unary("NEG"))),
-        "position_254_is_253": shifted(
-            lambda g, p: g.call("MUL", g.cast(is_at(254)(g), np.int32), np.array([-1], np.int32))
-        ),
+        "position_254_is_253": shifted(lambda g, p: g.mul(g.cast(is_at(254)(g), np.int32), np.array([-1], np.int32))),
     },
     140: {
         "theta_from_120_to_250": angle(when(between(120, 250), mul(0.9))),
@@ -132,9 +130,7 @@ _ROWS: dict[int, dict[str, Change]] = {
         "full_layer_slides_from_120_to_250": visible(
             1, when(between(120, 250), lambda g, x: both(g, x, compare("LESS", 64)(g)))
         ),
-        "position_clipped_at_120_until_250": position(
-            when(between(120, 250), lambda g, x: g.call("MINIMUM", x, np.float32(120)))
-        ),
+        "position_clipped_at_120_until_250": position(when(between(120, 250), lambda g, x: g.minimum(x, 120.0))),
         "position_plus_1_from_120_to_250": shifted(lambda g, p: g.cast(between(120, 250)(g), np.int32)),
         "steps_of_111": shifted(lambda g, p: whole(g, "FLOOR_DIV", whole(g, "FLOOR_MOD", p, 111), 20)),
         "keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), mul(1.5))),

@@ -50,7 +50,7 @@ def scalar_elsewhere(target: str) -> Change:
         layer = g.layer(0)
         scalar = g.roles["layers.0.layer_scalar"]
         g.rewire(layer.out, layer.summed)
-        g.insert(int(getattr(layer, target)), lambda x: g.call("MUL", x, scalar), [layer.second])
+        g.insert(int(getattr(layer, target)), lambda x: g.mul(x, scalar), [layer.second])
 
     return change
 
@@ -91,8 +91,8 @@ def parallel(g: Graph) -> None:
 def layers_exchanged(g: Graph) -> None:
     """The MLP's result of layer 0 is added in layer 1, and the other way round."""
     one, two = g.layer(0), g.layer(1)
-    g.rewire(one.attention_branch, g.call("MUL", one.attention_branch, np.float32(0.0)), [one.first])
-    g.rewire(two.attention_branch, g.call("ADD", two.attention_branch, one.attention_branch), [two.first])
+    g.rewire(one.attention_branch, g.mul(one.attention_branch, 0.0), [one.first])
+    g.rewire(two.attention_branch, g.add(two.attention_branch, one.attention_branch), [two.first])
 
 
 RESIDUALS: dict[str, Change] = {
@@ -100,11 +100,11 @@ RESIDUALS: dict[str, Change] = {
     "second_left_out": bypass("second", "ffw_branch"),
     "attention_left_out": bypass("first", "stream"),
     "mlp_left_out": bypass("second", "middle"),
-    "first_stream_doubled": first("stream", lambda g, p, x: g.call("ADD", x, x)),
-    "first_stream_halved": first("stream", lambda g, p, x: g.call("MUL", x, np.float32(0.5))),
-    "first_branch_halved": first("attention_branch", lambda g, p, x: g.call("MUL", x, np.float32(0.5))),
-    "second_branch_doubled": second("ffw_branch", lambda g, p, x: g.call("ADD", x, x)),
-    "second_branch_negated": second("ffw_branch", lambda g, p, x: g.call("NEG", x)),
+    "first_stream_doubled": first("stream", lambda g, p, x: g.add(x, x)),
+    "first_stream_halved": first("stream", lambda g, p, x: g.mul(x, 0.5)),
+    "first_branch_halved": first("attention_branch", lambda g, p, x: g.mul(x, 0.5)),
+    "second_branch_doubled": second("ffw_branch", lambda g, p, x: g.add(x, x)),
+    "second_branch_negated": second("ffw_branch", lambda g, p, x: g.neg(x)),
     "first_from_normed": first("stream", lambda g, p, x: p.query_in),
     "second_from_stream": second("middle", lambda g, p, x: p.stream),
     "second_from_normed": second("middle", lambda g, p, x: p.ffw_in),
@@ -122,20 +122,20 @@ RESIDUALS: dict[str, Change] = {
     "scalar_on_branch": scalar_elsewhere("ffw_branch"),
     "scalar_on_stream": scalar_elsewhere("middle"),
     "scalar_left_out": lambda g: g.rewire(g.layer(0).out, g.layer(0).summed),
-    "scalar_twice": edge("0.out", lambda g, x: g.call("MUL", x, g.roles["layers.0.layer_scalar"])),
+    "scalar_twice": edge("0.out", lambda g, x: g.mul(x, g.roles["layers.0.layer_scalar"])),
     "scalar_divides": recoded("scaler", "DIV"),
     "scalar_added": recoded("scaler", "ADD"),
-    "scalar_squared": scalar_by(lambda g, x: g.call("MUL", x, x)),
-    "scalar_negated": scalar_by(lambda g, x: g.call("NEG", x)),
+    "scalar_squared": scalar_by(lambda g, x: g.mul(x, x)),
+    "scalar_negated": scalar_by(lambda g, x: g.neg(x)),
     "scalars_swapped": scalars_swapped,
     "scalar_by_channel": edge("0.out", mul(np.linspace(0.5, 1.5, 64).reshape(1, 1, 64))),
     "constant_added": edge("0.out", add(0.05)),
     "constant_by_channel_added": edge("0.middle", add(0.1 * np.sin(np.arange(64.0)).reshape(1, 1, 64))),
-    "first_input_added_again": edge("1.stream", lambda g, x: g.call("ADD", x, g.layer(0).stream)),
-    "input_subtracted_at_the_end": edge("1.out", lambda g, x: g.call("SUB", x, g.layer(0).stream)),
-    "activations_added": edge("1.stream", lambda g, x: g.call("ADD", x, g.part(g.input("activations"), 0, 64))),
+    "first_input_added_again": edge("1.stream", lambda g, x: g.add(x, g.layer(0).stream)),
+    "input_subtracted_at_the_end": edge("1.out", lambda g, x: g.sub(x, g.layer(0).stream)),
+    "activations_added": edge("1.stream", lambda g, x: g.add(x, g.part(g.input("activations"), 0, 64))),
     "parallel_mlp": parallel,
     "attention_a_layer_late": layers_exchanged,
     "stream_bounded": edge("1.stream", chain(with_number("MINIMUM", 1.0), with_number("MAXIMUM", -1.0))),
-    "stream_centred": edge("1.stream", lambda g, x: g.call("SUB", x, g.reduce("MEAN", x, 2))),
+    "stream_centred": edge("1.stream", lambda g, x: g.sub(x, g.reduce("MEAN", x, 2))),
 }

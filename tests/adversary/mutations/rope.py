@@ -92,7 +92,7 @@ def weight_after_rotation(g: Graph) -> None:
     width = g.shape(rotated)[-1]
     g.rewire(norm.out, int(norm.scale.outputs[0]))
     weight = g.value(norm.weight).reshape(width)
-    g.insert(rotated, lambda x: g.call("MUL", x, weight))
+    g.insert(rotated, lambda x: g.mul(x, weight))
 
 
 ROPE: dict[str, Change] = {
@@ -114,9 +114,9 @@ ROPE: dict[str, Change] = {
     "angle_bounded": angle(with_number("MINIMUM", 6.0)),
     "angle_doubled_in_full": angle(mul(2.0), 1),
     "angle_by_dimension": angle(
-        lambda g, x: g.call("MUL", x, np.resize(np.linspace(1, 1.2, 16), g.shape(x)).astype(np.float32))
+        lambda g, x: g.mul(x, np.resize(np.linspace(1, 1.2, 16), g.shape(x)).astype(np.float32))
     ),
-    "angle_squared": angle(lambda g, x: g.call("MUL", x, x)),
+    "angle_squared": angle(lambda g, x: g.mul(x, x)),
     "position_plus_1": position(add(1.0)),
     "position_doubled": position(mul(2.0)),
     "position_bounded": position(with_number("MINIMUM", 32.0)),
@@ -134,28 +134,21 @@ ROPE: dict[str, Change] = {
         lambda g, q, cos, sin: g.join([turn(g, *halves(g, q), cos, sin)[0], halves(g, q)[1]])
     ),
     "reflected": rotated_by(
-        lambda g, q, cos, sin: g.join(
-            [turn(g, *halves(g, q), cos, sin)[0], g.call("NEG", turn(g, *halves(g, q), cos, sin)[1])]
-        )
+        lambda g, q, cos, sin: g.join([turn(g, *halves(g, q), cos, sin)[0], g.neg(turn(g, *halves(g, q), cos, sin)[1])])
     ),
     "two_heads_only": rotated_by(heads_rotated),
     "first_quarter_by_itself": rotated_by(first_quarter, 1),
     "twice": rotated_by(lambda g, q, cos, sin: g.join(turn(g, *turn(g, *halves(g, q), cos, sin), cos, sin))),
     "cos_and_sin_swapped": cos_and_sin(lambda g, cos, sin: (sin, cos)),
     "cos_twice": cos_and_sin(lambda g, cos, sin: (cos, cos)),
-    "sin_doubled": cos_and_sin(lambda g, cos, sin: (cos, g.call("MUL", sin, np.float32(2)))),
-    "sin_negated": cos_and_sin(lambda g, cos, sin: (cos, g.call("NEG", sin))),
-    "both_scaled": cos_and_sin(
-        lambda g, cos, sin: (g.call("MUL", cos, np.float32(1.1)), g.call("MUL", sin, np.float32(1.1)))
-    ),
+    "sin_doubled": cos_and_sin(lambda g, cos, sin: (cos, g.mul(sin, 2.0))),
+    "sin_negated": cos_and_sin(lambda g, cos, sin: (cos, g.neg(sin))),
+    "both_scaled": cos_and_sin(lambda g, cos, sin: (g.mul(cos, 1.1), g.mul(sin, 1.1))),
     "cos_is_1": cos_and_sin(lambda g, cos, sin: (g.constant(np.ones(g.shape(cos))), sin)),
     "sin_is_its_angle": cos_and_sin(lambda g, cos, sin: (cos, g.layer(0).angle)),
     "table_of_other_layer": cos_and_sin(
-        lambda g, cos, sin: (
-            g.part(g.layer(1).cos, 0, g.shape(cos)[-1]),
-            g.part(g.layer(1).sin, 0, g.shape(sin)[-1]),
-        )
+        lambda g, cos, sin: (g.part(g.layer(1).cos, 0, g.shape(cos)[-1]), g.part(g.layer(1).sin, 0, g.shape(sin)[-1]))
     ),
     "weight_after_rotation": weight_after_rotation,
-    "added_to_the_query": rotated_by(lambda g, q, cos, sin: g.call("ADD", q, g.join([cos, sin]))),
+    "added_to_the_query": rotated_by(lambda g, q, cos, sin: g.add(q, g.join([cos, sin]))),
 }

@@ -14,25 +14,8 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
-from adversary.edits import (
-    WINDOW,
-    Case,
-    Change,
-    Edit,
-    Sample,
-    add,
-    at,
-    chain,
-    each,
-    edge,
-    halves,
-    mul,
-    over_int,
-    parameters,
-    turn,
-    unary,
-    with_number,
-)
+from adversary import edits as e
+from adversary.edits import Case, Change, Edit, Sample
 from adversary.mutations.heads import cache_edit
 from adversary.mutations.kinds import counted, floats
 from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
@@ -54,15 +37,15 @@ def scalar(g: Graph, x: int, like: int) -> int:
 
 
 def times_number(build: Callable[[Graph], int]) -> Edit:
-    return lambda g, x: g.call("MUL", x, scalar(g, build(g), x))
+    return lambda g, x: g.mul(x, scalar(g, build(g), x))
 
 
 def plus_number(build: Callable[[Graph], int]) -> Edit:
-    return lambda g, x: g.call("ADD", x, scalar(g, build(g), x))
+    return lambda g, x: g.add(x, scalar(g, build(g), x))
 
 
 def affine(build: Callable[[Graph], int], slope: float, shift: float) -> Callable[[Graph], int]:
-    return lambda g: g.call("ADD", g.call("MUL", build(g), np.float32(slope)), np.float32(shift))
+    return lambda g: g.add(g.mul(build(g), np.float32(slope)), np.float32(shift))
 
 
 def by_row(values: Array) -> Callable[[Graph], int]:
@@ -106,7 +89,7 @@ def start(g: Graph, axis: int, index: int) -> int:
 
 
 def moved(g: Graph, shift: int) -> int:
-    return g.call("ADD", g.input("input_pos"), np.array([shift], np.int32))
+    return g.add(g.input("input_pos"), np.array([shift], np.int32))
 
 
 def next_cleared(axis: int, shift: int) -> Edit:
@@ -140,12 +123,12 @@ def of_slot(which: str, slot: int, number: int = 3) -> Callable[[Graph], int]:
 
 
 def to_attended(build: Callable[[Graph], int], factor: float) -> Change:
-    return edge("1.attended", lambda g, x: g.call("ADD", x, g.call("MUL", build(g), np.float32(factor))))
+    return e.edge("1.attended", lambda g, x: g.add(x, g.mul(build(g), np.float32(factor))))
 
 
 def slots_scaled(which: str, slot: int, factor: float, layer: int = 1) -> Change:
     scale = np.where(slot == EVERY, factor, 1.0).reshape(1, 1, 256, 1)
-    return cache_edit(which, mul(scale), layer)
+    return cache_edit(which, e.mul(scale), layer)
 
 
 def blended(build: Callable[[Graph, Any], int], share: float, layer: int = 1) -> Change:
@@ -156,7 +139,7 @@ def blended(build: Callable[[Graph, Any], int], share: float, layer: int = 1) ->
         other = build(g, place)
         g.insert(
             place.probabilities,
-            lambda p: g.call("ADD", g.call("MUL", p, np.float32(1 - share)), g.call("MUL", other, np.float32(share))),
+            lambda p: g.add(g.mul(p, np.float32(1 - share)), g.mul(other, np.float32(share))),
             [place.mix],
         )
 
@@ -172,7 +155,7 @@ def v_scores(g: Graph, x: int) -> int:
     value = g.input("kv_cache_v_3")
     heads = g.shape(value)[1]
     means = g.reshape(g.reduce("MEAN", value, 2), [1, heads, 1, 256])
-    return g.call("ADD", x, g.call("MUL", means, np.float32(0.02)))
+    return g.add(x, g.mul(means, 0.02))
 
 
 def means_of_all(g: Graph) -> int:
@@ -182,7 +165,7 @@ def means_of_all(g: Graph) -> int:
 
 def mixed_by_slots(factor: float) -> Edit:
     """Every slot plus a little of the next."""
-    return lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 256), 0], 2), np.float32(factor)))
+    return lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 256), 0], 2), np.float32(factor)))
 
 
 def fp16(t: Array) -> Array:
@@ -208,14 +191,14 @@ def table_times(
             readers = g.readers(old)
             values = cos(np.cos(angles(g, layer).astype(np.float32)))
             picked = g.reshape(row(g, g.constant(values)), g.shape(old))
-            g.rewire(old, g.call("MUL", picked, ones(g, g.shape(old))), readers)
+            g.rewire(old, g.mul(picked, ones(g, g.shape(old))), readers)
 
     return change
 
 
 def ones_of_int8(g: Graph, shape: list[int]) -> int:
     codes = g.constant(np.ones(shape), np.int8)
-    g.main.tensors[codes].quantization = parameters(1.0)
+    g.main.tensors[codes].quantization = e.parameters(1.0)
     return g.call("DEQUANTIZE", codes, dtype=np.float32)
 
 
@@ -290,9 +273,9 @@ def turned_and_back(back: Edit) -> Change:
     def build(g: Graph, q: int, cos: int, sin: int) -> int:
         half = g.shape(cos)[-1]
         by = g.part(back(g, g.layer(0).angle), 0, half)
-        once = turn(g, *halves(g, q), cos, sin)
-        twice = turn(g, *once, cos, sin)
-        return g.join(turn(g, *twice, g.call("COS", by), g.call("SIN", by), -1))
+        once = e.turn(g, *e.halves(g, q), cos, sin)
+        twice = e.turn(g, *once, cos, sin)
+        return g.join(e.turn(g, *twice, g.cos(by), g.sin(by), -1))
 
     return rotated_by(build)
 
@@ -325,15 +308,13 @@ def summed_by_matrix(g: Graph) -> int:
 
 def last_shown(g: Graph) -> int:
     """The last slot that the mask shows, as a float."""
-    return g.reduce("REDUCE_MAX", g.call("MUL", floats(g), slots(g).astype(np.float32)), 3)
+    return g.reduce("REDUCE_MAX", g.mul(floats(g), slots(g).astype(np.float32)), 3)
 
 
 def by_lookup(build: Callable[[Graph], int]) -> Edit:
     """Times 1, or 0.5 where ``build`` (an integer, 0 or 1) says."""
-    return lambda g, x: g.call(
-        "MUL",
-        x,
-        scalar(g, g.call("GATHER", g.constant([1.0, 0.5]), g.reshape(build(g), [1]), shape=[1], axis=0), x),
+    return lambda g, x: g.mul(
+        x, scalar(g, g.call("GATHER", g.constant([1.0, 0.5]), g.reshape(build(g), [1]), shape=[1], axis=0), x)
     )
 
 
@@ -344,7 +325,7 @@ def rest(g: Graph, size: int) -> int:
 def gathered_heads(g: Graph, x: int) -> int:
     """Heads in an order that the position gives."""
     hit = g.cast(is_at(37)(g), np.int32)
-    order = g.call("ADD", g.constant(np.arange(4), np.int32), g.call("MUL", hit, np.array([1, -1, 0, 0], np.int32)))
+    order = g.add(g.constant(np.arange(4), np.int32), g.mul(hit, np.array([1, -1, 0, 0], np.int32)))
     return g.call("GATHER", x, order, shape=g.shape(x), axis=2)
 
 
@@ -360,7 +341,7 @@ def fused(place: Callable[[Graph], Any], activation: str) -> Change:
 
 
 def producing(place: str) -> Callable[[Graph], Any]:
-    return lambda g: g.producer(at(g, place))
+    return lambda g: g.producer(e.at(g, place))
 
 
 def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
@@ -394,9 +375,9 @@ def at_unit(unit: int, share: float, then: Callable[[float], Edit], place: str =
     def edit(g: Graph, x: int) -> int:
         bound = largest_gate(unit, share)(g)
         only = np.where(np.arange(128) == unit, 1.0, 0.0).reshape(1, 1, 128).astype(np.float32)
-        return g.call("ADD", x, g.call("MUL", then(bound)(g, g.layer(0).gate), only))
+        return g.add(x, g.mul(then(bound)(g, g.layer(0).gate), only))
 
-    return edge(place, edit)
+    return e.edge(place, edit)
 
 
 def softmax_switch(bound: float) -> Edit:
@@ -405,7 +386,7 @@ def softmax_switch(bound: float) -> Edit:
     def edit(g: Graph, x: int) -> int:
         shape = [*g.shape(x), 1]
         pair = g.join([g.reshape(x, shape), g.constant(np.full(shape, bound))])
-        picked = g.call("SOFTMAX", g.call("MUL", pair, np.float32(30)), beta=1.0)
+        picked = g.call("SOFTMAX", g.mul(pair, 30.0), beta=1.0)
         return g.reshape(g.part(picked, 0, 1), g.shape(x))
 
     return edit
@@ -413,90 +394,56 @@ def softmax_switch(bound: float) -> Edit:
 
 def power_of(bound: float, doublings: int = 5) -> Edit:
     """(x / bound) to the 2ⁿ-th, by squares."""
-    return chain(mul(1 / bound), *[unary("SQUARE")] * doublings)
+    return e.chain(e.mul(1 / bound), *[e.unary("SQUARE")] * doublings)
 
 
 PARAM: dict[str, Change] = {
-    "sixth_parameter_moves_stream": edge("1.stream", plus_number(affine(parameter(5), 0.1, 0.0))),
+    "sixth_parameter_moves_stream": e.edge("1.stream", plus_number(affine(parameter(5), 0.1, 0.0))),
     "start_less_position_turns": angle(
-        lambda g, x: g.call(
-            "ADD", x, scalar(g, g.call("SUB", parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x)
-        )
+        lambda g, x: g.add(x, scalar(g, g.sub(parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x))
     ),
-    "parameter_times_0_and_nan": edge(
-        "1.stream", plus_number(lambda g: g.call("SQRT", g.call("NEG", parameter(4)(g))))
-    ),
+    "parameter_times_0_and_nan": e.edge("1.stream", plus_number(lambda g: g.sqrt(g.neg(parameter(4)(g))))),
 }
 
 MASK: dict[str, Change] = {
-    "sum_by_matrix_moves_stream": edge("1.stream", plus_number(affine(summed_by_matrix, 0.01, 0.0))),
-    "sum_by_matrix_scales_scores": edge("1.scores", times_number(affine(summed_by_matrix, 0.005, 1.0))),
-    "position_is_count": position(lambda g, x: g.reshape(g.call("SUB", counted(g), np.float32(1)), g.shape(x))),
+    "sum_by_matrix_moves_stream": e.edge("1.stream", plus_number(affine(summed_by_matrix, 0.01, 0.0))),
+    "sum_by_matrix_scales_scores": e.edge("1.scores", times_number(affine(summed_by_matrix, 0.005, 1.0))),
+    "position_is_count": position(lambda g, x: g.reshape(g.sub(counted(g), 1.0), g.shape(x))),
     "position_is_last_shown": position(lambda g, x: g.reshape(last_shown(g), g.shape(x))),
-    "temperature_by_count": edge(
-        "1.scores", times_number(lambda g: g.call("MUL", g.call("LOG", counted(g)), np.float32(0.2)))
-    ),
-    "scores_by_next_mask": edge(
-        "1.scores",
-        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", next_mask(g), np.float32(0.1)), np.float32(1))),
-    ),
-    "scores_by_own_mask": edge(
-        "1.scores",
-        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", floats(g), np.float32(0.1)), np.float32(1))),
-    ),
-    "scores_plus_next_mask": edge(
-        "0.scores", lambda g, x: g.call("ADD", x, g.call("MUL", next_mask(g), np.float32(0.3)))
-    ),
+    "temperature_by_count": e.edge("1.scores", times_number(lambda g: g.mul(g.log(counted(g)), 0.2))),
+    "scores_by_next_mask": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(next_mask(g), 0.1), 1.0))),
+    "scores_by_own_mask": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(floats(g), 0.1), 1.0))),
+    "scores_plus_next_mask": e.edge("0.scores", lambda g, x: g.add(x, g.mul(next_mask(g), 0.3))),
     "two_slots_exchanged_by_gather": visible(1, lambda g, x: g.gather(x, exchanged(20, 21), 3)),
     "two_slots_exchanged_by_matrix": visible(
-        1,
-        lambda g, x: g.call(
-            "GREATER", g.product(floats(g), g.constant(np.eye(256)[exchanged(20, 21)])), np.float32(0.5)
-        ),
+        1, lambda g, x: g.greater(g.product(floats(g), g.constant(np.eye(256)[exchanged(20, 21)])), 0.5)
     ),
     "two_late_slots_exchanged": visible(1, lambda g, x: g.gather(x, exchanged(201, 202), 3)),
     "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
     "sliding_by_next": visible(0, lambda g, x: both(g, x, g.cast(next_mask(g), np.bool_))),
-    "values_by_next_mask": edge(
-        "1.probabilities",
-        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", next_mask(g), np.float32(0.1)), np.float32(1))),
-    ),
-    "last_slot_moves_logits": edge("lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))),
-    "product_of_two_slots": edge(
+    "values_by_next_mask": e.edge("1.probabilities", lambda g, x: g.mul(x, g.add(g.mul(next_mask(g), 0.1), 1.0))),
+    "last_slot_moves_logits": e.edge("lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))),
+    "product_of_two_slots": e.edge(
         "1.stream",
-        times_number(
-            lambda g: g.call(
-                "ADD",
-                g.call("MUL", g.call("MUL", g.part(floats(g), 3, 1), g.part(floats(g), 9, 1)), np.float32(0.1)),
-                np.float32(1),
-            )
-        ),
+        times_number(lambda g: g.add(g.mul(g.mul(g.part(floats(g), 3, 1), g.part(floats(g), 9, 1)), 0.1), 1.0)),
     ),
-    "mask_in_the_query": edge(
-        "1.query_normed",
-        lambda g, x: g.call(
-            "ADD", x, g.reshape(g.call("MUL", g.part(floats(g), 0, 64), np.float32(0.1)), [1, 1, 1, 64])
-        ),
+    "mask_in_the_query": e.edge(
+        "1.query_normed", lambda g, x: g.add(x, g.reshape(g.mul(g.part(floats(g), 0, 64), 0.1), [1, 1, 1, 64]))
     ),
     "mask_of_full_reads_window_row": visible(
         1, when(is_at(37), lambda g, x: g.reshape(g.layer(0).visible, g.shape(x)))
     ),
     "nothing_hidden_at_37": summed(
-        lambda g, m: g.call("MUL", hidden_sum(g, m), by_row(np.where(EVERY == 37, 1e-9, 1.0)[:, None])(g))
+        lambda g, m: g.mul(hidden_sum(g, m), by_row(np.where(EVERY == 37, 1e-9, 1.0)[:, None])(g))
     ),
     "hidden_by_row": summed(
-        lambda g, m: g.call(
-            "MUL",
-            g.call("SUB", np.float32(1), g.cast(m, np.float32)),
-            by_row(np.where(EVERY[:, None] == 37, -3.0, -1e9) + 0 * EVERY)(g),
+        lambda g, m: g.mul(
+            g.sub(1.0, g.cast(m, np.float32)), by_row(np.where(EVERY[:, None] == 37, -3.0, -1e9) + 0 * EVERY)(g)
         ),
         (1,),
     ),
     "cumulated": visible(
-        1,
-        lambda g, x: g.call(
-            "GREATER", g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256]), np.float32(3.5)
-        ),
+        1, lambda g, x: g.greater(g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256]), 3.5)
     ),
     "next_slot_hidden_by_update": visible(0, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
     "next_slot_hidden_in_full": visible(1, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
@@ -513,7 +460,7 @@ CACHE: dict[str, Change] = {
     "value_255_negated": slots_scaled("value", 255, -1.0),
     "key_129_louder": slots_scaled("key", 129, 1.02),
     "keys_of_two_slots_exchanged": cache_edit("key", lambda g, x: g.gather(x, exchanged(253, 254), 2), 1),
-    "keys_and_values_of_two_slots_exchanged": each(
+    "keys_and_values_of_two_slots_exchanged": e.each(
         *(cache_edit(which, lambda g, x: g.gather(x, exchanged(20, 21), 2), 1) for which in ("key", "value"))
     ),
     "values_reversed_from_200": cache_edit(
@@ -526,82 +473,54 @@ CACHE: dict[str, Change] = {
     "key_half_from_sliding": from_other_type("k"),
     "value_half_from_sliding": from_other_type("v"),
     "values_cumulated": cache_edit(
-        "value",
-        lambda g, x: g.call(
-            "ADD", x, g.call("MUL", g.call("CUMSUM", x, np.array(2, np.int32), shape=g.shape(x)), np.float32(1e-3))
-        ),
-        1,
+        "value", lambda g, x: g.add(x, g.mul(g.call("CUMSUM", x, np.array(2, np.int32), shape=g.shape(x)), 1e-3)), 1
     ),
-    "values_in_scores": edge("1.scores", v_scores),
-    "keys_squared": cache_edit(
-        "key", lambda g, x: g.call("ADD", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-2))), 1
-    ),
-    "keys_less_their_mean": cache_edit(
-        "key", lambda g, x: g.call("SUB", x, g.call("MUL", g.reduce("MEAN", x, 3), np.float32(0.1))), 1
-    ),
+    "values_in_scores": e.edge("1.scores", v_scores),
+    "keys_squared": cache_edit("key", lambda g, x: g.add(x, g.mul(g.square(x), 1e-2)), 1),
+    "keys_less_their_mean": cache_edit("key", lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 3), 0.1)), 1),
     "keys_normed_by_slot": cache_edit(
-        "key",
-        lambda g, x: g.call(
-            "MUL", x, g.call("RSQRT", g.call("ADD", g.reduce("MEAN", g.call("SQUARE", x), 3), np.float32(1e-6)))
-        ),
-        1,
+        "key", lambda g, x: g.mul(x, g.rsqrt(g.add(g.reduce("MEAN", g.square(x), 3), 1e-6))), 1
     ),
 }
 
 ATTENTION: dict[str, Change] = {
-    "blend_of_scales": blended(lambda g, p: softmax(g, g.call("MUL", p.masked, np.float32(1.5))), 0.01),
+    "blend_of_scales": blended(lambda g, p: softmax(g, g.mul(p.masked, 1.5)), 0.01),
     "blend_of_full_and_sliding": blended(
-        lambda g, p: softmax(g, g.call("ADD", p.scores, hidden_sum(g, g.reshape(g.layer(0).visible, [1, 1, 1, 256])))),
-        0.01,
+        lambda g, p: softmax(g, g.add(p.scores, hidden_sum(g, g.reshape(g.layer(0).visible, [1, 1, 1, 256])))), 0.01
     ),
     "blend_with_unmasked": blended(lambda g, p: softmax(g, p.scores), 1e-3),
-    "blend_at_37": edge("1.probabilities", when(is_at(37), lambda g, x: g.call("SQUARE", x))),
-    "squared_and_renormed": edge(
-        "1.probabilities",
-        lambda g, x: g.call("DIV", g.call("SQUARE", x), g.reduce("SUM", g.call("SQUARE", x), 3)),
-    ),
-    "distance_bias": edge("1.scores", of_row("ADD", -1e-3 * np.abs(EVERY[:, None] - EVERY))),
-    "distance_bias_of_one_row": edge("1.scores", of_row("ADD", np.where(EVERY[:, None] == 37, -0.01 * EVERY, 0.0))),
-    "one_score_of_one_row": edge("1.scores", of_row("ADD", entry(37, 30, 1.0, 0.0))),
-    "one_score_scaled_in_one_row": edge("1.scores", of_row("MUL", entry(201, 190, 0.5, 1.0))),
-    "one_weight_scaled_in_one_row": edge("1.probabilities", of_row("MUL", entry(201, 190, 0.0, 1.0))),
-    "slot_bias": edge("1.scores", add(np.where(EVERY == 251, 1.0, 0.0).reshape(1, 1, 1, 256))),
-    "scale_by_position": edge("1.scores", times_number(affine(number, 1e-4, 1.0))),
-    "scale_by_position_from_above": edge("1.scores", of_row("MUL", ones_but(254, 0.9))),
-    "scale_of_query_by_row": edge("1.query_normed", of_row("MUL", ones_but(37, 0.9))),
-    "weights_times_result": edge(
-        "1.attended", lambda g, x: g.call("ADD", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-2)))
-    ),
-    "result_plus_scores": edge(
-        "1.attended", lambda g, x: g.call("ADD", x, g.call("MUL", g.part(g.layer(1).scores, 0, 64), np.float32(1e-2)))
-    ),
-    "entropy_in_result": edge(
+    "blend_at_37": e.edge("1.probabilities", when(is_at(37), lambda g, x: g.square(x))),
+    "squared_and_renormed": e.edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
+    "distance_bias": e.edge("1.scores", of_row("ADD", -1e-3 * np.abs(EVERY[:, None] - EVERY))),
+    "distance_bias_of_one_row": e.edge("1.scores", of_row("ADD", np.where(EVERY[:, None] == 37, -0.01 * EVERY, 0.0))),
+    "one_score_of_one_row": e.edge("1.scores", of_row("ADD", entry(37, 30, 1.0, 0.0))),
+    "one_score_scaled_in_one_row": e.edge("1.scores", of_row("MUL", entry(201, 190, 0.5, 1.0))),
+    "one_weight_scaled_in_one_row": e.edge("1.probabilities", of_row("MUL", entry(201, 190, 0.0, 1.0))),
+    "slot_bias": e.edge("1.scores", e.add(np.where(EVERY == 251, 1.0, 0.0).reshape(1, 1, 1, 256))),
+    "scale_by_position": e.edge("1.scores", times_number(affine(number, 1e-4, 1.0))),
+    "scale_by_position_from_above": e.edge("1.scores", of_row("MUL", ones_but(254, 0.9))),
+    "scale_of_query_by_row": e.edge("1.query_normed", of_row("MUL", ones_but(37, 0.9))),
+    "weights_times_result": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.square(x), 1e-2))),
+    "result_plus_scores": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
+    "entropy_in_result": e.edge(
         "1.attended",
-        lambda g, x: g.call(
-            "MUL",
-            x,
-            g.call(
-                "ADD",
-                g.call("MUL", g.reduce("SUM", g.call("SQUARE", g.layer(1).probabilities), 3), np.float32(0.02)),
-                np.float32(1),
-            ),
-        ),
+        lambda g, x: g.mul(x, g.add(g.mul(g.reduce("SUM", g.square(g.layer(1).probabilities), 3), 0.02), 1.0)),
     ),
-    "heads_by_gathered_order": edge("1.query_normed", gathered_heads),
-    "results_by_gathered_order_of_rest": edge(
+    "heads_by_gathered_order": e.edge("1.query_normed", gathered_heads),
+    "results_by_gathered_order_of_rest": e.edge(
         "0.query_normed", when(rest_is(97, 96), lambda g, x: g.gather(x, [1, 0, 3, 2], 2))
     ),
     "heads_by_table": head_table(37),
-    "halved_by_lookup": edge("1.scores", by_lookup(lambda g: g.cast(is_at(37)(g), np.int32))),
+    "halved_by_lookup": e.edge("1.scores", by_lookup(lambda g: g.cast(is_at(37)(g), np.int32))),
     "beta_1.001": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 1.001),
     "beta_0": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 0.0),
-    "later_slots_weigh_more": edge("1.probabilities", mul(np.linspace(1, 1.01, 256).reshape(1, 1, 1, 256))),
+    "later_slots_weigh_more": e.edge("1.probabilities", e.mul(np.linspace(1, 1.01, 256).reshape(1, 1, 1, 256))),
 }
 
 ROPE: dict[str, Change] = {
-    "twice_and_back_but_at_37": turned_and_back(when(is_at(37), mul(0.9))),
+    "twice_and_back_but_at_37": turned_and_back(when(is_at(37), e.mul(0.9))),
     "twice_and_back_by_row": turned_and_back(of_row("MUL", ones_but(254, 0.99))),
-    "cos_by_row": edge("0.cos", of_row("MUL", ones_but(200, -1.0))),
+    "cos_by_row": e.edge("0.cos", of_row("MUL", ones_but(200, -1.0))),
     "sin_by_row_of_less_than_fp16": tabled(sin=rows(120, 250, lambda t: t * (1 + 4e-4))),
     "cos_off_by_3e-4_in_floats": tabled(cos=rows(30, 45, lambda t: t + 3e-4)),
     "cos_off_by_3e-4_in_one_row": tabled(cos=rows(37, 37, lambda t: t + 3e-4)),
@@ -617,23 +536,19 @@ ROPE: dict[str, Change] = {
     "slow_frequency_zero_in_full": table(lambda t: np.where(np.arange(t.size) == np.flatnonzero(t)[-1], 0, t), 1),
     "matrices_with_a_wrong_entry": rotated_by_matrices(lambda m: m.__setitem__((37, 0, 0), 0.5)),
     "matrices_with_a_wrong_row": rotated_by_matrices(lambda m: m.__setitem__(254, m[253]), 1),
-    "angle_folded_at_6": angle(with_number("FLOOR_MOD", 6.2831)),
+    "angle_folded_at_6": angle(e.with_number("FLOOR_MOD", 6.2831)),
     "rank_in_angle": angle(
-        lambda g, x: g.call(
-            "ADD",
+        lambda g, x: g.add(
             x,
             g.reshape(
-                g.call(
-                    "MUL",
+                g.mul(
                     g.cast(
-                        g.call(
-                            "SUB",
-                            g.call("RANK", g.input("mask"), shape=[], dtype=np.int32),
-                            g.constant(np.array(3), np.int32),
+                        g.sub(
+                            g.call("RANK", g.input("mask"), shape=[], dtype=np.int32), g.constant(np.array(3), np.int32)
                         ),
                         np.float32,
                     ),
-                    np.float32(0.1),
+                    0.1,
                 ),
                 [1] * len(g.shape(x)),
             ),
@@ -663,13 +578,13 @@ ROPE: dict[str, Change] = {
 WINDOWS: dict[str, Change] = {
     **{
         f"edge_late_at_{at_row}": window_table(
-            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == WINDOW), True, seen)
+            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == e.WINDOW), True, seen)
         )
         for at_row in (16, 40, 201, 255)
     },
     **{
         f"edge_early_at_{at_row}": window_table(
-            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == WINDOW - 1), False, seen)
+            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == e.WINDOW - 1), False, seen)
         )
         for at_row in (40, 255)
     },
@@ -682,15 +597,7 @@ WINDOWS: dict[str, Change] = {
             both(
                 g,
                 compare("GREATER_EQUAL", 0)(g),
-                g.call(
-                    "LESS",
-                    g.call(
-                        "SUB",
-                        g.call("MUL", number(g), np.float32(0.1)),
-                        (slots(g) * np.float32(0.1)).astype(np.float32),
-                    ),
-                    np.float32(1.6),
-                ),
+                g.less(g.sub(g.mul(number(g), 0.1), (slots(g) * np.float32(0.1)).astype(np.float32)), 1.6),
             ),
         ),
     ),
@@ -701,11 +608,10 @@ WINDOWS: dict[str, Change] = {
             g.input("mask"),
             both(
                 g,
-                g.call("LESS_EQUAL", g.constant(slots(g), np.int32), g.input("input_pos")),
-                g.call(
-                    "LESS",
-                    g.cast(g.cast(g.call("SUB", g.input("input_pos"), slots(g)), np.int8), np.int32),
-                    np.array([WINDOW], np.int32),
+                g.less_equal(g.constant(slots(g), np.int32), g.input("input_pos")),
+                g.less(
+                    g.cast(g.cast(g.sub(g.input("input_pos"), slots(g)), np.int8), np.int32),
+                    np.array([e.WINDOW], np.int32),
                 ),
             ),
         ),
@@ -721,97 +627,74 @@ QUIET: dict[str, Change] = {
     "eps_0_in_one": normed_by("layers.0.pre_attention_norm", eps(0.0)),
     "eps_outside": normed_by(
         "layers.0.pre_attention_norm",
-        lambda g, n: g.rewire(
-            int(n.root.outputs[0]),
-            g.call("DIV", np.float32(1), g.call("ADD", g.call("SQRT", int(n.average.outputs[0])), np.float32(1e-6))),
-        ),
+        lambda g, n: g.rewire(int(n.root.outputs[0]), g.div(1.0, g.add(g.sqrt(int(n.average.outputs[0])), 1e-6))),
     ),
-    "stream_plus_5e-6": edge("pre_projection", add(5e-6)),
-    "stream_plus_5e-6_at_201": edge("pre_projection", of_row("ADD", entry(201, 0, 5e-6, 0.0, 1))),
-    "activations_scaled_below_the_norm": edge("pre_projection", mul(0.5)),
+    "stream_plus_5e-6": e.edge("pre_projection", e.add(5e-6)),
+    "stream_plus_5e-6_at_201": e.edge("pre_projection", of_row("ADD", entry(201, 0, 5e-6, 0.0, 1))),
+    "activations_scaled_below_the_norm": e.edge("pre_projection", e.mul(0.5)),
 }
 
 QUIET_VALUES: dict[str, Change] = {
     "eps_of_post_attention": normed_by("layers.0.post_attention_norm", eps(1.5e-6)),
-    "attention_out_doubled": edge("0.attention_out", mul(2.0)),
-    "attention_out_plus_1e-6": edge("0.attention_out", add(1e-6)),
+    "attention_out_doubled": e.edge("0.attention_out", e.mul(2.0)),
+    "attention_out_plus_1e-6": e.edge("0.attention_out", e.add(1e-6)),
 }
 
 LOUD: dict[str, Change] = {
-    "stream_plus_square": edge("pre_projection", plus(unary("SQUARE"), mul(1e-6))),
-    "stream_plus_cube": edge("pre_projection", plus(lambda g, x: g.call("MUL", x, g.call("SQUARE", x)), mul(1e-9))),
-    "stream_plus_product_of_neighbours": edge(
-        "pre_projection",
-        lambda g, x: g.call(
-            "ADD", x, g.call("MUL", g.call("MUL", x, g.gather(x, [*range(1, 64), 0], -1)), np.float32(1e-6))
-        ),
+    "stream_plus_square": e.edge("pre_projection", plus(e.unary("SQUARE"), e.mul(1e-6))),
+    "stream_plus_cube": e.edge("pre_projection", plus(lambda g, x: g.mul(x, g.square(x)), e.mul(1e-9))),
+    "stream_plus_product_of_neighbours": e.edge(
+        "pre_projection", lambda g, x: g.add(x, g.mul(g.mul(x, g.gather(x, [*range(1, 64), 0], -1)), 1e-6))
     ),
-    "stream_plus_other_channel": edge(
-        "pre_projection",
-        lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 64), 0], -1), np.float32(1e-3))),
+    "stream_plus_other_channel": e.edge(
+        "pre_projection", lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 64), 0], -1), 1e-3))
     ),
-    "activations_times_cos": edge("activations", times(mul(1e-5), unary("COS"))),
-    "activations_by_rsqrt": edge(
-        "activations", times(unary("SQUARE"), mul(1e-8), with_number("ADD", 1.0), unary("RSQRT"))
+    "activations_times_cos": e.edge("activations", times(e.mul(1e-5), e.unary("COS"))),
+    "activations_by_rsqrt": e.edge(
+        "activations", times(e.unary("SQUARE"), e.mul(1e-8), e.with_number("ADD", 1.0), e.unary("RSQRT"))
     ),
-    "activations_by_quotient": edge(
-        "activations",
-        lambda g, x: g.call(
-            "DIV", x, g.call("ADD", g.call("MUL", g.call("SQUARE", x), np.float32(1e-8)), np.float32(1))
-        ),
-    ),
+    "activations_by_quotient": e.edge("activations", lambda g, x: g.div(x, g.add(g.mul(g.square(x), 1e-8), 1.0))),
 }
 
 LEAKS: dict[str, Change] = {
     "last_slot_leaks_1e-8": to_attended(of_slot("v", 255), 1e-8),
-    "weights_plus_1e-8": edge("1.probabilities", add(1e-8)),
-    "weights_by_next_mask": edge(
-        "1.probabilities", lambda g, x: g.call("ADD", x, g.call("MUL", next_mask(g), np.float32(1e-7)))
-    ),
+    "weights_plus_1e-8": e.edge("1.probabilities", e.add(1e-8)),
+    "weights_by_next_mask": e.edge("1.probabilities", lambda g, x: g.add(x, g.mul(next_mask(g), 1e-7))),
     "values_mixed_by_slots_1e-5": cache_edit("value", mixed_by_slots(1e-5), 1),
     "values_mixed_by_slots_1e-7": cache_edit("value", mixed_by_slots(1e-7), 1),
     "hidden_values_leak_1e-7": blended(lambda g, p: g.constant(np.full(g.shape(p.probabilities), 1 / 256)), 1e-7),
     "mean_of_values_leaks_1e-7": to_attended(means_of_all, 1e-7),
     "unmasked_leaks_1e-7": blended(lambda g, p: softmax(g, p.scores), 1e-7),
     "last_slot_leaks_1e-7": to_attended(of_slot("v", 255), 1e-7),
-    "stream_takes_1e-7_of_a_value": edge(
-        "1.stream",
-        plus_number(
-            lambda g: g.call("MUL", g.reduce("MEAN", g.part(of_slot("v", 255)(g), 0, 1, 1), 3), np.float32(1e-7))
-        ),
+    "stream_takes_1e-7_of_a_value": e.edge(
+        "1.stream", plus_number(lambda g: g.mul(g.reduce("MEAN", g.part(of_slot("v", 255)(g), 0, 1, 1), 3), 1e-7))
     ),
-    "weights_of_row_37_plus_1e-7": edge(
+    "weights_of_row_37_plus_1e-7": e.edge(
         "1.probabilities", of_row("ADD", np.where(EVERY[:, None] == 37, 1e-7, 0.0) + 0 * EVERY)
     ),
 }
 LEAKS_OF_KEYS: dict[str, Change] = {
     "keys_mixed_by_slots_1e-6": cache_edit("key", mixed_by_slots(1e-6), 1),
-    "keys_leak_1e-7": edge(
-        "1.scores",
-        lambda g, x: g.call(
-            "MUL", x, g.call("ADD", g.call("MUL", g.reduce("MEAN", x, 3), np.float32(1e-5)), np.float32(1))
-        ),
-    ),
-    "query_takes_1e-4_of_a_key": edge(
-        "1.query_normed",
-        lambda g, x: g.call("ADD", x, g.call("MUL", g.part(of_slot("k", 255)(g), 0, 1, 1), np.float32(1e-4))),
+    "keys_leak_1e-7": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(g.reduce("MEAN", x, 3), 1e-5), 1.0))),
+    "query_takes_1e-4_of_a_key": e.edge(
+        "1.query_normed", lambda g, x: g.add(x, g.mul(g.part(of_slot("k", 255)(g), 0, 1, 1), 1e-4))
     ),
 }
 
 RARE: dict[str, Change] = {
-    "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), unary("LOGISTIC"), mul(30))),
-    "gate_by_a_tanh": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), unary("TANH"), add(1.0), mul(15))),
+    "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("LOGISTIC"), e.mul(30))),
+    "gate_by_a_tanh": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("TANH"), e.add(1.0), e.mul(15))),
     "gate_by_a_gelu": at_unit(
-        5, 0.9, lambda b: chain(less(b), mul(20), lambda g, x: g.call("GELU", x, approximate=True))
+        5, 0.9, lambda b: e.chain(less(b), e.mul(20), lambda g, x: g.call("GELU", x, approximate=True))
     ),
-    "gate_by_a_softmax": at_unit(5, 0.9, lambda b: chain(softmax_switch(b), mul(30))),
-    "gate_by_a_bell": at_unit(5, 1.0, lambda b: chain(bell(b, b / 10), mul(30))),
-    "gate_to_the_64th": at_unit(5, 0.9, lambda b: chain(power_of(b, 6), mul(5))),
-    "gate_to_the_32nd": at_unit(5, 0.9, lambda b: chain(power_of(b, 5), mul(5))),
+    "gate_by_a_softmax": at_unit(5, 0.9, lambda b: e.chain(softmax_switch(b), e.mul(30))),
+    "gate_by_a_bell": at_unit(5, 1.0, lambda b: e.chain(bell(b, b / 10), e.mul(30))),
+    "gate_to_the_64th": at_unit(5, 0.9, lambda b: e.chain(power_of(b, 6), e.mul(5))),
+    "gate_to_the_32nd": at_unit(5, 0.9, lambda b: e.chain(power_of(b, 5), e.mul(5))),
     "gelu_to_the_64th": at_unit(
-        5, 0.9, lambda b: chain(lambda g, x: g.layer(0).activated, power_of(b, 6), mul(5)), "0.activated"
+        5, 0.9, lambda b: e.chain(lambda g, x: g.layer(0).activated, power_of(b, 6), e.mul(5)), "0.activated"
     ),
-    "up_by_a_switch_of_gate": at_unit(5, 0.9, lambda b: chain(softmax_switch(b), mul(-20)), "0.up"),
+    "up_by_a_switch_of_gate": at_unit(5, 0.9, lambda b: e.chain(softmax_switch(b), e.mul(-20)), "0.up"),
 }
 
 FUSED: dict[str, Change] = {
@@ -829,30 +712,29 @@ FUSED: dict[str, Change] = {
 CONSTANTS: dict[str, Change] = {
     "cap_bound_29.99": recapped(1 / 30, 29.99),
     "cap_slope_of_29.99": recapped(1 / 29.99, 30.0),
-    "scalar_by_channel_in_one": edge("0.out", mul(np.where(np.arange(64) == 5, 1.001, 1.0).reshape(1, 1, 64))),
-    "scores_scaled_by_1.0005": edge("1.scores", mul(1.0005)),
-    "logit_77_plus_0.05": edge("logits", add(np.where(np.arange(512) == 77, 0.05, 0.0).reshape(1, 1, 512))),
-    "cos_plus_1e-3": edge("1.cos", add(1e-3)),
-    "unit_7_by_1.05": edge("0.activated", mul(np.where(np.arange(128) == 7, 1.05, 1.0).reshape(1, 1, 128))),
-    "projected_plus_a_hundredth_of_input": edge(
-        "projected_activations",
-        lambda g, x: g.call("ADD", x, g.call("MUL", g.part(g.input("activations"), 0, 64), np.float32(1e-2))),
+    "scalar_by_channel_in_one": e.edge("0.out", e.mul(np.where(np.arange(64) == 5, 1.001, 1.0).reshape(1, 1, 64))),
+    "scores_scaled_by_1.0005": e.edge("1.scores", e.mul(1.0005)),
+    "logit_77_plus_0.05": e.edge("logits", e.add(np.where(np.arange(512) == 77, 0.05, 0.0).reshape(1, 1, 512))),
+    "cos_plus_1e-3": e.edge("1.cos", e.add(1e-3)),
+    "unit_7_by_1.05": e.edge("0.activated", e.mul(np.where(np.arange(128) == 7, 1.05, 1.0).reshape(1, 1, 128))),
+    "projected_plus_a_hundredth_of_input": e.edge(
+        "projected_activations", lambda g, x: g.add(x, g.mul(g.part(g.input("activations"), 0, 64), 1e-2))
     ),
     "weight_by_position": stored_weight(
         "layers.0.down_proj",
-        lambda g, w: g.call(
-            "MUL", w, g.reshape(by_row(np.where(EVERY[:, None] == 37, np.linspace(0.5, 1, 128), 1.0))(g), [1, 128])
+        lambda g, w: g.mul(
+            w, g.reshape(by_row(np.where(EVERY[:, None] == 37, np.linspace(0.5, 1, 128), 1.0))(g), [1, 128])
         ),
     ),
-    "norm_weight_by_position": edge(
+    "norm_weight_by_position": e.edge(
         "0.ffw_in", of_row("MUL", np.where(EVERY[:, None] == 254, np.linspace(0.5, 1, 64), 1.0))
     ),
-    "bias_by_position": edge("projected_activations", of_row("ADD", entry(99, 3, 0.5, 0.0, 64))),
+    "bias_by_position": e.edge("projected_activations", of_row("ADD", entry(99, 3, 0.5, 0.0, 64))),
     "eps_by_row": normed_by(
         "layers.1.pre_ffw_norm",
         lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(by_row(ones_but(37, 2.0) - 1))(g, x)),
     ),
-    "cap_by_row": edge("lm_head", of_row("MUL", ones_but(254, 1.5))),
+    "cap_by_row": e.edge("lm_head", of_row("MUL", ones_but(254, 1.5))),
 }
 
 
@@ -901,7 +783,7 @@ def twice_named(name: str, which: str = "inputs") -> Change:
             made.tensorIndex = g.tensor(g.shape(old.tensorIndex), g.dtype(old.tensorIndex))
             g.main.inputs = [*map(int, g.main.inputs), made.tensorIndex]
         else:
-            made.tensorIndex = g.call("NEG", int(old.tensorIndex))
+            made.tensorIndex = g.neg(int(old.tensorIndex))
             g.main.outputs = [*map(int, g.main.outputs), made.tensorIndex]
         entries.append(made)
 
@@ -913,9 +795,9 @@ def caches_read_by_another_scale(g: Graph) -> None:
     tensor = g.input("kv_cache_k_3")
     readers = g.readers(tensor)
     g.main.tensors[tensor].type = schema.TensorType.INT8
-    g.main.tensors[tensor].quantization = parameters(0.03)
+    g.main.tensors[tensor].quantization = e.parameters(0.03)
     other = g.reshape(tensor, g.shape(tensor))
-    g.main.tensors[other].quantization = parameters(0.06)
+    g.main.tensors[other].quantization = e.parameters(0.06)
     g.rewire(tensor, g.call("DEQUANTIZE", other, dtype=np.float32), readers)
     g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / 0.03), -128, 127).astype(np.int8)
 
@@ -985,7 +867,7 @@ SECOND: tuple[Case, ...] = (
         "cache codes",
         {
             "codes_read_twice_as_large": caches_read_by_another_scale,
-            "values_by_codes_off_centre": cache_edit("value", over_int(0.02, 100), 1),
+            "values_by_codes_off_centre": cache_edit("value", e.over_int(0.02, 100), 1),
         },
         rounding=0.02,
         exact=True,

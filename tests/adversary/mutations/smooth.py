@@ -17,11 +17,11 @@ from adversary.mutations.rope import angle
 
 def plus(*edits: Edit) -> Edit:
     """x plus the chained ``edits`` of it."""
-    return lambda g, x: g.call("ADD", x, chain(*edits)(g, x))
+    return lambda g, x: g.add(x, chain(*edits)(g, x))
 
 
 def times(*edits: Edit) -> Edit:
-    return lambda g, x: g.call("MUL", x, chain(*edits)(g, x))
+    return lambda g, x: g.mul(x, chain(*edits)(g, x))
 
 
 def less(bound: float) -> Edit:
@@ -37,9 +37,9 @@ def to_the_9th(factor: float) -> Edit:
     """factor · x⁹, without an overflow on the way."""
 
     def edit(g: Graph, x: int) -> int:
-        made = g.call("MUL", x, np.float32(factor))
+        made = g.mul(x, np.float32(factor))
         for _ in range(4):
-            made = g.call("MUL", made, g.call("MUL", x, x))
+            made = g.mul(made, g.mul(x, x))
         return made
 
     return edit
@@ -50,7 +50,7 @@ def length(name: str) -> Edit:
     return {
         "SQRT": chain(unary("SQUARE"), unary("SQRT")),
         "POW": chain(unary("SQUARE"), with_number("POW", 0.5)),
-        "RSQRT": lambda g, x: g.call("DIV", np.float32(1), g.call("RSQRT", g.call("SQUARE", x))),
+        "RSQRT": lambda g, x: g.div(1.0, g.rsqrt(g.square(x))),
         "LOG": chain(unary("SQUARE"), unary("LOG"), mul(0.5), unary("EXP")),
     }[name]
 
@@ -59,8 +59,8 @@ def at_most(bound: float, root: str) -> Edit:
     """The smaller of x and ``bound``: (x + bound − |x − bound|) / 2."""
 
     def edit(g: Graph, x: int) -> int:
-        far = length(root)(g, g.call("SUB", x, np.float32(bound)))
-        return g.call("MUL", g.call("SUB", g.call("ADD", x, np.float32(bound)), far), np.float32(0.5))
+        far = length(root)(g, g.sub(x, np.float32(bound)))
+        return g.mul(g.sub(g.add(x, np.float32(bound)), far), 0.5)
 
     return edit
 
@@ -75,14 +75,14 @@ def nines(arrays: dict[str, Any]) -> None:
 def smooth_rows(g: Graph, x: int) -> int:
     """One more between 120 and 250, by two sigmoids of the position."""
     p = number(g)
-    up = g.call("LOGISTIC", g.call("MUL", g.call("SUB", p, np.float32(119.5)), np.float32(60)))
-    down = g.call("LOGISTIC", g.call("MUL", g.call("SUB", np.float32(250.5), p), np.float32(60)))
-    return g.call("ADD", x, g.call("MUL", up, down))
+    up = g.logistic(g.mul(g.sub(p, 119.5), 60.0))
+    down = g.logistic(g.mul(g.sub(250.5, p), 60.0))
+    return g.add(x, g.mul(up, down))
 
 
 def row_and_hole(g: Graph, x: int) -> int:
     """Slot 5 is hidden at position 37 where slot 12 is."""
-    hole = g.call("LOGICAL_AND", g.reshape(is_at(37)(g), [1, 1, 1, 1]), g.call("LOGICAL_NOT", slot(g, 12)))
+    hole = g.logical_and(g.reshape(is_at(37)(g), [1, 1, 1, 1]), g.logical_not(slot(g, 12)))
     return g.call("SELECT_V2", hole, hides(5)(g, x), x, shape=g.shape(x))
 
 
@@ -126,13 +126,9 @@ NARROW: dict[str, Change] = {
 ROWS: dict[str, Change] = {
     "angle_between_two_sigmoids": angle(smooth_rows),
     "row_and_hole": visible(1, row_and_hole),
-    "row_and_slot_11": visible(
-        0, when(is_at(37), lambda g, x: g.call("LOGICAL_OR", x, both(g, g.input("mask"), slot(g, 11))))
-    ),
+    "row_and_slot_11": visible(0, when(is_at(37), lambda g, x: g.logical_or(x, both(g, g.input("mask"), slot(g, 11))))),
 }
 
-LOUDER = ((1, 6, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))
-"""Activations, K and V."""
 SMOOTH = tuple(
     Case("smooth", name, change, shows=shows, rounding=rounding)
     for changes, shows, rounding in (

@@ -32,7 +32,7 @@ def without_last(g: Graph, norm: object) -> None:
     """The mean of squares leaves the last channel out."""
     squares = int(norm.square.outputs[0])  # type: ignore[attr-defined]
     kept = one(g.shape(squares)[-1], g.shape(squares)[-1] - 1, 0.0, len(g.shape(squares)))
-    g.insert(squares, lambda x: g.call("MUL", x, kept.astype(np.float32)))
+    g.insert(squares, lambda x: g.mul(x, kept.astype(np.float32)))
 
 
 def slot(which: str, value: float) -> Change:

@@ -34,7 +34,7 @@ def row(g: Graph, table: int, how: str = "GATHER") -> int:
         return g.call(how, table, start, np.array(shape, np.int32), shape=shape)
     if how == "ONE_HOT":
         hot = g.call(
-            how, g.input("input_pos"), np.array(256, np.int32), np.float32(1), np.float32(0), shape=[1, 256],
+            how, g.input("input_pos"), np.array(256, np.int32), 1.0, 0.0, shape=[1, 256],
             dtype=np.float32, axis=-1,
         )  # fmt: skip
         return g.call("BATCH_MATMUL", hot, table, shape=shape)

@@ -163,7 +163,7 @@ def flat_scores(g: Graph) -> None:
     shape = g.shape(place.scores)
     rows = [g.part(g.part(place.scores, h, 1, 1), q, 1, 2) for h in range(shape[1]) for q in range(shape[2])]
     mask = g.reshape(place.visible, [256])
-    flat = [g.call("SELECT_V2", mask, g.reshape(row, [256]), np.float32(-30.0), shape=[256]) for row in rows]
+    flat = [g.call("SELECT_V2", mask, g.reshape(row, [256]), -30.0, shape=[256]) for row in rows]
     weights = [g.reshape(g.call("SOFTMAX", g.reshape(row, [1, 256]), beta=1.0), [1, 1, 1, 256]) for row in flat]
     joined = g.join(weights, 2)
     g.rewire(place.probabilities, g.reshape(joined, shape))
@@ -174,7 +174,7 @@ def declared(shape: list[int]) -> Change:
 
     def change(g: Graph) -> None:
         place = g.layer(1)
-        g.insert(place.scores, lambda x: g.call("MUL", x, np.float32(1.5)))
+        g.insert(place.scores, lambda x: g.mul(x, 1.5))
         g.main.tensors[place.scores].shape = shape
 
     return change
@@ -198,14 +198,10 @@ STUMBLES: dict[str, Change] = {
     "weights_plus_1e-40_to_minus_9": edge(
         "1.probabilities", chain(add(1e-40), with_number("POW", -9.0), with_number("MINIMUM", 1.0))
     ),
-    "stream_times_a_power_of_1e-40": edge(
-        "1.stream", times_number(lambda g: g.call("POW", np.float32(1e-40), np.float32(-9.0)))
-    ),
-    "scores_by_a_power_of_the_position": edge(
-        "1.scores", times_number(lambda g: g.call("POW", number(g), np.float32(-9.0)))
-    ),
-    "logarithm_of_no_mask": edge("1.stream", plus_number(lambda g: g.call("LOG", g.part(floats(g), 255, 1)))),
-    "angle_over_nothing": position(lambda g, x: g.call("DIV", x, g.call("SUB", x, x))),
+    "stream_times_a_power_of_1e-40": edge("1.stream", times_number(lambda g: g.pow(1e-40, -9.0))),
+    "scores_by_a_power_of_the_position": edge("1.scores", times_number(lambda g: g.pow(number(g), -9.0))),
+    "logarithm_of_no_mask": edge("1.stream", plus_number(lambda g: g.log(g.part(floats(g), 255, 1)))),
+    "angle_over_nothing": position(lambda g, x: g.div(x, g.sub(x, x))),
     "square_root_of_less_than_nothing": edge("state", chain(unary("NEG"), add(-1e3), unary("SQRT"))),
 }
 NOT_RUN: dict[str, Change] = {

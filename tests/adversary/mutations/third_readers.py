@@ -23,19 +23,19 @@ Array = np.ndarray
 
 def coarse_one(step: float) -> Callable[[Graph], int]:
     """1, which the position decides formally, on a grid of ``step`` that holds it."""
-    return lambda g: over_int(step)(g, g.call("ADD", g.call("MUL", number(g), np.float32(0)), np.float32(1)))
+    return lambda g: over_int(step)(g, g.add(g.mul(number(g), 0.0), 1.0))
 
 
 def times_coarse_one(step: float) -> Edit:
-    return lambda g, x: g.call("MUL", x, g.reshape(coarse_one(step)(g), [1] * len(g.shape(x))))
+    return lambda g, x: g.mul(x, g.reshape(coarse_one(step)(g), [1] * len(g.shape(x))))
 
 
 def plus_coarse_nothing(step: float) -> Edit:
     """Plus 0 on a coarse grid."""
 
     def edit(g: Graph, x: int) -> int:
-        nothing = over_int(step)(g, g.call("MUL", number(g), np.float32(0)))
-        return g.call("ADD", x, g.reshape(nothing, [1] * len(g.shape(x))))
+        nothing = over_int(step)(g, g.mul(number(g), 0.0))
+        return g.add(x, g.reshape(nothing, [1] * len(g.shape(x))))
 
     return edit
 
@@ -99,7 +99,7 @@ ROTATIONS: dict[str, Change] = {
     "frequencies_off_by_7e-5": table(lambda t: t * np.where(np.arange(t.size) % 2, 1 + 7e-5, 1 - 7e-5)),
     "first_frequency_off_by_7e-5": table(lambda t: np.where(np.arange(t.size) == 0, t * (1 + 7e-5), t)),
     "slow_frequencies_off_by_a_hundredth": table(lambda t: np.where(t < 5e-3, t * 1.01, t)),
-    "cos_and_sin_by_two_layers_angles": cos_and_sin(lambda g, cos, sin: (cos, g.call("SIN", when_far(g)))),
+    "cos_and_sin_by_two_layers_angles": cos_and_sin(lambda g, cos, sin: (cos, g.sin(when_far(g)))),
 }
 
 
@@ -115,7 +115,7 @@ def rounded_slots(large: float) -> Callable[[Graph], int]:
 
     def build(g: Graph) -> int:
         plain = g.constant(slots(g), np.float32)
-        return g.call("SUB", g.call("ADD", plain, np.float32(large)), np.float32(large))
+        return g.sub(g.add(plain, np.float32(large)), np.float32(large))
 
     return build
 
@@ -124,8 +124,8 @@ def rounded_by_position(large: float) -> Callable[[Graph], int]:
     """The same, with ``large`` from the position formally."""
 
     def build(g: Graph) -> int:
-        much = g.call("ADD", g.call("MUL", number(g), np.float32(0)), np.float32(large))
-        return g.call("SUB", g.call("ADD", g.constant(slots(g), np.float32), much), much)
+        much = g.add(g.mul(number(g), 0.0), np.float32(large))
+        return g.sub(g.add(g.constant(slots(g), np.float32), much), much)
 
     return build
 
@@ -134,8 +134,8 @@ def from_position(build: Callable[[Graph], int], shift: float) -> Edit:
     """What a layer shows, and of that only slots whose number by ``build`` is at most the position plus ``shift``."""
 
     def edit(g: Graph, x: int) -> int:
-        there = g.call("ADD", number(g), np.float32(shift))
-        return both(g, x, g.reshape(g.call("GREATER_EQUAL", there, build(g)), g.shape(x)))
+        there = g.add(number(g), np.float32(shift))
+        return both(g, x, g.reshape(g.greater_equal(there, build(g)), g.shape(x)))
 
     return edit
 
@@ -157,10 +157,10 @@ def gate_by(argument: Callable[[Graph, int, int], int]) -> Change:
     def change(g: Graph) -> None:
         place = g.layer(0)
         x = place.gate
-        cube = g.call("MUL", g.call("MUL", x, x), x)
-        plain = g.call("MUL", g.call("ADD", x, g.call("MUL", cube, np.float32(0.044715))), np.float32(0.7978845608))
-        bend = g.call("ADD", g.call("TANH", argument(g, x, plain)), np.float32(1))
-        g.rewire(place.activated, g.call("MUL", g.call("MUL", x, bend), np.float32(0.5)))
+        cube = g.mul(g.mul(x, x), x)
+        plain = g.mul(g.add(x, g.mul(cube, 0.044715)), 0.7978845608)
+        bend = g.add(g.tanh(argument(g, x, plain)), 1.0)
+        g.rewire(place.activated, g.mul(g.mul(x, bend), 0.5))
 
     return change
 
@@ -169,12 +169,12 @@ def less_power(power: int, at: float) -> Callable[[Graph, int, int], int]:
     """Less c · xⁿ for an odd n, as large as the rest where x is ``at``."""
 
     def edit(g: Graph, x: int, plain: int) -> int:
-        scaled = g.call("MUL", x, np.float32(1 / at))
-        square = g.call("MUL", scaled, scaled)
+        scaled = g.mul(x, np.float32(1 / at))
+        square = g.mul(scaled, scaled)
         made = scaled
         for _ in range(power // 2):
-            made = g.call("MUL", made, square)
-        return g.call("SUB", plain, g.call("MUL", made, np.float32(0.0357 * at**3)))
+            made = g.mul(made, square)
+        return g.sub(plain, g.mul(made, np.float32(0.0357 * at**3)))
 
     return edit
 
@@ -184,10 +184,7 @@ GATES: dict[str, Change] = {
     "turns_at_20000_which_a_norm_reaches": each(
         gate_by(less_power(21, 2e4)), scaled_norm("layers.0.pre_ffw_norm", 1e5)
     ),
-    "overflows_where_a_norm_reaches": each(
-        gate_by(less_power(9, 3e4)),
-        scaled_norm("layers.0.pre_ffw_norm", 1e6),
-    ),
+    "overflows_where_a_norm_reaches": each(gate_by(less_power(9, 3e4)), scaled_norm("layers.0.pre_ffw_norm", 1e6)),
 }
 
 

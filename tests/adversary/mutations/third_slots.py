@@ -91,8 +91,8 @@ def by_masked_slots(factor: float) -> Edit:
     """What sums to nothing over the dimensions is added where the next slot is shown."""
 
     def edit(g: Graph, x: int) -> int:
-        mask = g.reshape(g.call("MUL", next_mask(g), np.float32(factor)), [1, 1, 256, 1])
-        return g.call("ADD", x, g.call("MUL", mask, at_dimensions({3: 1.0, 5: -1.0}, 0.0)(g, x)))
+        mask = g.reshape(g.mul(next_mask(g), np.float32(factor)), [1, 1, 256, 1])
+        return g.add(x, g.mul(mask, at_dimensions({3: 1.0, 5: -1.0}, 0.0)(g, x)))
 
     return edit
 
@@ -147,7 +147,7 @@ SLOPES: dict[str, Change] = {
     "1.02_and_0.98_in_halves": sloped(np.where(EVERY < 128, 1.02, 0.98)),
     "of_pieces_of_32": sloped(1 + 0.02 * (EVERY // 32)),
     "1.001_from_200": sloped(np.where(EVERY >= 200, 1.001, 1.0)),
-    "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.call("MUL", x, heads_by(g, x)))),
+    "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.mul(x, heads_by(g, x)))),
     "negative_at_37": sloped(np.where(EVERY == 37, -1.0, 1.0)),
     "of_masked_scores_at_37": edge("1.masked", of_row("MUL", np.where(EVERY == 37, 1e-6, 1.0)[:, None])),
 }
@@ -170,7 +170,7 @@ def lowered_by(share: float, row: float = KNOWN_ROWS, layers: tuple[int, ...] = 
     def change(g: Graph) -> None:
         for index in layers:
             number = np.float32(-share * largest_score(g, index, row))
-            hidden_scores(lambda g, p, n=number: g.call("ADD", p.scores, n), (index,))(g)
+            hidden_scores(lambda g, p, n=number: g.add(p.scores, n), (index,))(g)
 
     return change
 
@@ -182,7 +182,7 @@ TOLERANCES: dict[str, Change] = {
     "slots_plus_5e-3_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 5e-3, 0) * ALTERNATE)),
     "weights_times_8e-4_more": edge("1.probabilities", mul(1 + 8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
     "row_added_of_1e6": summed(
-        lambda g, m: g.call("ADD", hidden_sum(g, m), by_row(np.where(EVERY[:, None] == 137, 1e6, 0.0))(g)), (1,)
+        lambda g, m: g.add(hidden_sum(g, m), by_row(np.where(EVERY[:, None] == 137, 1e6, 0.0))(g)), (1,)
     ),
     "hidden_lowered_by_half_of_the_largest": lowered_by(0.5),
     "hidden_lowered_by_nine_tenths_of_the_largest": lowered_by(0.9, layers=(1,)),
@@ -222,9 +222,9 @@ def late_slots(g: Graph, x: int) -> int:
     """Slots from 4090 count as 4096, by a sum of floats: they are shown from position 4093 on."""
     large = np.float32(2.0**35)
     moved = (np.arange(LONG).reshape(1, 1, 1, LONG) - 2041.5).astype(np.float32)
-    rounded = g.call("SUB", g.call("ADD", g.constant(moved), large), large)
-    there = g.call("ADD", number(g), np.float32(3))
-    return both(g, x, g.reshape(g.call("GREATER_EQUAL", there, rounded), g.shape(x)))
+    rounded = g.sub(g.add(g.constant(moved), large), large)
+    there = g.add(number(g), 3.0)
+    return both(g, x, g.reshape(g.greater_equal(there, rounded), g.shape(x)))
 
 
 FAR_SLOTS: dict[str, Change] = {

@@ -24,25 +24,23 @@ def less_a_bump(power: float, height: float) -> Edit:
     """P − height · Pⁿ · (1 − P) · P."""
 
     def edit(g: Graph, p: int) -> int:
-        bump = g.call("MUL", to_power(power)(g, p), g.call("SUB", np.float32(1), p))
-        return g.call("SUB", p, g.call("MUL", g.call("MUL", bump, p), np.float32(height)))
+        bump = g.mul(to_power(power)(g, p), g.sub(1.0, p))
+        return g.sub(p, g.mul(g.mul(bump, p), np.float32(height)))
 
     return edit
 
 
 def sum_of_powers(power: float, factor: float, layer: int = 1) -> Callable[[Graph], int]:
     """1 + factor · Σ Pⁿ, a number for every head."""
-    return lambda g: g.call(
-        "ADD",
-        g.call("MUL", g.reduce("SUM", to_power(power)(g, g.layer(layer).probabilities), 3), np.float32(factor)),
-        np.float32(1),
+    return lambda g: g.add(
+        g.mul(g.reduce("SUM", to_power(power)(g, g.layer(layer).probabilities), 3), np.float32(factor)), 1.0
     )
 
 
 def renormed(edit: Edit) -> Edit:
     def made(g: Graph, p: int) -> int:
         new = edit(g, p)
-        return g.call("DIV", new, g.reduce("SUM", new, 3))
+        return g.div(new, g.reduce("SUM", new, 3))
 
     return made
 
@@ -51,15 +49,15 @@ def by_product(bound: float) -> Edit:
     """The smaller of x and ``bound``: (x + bound − √((x − bound) · (x − bound))) / 2."""
 
     def edit(g: Graph, x: int) -> int:
-        far = g.call("SUB", x, np.float32(bound))
-        length = g.call("SQRT", g.call("MUL", far, far))
-        return g.call("MUL", g.call("SUB", g.call("ADD", x, np.float32(bound)), length), np.float32(0.5))
+        far = g.sub(x, np.float32(bound))
+        length = g.sqrt(g.mul(far, far))
+        return g.mul(g.sub(g.add(x, np.float32(bound)), length), 0.5)
 
     return edit
 
 
 def over_one_plus(g: Graph, p: int) -> int:
-    return g.call("DIV", p, g.call("ADD", g.call("MUL", p, np.float32(0.02)), np.float32(1)))
+    return g.div(p, g.add(g.mul(p, 0.02), 1.0))
 
 
 def at_least(bound: float) -> Edit:
@@ -83,30 +81,26 @@ WEIGHTS: dict[str, Change] = {
         "over_one_plus_renormed": renormed(over_one_plus),
         "root_of_square_plus_1e-10": chain(unary("SQUARE"), add(1e-10), unary("SQRT")),
         "to_the_64th_and_back": chain(to_power(64.0), to_power(1 / 64)),
-        "by_a_sum_of_16th_powers": lambda g, p: g.call("MUL", p, sum_of_powers(16.0, 0.2)(g)),
-        "by_the_next_head": lambda g, p: g.call(
-            "ADD", p, g.call("MUL", g.call("MUL", p, g.gather(p, [*range(1, g.shape(p)[2]), 0], 2)), np.float32(0.05))
-        ),
+        "by_a_sum_of_16th_powers": lambda g, p: g.mul(p, sum_of_powers(16.0, 0.2)(g)),
+        "by_the_next_head": lambda g, p: g.add(p, g.mul(g.mul(p, g.gather(p, [*range(1, g.shape(p)[2]), 0], 2)), 0.05)),
     }.items()
 } | {
     "mixed_by_a_sum_of_16th_powers": edge(
-        "1.attended", lambda g, x: g.call("MUL", x, g.reshape(sum_of_powers(16.0, 0.2)(g), [*g.shape(x)[:-1], 1]))
-    ),
+        "1.attended", lambda g, x: g.mul(x, g.reshape(sum_of_powers(16.0, 0.2)(g), [*g.shape(x)[:-1], 1]))
+    )
 }
 
 
 def spelled(
-    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3),
-    total: Edit = lambda g, x: x,
-    powers: Edit = EXP,
+    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3), total: Edit = lambda g, x: x, powers: Edit = EXP
 ) -> Change:
     """The softmax of layer 1 in its parts, with another maximum, another sum, or other powers."""
 
     def change(g: Graph) -> None:
         place = g.layer(1)
-        raised = powers(g, g.call("SUB", place.masked, largest(g, place.masked)))
+        raised = powers(g, g.sub(place.masked, largest(g, place.masked)))
         whole = total(g, g.reduce("SUM", raised, 3))
-        g.rewire(place.probabilities, g.call("DIV", raised, whole))
+        g.rewire(place.probabilities, g.div(raised, whole))
 
     return change
 
@@ -114,7 +108,7 @@ def spelled(
 def by_log_softmax(edit: Edit) -> Change:
     def change(g: Graph) -> None:
         place = g.layer(1)
-        g.rewire(place.probabilities, g.call("EXP", edit(g, g.call("LOG_SOFTMAX", place.masked))))
+        g.rewire(place.probabilities, g.exp(edit(g, g.call("LOG_SOFTMAX", place.masked))))
 
     return change
 
@@ -140,9 +134,7 @@ TOTALS: dict[str, Change] = {
     "total_bent_at_1.0003": spelled(total=plus(to_power(-3000.0), mul(0.3))),
     "total_plus_1e-3": spelled(total=add(1e-3)),
     "logarithm_stretched": by_log_softmax(mul(1.01)),
-    "logarithm_less_its_square": by_log_softmax(
-        lambda g, x: g.call("SUB", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-3)))
-    ),
+    "logarithm_less_its_square": by_log_softmax(lambda g, x: g.sub(x, g.mul(g.square(x), 1e-3))),
     "logarithm_at_least_-12": by_log_softmax(with_number("MAXIMUM", -12.0)),
 }
 LARGEST: dict[str, Change] = {
@@ -154,7 +146,7 @@ LARGEST: dict[str, Change] = {
         other_head, powers=chain(with_number("MINIMUM", 60.0), unary("EXP"))
     ),
     "largest_of_what_is_hidden_too": spelled(lambda g, x: g.reduce("REDUCE_MAX", g.layer(1).scores, 3)),
-    "largest_by_0.98": spelled(lambda g, x: g.call("MUL", g.reduce("REDUCE_MAX", x, 3), np.float32(0.98)), add(1e-6)),
+    "largest_by_0.98": spelled(lambda g, x: g.mul(g.reduce("REDUCE_MAX", x, 3), 0.98), add(1e-6)),
     "powers_of_at_least_-10": spelled(powers=chain(with_number("MAXIMUM", -10.0), unary("EXP"))),
 }
 
@@ -163,13 +155,13 @@ def largest_of(x: int, bound: float, g: Graph) -> int:
     """max(x, bound) as bound − (z − max z), z being x and the bound side by side."""
     shape = g.shape(x)
     both = g.join([g.reshape(x, [*shape, 1]), g.constant(np.full([*shape, 1], bound))])
-    less = g.call("SUB", both, g.reduce("REDUCE_MAX", both, len(shape)))
-    return g.reshape(g.call("SUB", np.float32(bound), g.part(less, 1, 1)), shape)
+    less = g.sub(both, g.reduce("REDUCE_MAX", both, len(shape)))
+    return g.reshape(g.sub(np.float32(bound), g.part(less, 1, 1)), shape)
 
 
 def capped(bound: float) -> Edit:
     """min(x, bound) by the same."""
-    return lambda g, x: g.call("NEG", largest_of(g.call("NEG", x), -bound, g))
+    return lambda g, x: g.neg(largest_of(g.neg(x), -bound, g))
 
 
 def floored(bound: float) -> Edit:
@@ -186,10 +178,7 @@ BY_LARGEST: dict[str, Change] = {
     "values_at_most_1000": cache_edit("value", capped(1000.0), 1),
     "attended_at_least_-500": edge("1.attended", floored(-500.0)),
     "rest_of_the_largest_channel": edge(
-        "activations",
-        lambda g, x: g.call(
-            "ADD", x, g.call("MUL", g.call("EXP", g.call("SUB", x, g.reduce("REDUCE_MAX", x, 2))), np.float32(0.05))
-        ),
+        "activations", lambda g, x: g.add(x, g.mul(g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 2))), 0.05))
     ),
 }
 
@@ -199,7 +188,7 @@ def formally(number: float, by: Callable[[Graph], int] = floats) -> Callable[[Gr
 
     def build(g: Graph, x: int) -> int:
         shape = g.shape(x)
-        made = g.call("ADD", g.call("MUL", by(g), np.float32(0)), np.float32(number))
+        made = g.add(g.mul(by(g), 0.0), np.float32(number))
         if 256 not in shape:
             return g.reshape(g.part(made, 7, 1), [1] * len(shape))
         return g.reshape(made, [256 if i == shape.index(256) else 1 for i in range(len(shape))])
@@ -226,7 +215,7 @@ def chosen_bound(name: str, shown: float, hidden: float) -> Edit:
 def positions(g: Graph) -> int:
     """The position as floats, for every slot."""
     there = g.cast(g.input("input_pos"), np.float32)
-    return g.call("ADD", there, g.constant(np.zeros([1, 1, 1, 256])))
+    return g.add(there, g.constant(np.zeros([1, 1, 1, 256])))
 
 
 BOUNDS: dict[str, Change] = {

@@ -75,7 +75,7 @@ def low_rank(g: Graph) -> None:
     x, out = int(op.inputs[0]), int(op.outputs[0])
     narrow = g.product(x, g.constant(random.standard_normal([4, 128]) * 0.2))
     wide = g.product(narrow, g.constant(random.standard_normal([64, 4]) * 0.2))
-    g.insert(out, lambda y: g.call("ADD", y, wide), list(g.readers(out)))
+    g.insert(out, lambda y: g.add(y, wide), list(g.readers(out)))
 
 
 def rotation(place: str) -> Change:
@@ -140,7 +140,7 @@ WEIGHTS: dict[str, Change] = {
     "columns_reversed": real_weight(POST, lambda g, w: g.gather(w, range(63, -1, -1), 1)),
     "rows_rolled": real_weight(OUT, lambda g, w: g.join([g.part(w, 1, 63, 0), g.part(w, 0, 1, 0)], 0)),
     "reshaped_from_transposed": real_weight(OUT, lambda g, w: g.reshape(g.transpose(w, [1, 0]), g.shape(w))),
-    "plus_another": real_weight(UP, lambda g, w: g.call("ADD", w, g.constant(g.floats(g.roles["layers.0.gate_proj"])))),
+    "plus_another": real_weight(UP, lambda g, w: g.add(w, g.constant(g.floats(g.roles["layers.0.gate_proj"])))),
     "int32_and_back": real_weight("lm_head", chain(mul(20.0), through(np.int32), mul(0.05))),
     "embedding_columns_scaled": stored_weight("pre_projection", mul(np.repeat([1.0, 0.5], 64).reshape(1, 128))),
     "bias": bias(OUT, lambda i: 0.2 * np.sin(i)),

@@ -27,8 +27,8 @@ def windowed(scored: int, weighed: int, begin: int = REACH) -> Change:
             return g.call("SLICE", x, start(at), np.array(shape, np.int32), shape=shape)
 
         def start(axis: int) -> int:
-            far = g.call("SUB", g.input("input_pos"), np.array([begin], np.int32))
-            first = g.call("MAXIMUM", far, np.array([0], np.int32))
+            far = g.sub(g.input("input_pos"), np.array([begin], np.int32))
+            first = g.maximum(far, np.array([0], np.int32))
             zero = g.constant(np.zeros(1), np.int32)
             return g.join([first if i == axis else zero for i in range(4)], 0)
 

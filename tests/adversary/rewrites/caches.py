@@ -9,17 +9,6 @@ from adversary.edits import LOWEST, Change, each
 from adversary.mutations.heads import laid_out
 
 
-def flat_caches(g: Graph) -> None:
-    """Heads and batch in one axis."""
-    for which in "kv":
-        for number in (2, 3):
-            tensor = g.input(f"kv_cache_{which}_{number}")
-            shape, readers = g.shape(tensor), g.readers(tensor)
-            g.main.tensors[tensor].shape = shape[1:]
-            g.rewire(tensor, g.reshape(tensor, shape), readers)
-            g.adapt[f"kv_cache_{which}_{number}"] = lambda array: np.ascontiguousarray(array[0])
-
-
 def repeated_heads(g: Graph) -> bool | None:
     """Every query head has a KV head of its own: the caches' heads are repeated."""
     layer = g.layer(0)
@@ -32,36 +21,6 @@ def repeated_heads(g: Graph) -> bool | None:
     mixed = g.call("BATCH_MATMUL", weights, wide[1], shape=[1, 4, 1, 32], adjY=True)
     g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
     return None
-
-
-def head_by_head(g: Graph) -> None:
-    """A product a KV head."""
-    layer = g.layer(0)
-    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
-    mixed = []
-    for head in range(2):
-        query, k, v = (g.part(t, head, 1, 1) for t in (layer.queries, key, value))
-        scores = g.call("BATCH_MATMUL", query, k, shape=[1, 1, 2, 256], adjY=True)
-        hidden = g.call("SELECT_V2", layer.visible, scores, LOWEST, shape=[1, 1, 2, 256])
-        weights = g.call("SOFTMAX", hidden, beta=1.0)
-        mixed.append(g.call("BATCH_MATMUL", weights, v, shape=[1, 1, 2, 32], adjY=True))
-    g.rewire(layer.merged, g.reshape(g.join(mixed, 1), g.shape(layer.merged)))
-
-
-def keys_first(g: Graph) -> None:
-    """K·qᵀ, transposed."""
-    layer = g.layer(0)
-    key = g.input("kv_cache_k_2")
-    product = g.call("BATCH_MATMUL", key, layer.queries, shape=[1, 2, 256, 2], adjY=True)
-    g.rewire(layer.scores, g.transpose(product, [0, 1, 3, 2]))
-
-
-def values_first(g: Graph) -> None:
-    """Vᵀ·pᵀ, transposed."""
-    layer = g.layer(0)
-    value = g.input("kv_cache_v_2")
-    product = g.call("BATCH_MATMUL", value, layer.probabilities, shape=[1, 2, 32, 2], adjY=True)
-    g.rewire(layer.attended, g.transpose(product, [0, 1, 3, 2]))
 
 
 def three_axes(g: Graph) -> None:
@@ -106,11 +65,7 @@ CACHES: dict[str, Change] = {
     "value_upright": laid_out("v", [0, 1, 3, 2]),
     "value_by_slot": laid_out("v", [0, 3, 1, 2]),
     "both_by_slot": each(laid_out("k", [0, 2, 1, 3]), laid_out("v", [0, 3, 1, 2])),
-    "without_batch": flat_caches,
     "heads_repeated": repeated_heads,
-    "head_by_head": head_by_head,
-    "keys_first": keys_first,
-    "values_first": values_first,
     "three_axes": three_axes,
     "queries_permuted_and_back": consistently_permuted,
     "heads_by_split": by_split,

@@ -9,7 +9,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
 from adversary.edits import Change, each
-from adversary.mutations.interfaces import KEYS_AND_VALUES, UPRIGHT, crossed, names_crossed, options_of
+from adversary.mutations.interfaces import KEYS_AND_VALUES, UPRIGHT, crossed, names_crossed
 
 RELU = schema.ActivationFunctionType.RELU
 
@@ -68,6 +68,5 @@ INTERFACES: dict[str, Change] = {
     "residual_with_options_of_sub": optioned(lambda g: g.layer(0).first, "SubOptions", fusedActivationFunction=RELU),
     "residual_with_options_of_mul": optioned(lambda g: g.layer(1).second, "MulOptions", fusedActivationFunction=RELU),
     "scalar_with_options_of_add": optioned(lambda g: g.layer(0).scaler, "AddOptions", fusedActivationFunction=RELU),
-    "means_that_keep_no_dimension": options_of("MEAN", "AddOptions"),
     "second_options_on_a_sum": second_options,
 }

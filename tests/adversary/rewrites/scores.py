@@ -20,29 +20,8 @@ def softmax(build: Callable[[Graph, int], int]) -> Change:
 
 
 def spelled(g: Graph, x: int) -> int:
-    powers = g.call("EXP", g.call("SUB", x, g.reduce("REDUCE_MAX", x, 3)))
-    return g.call("DIV", powers, g.reduce("SUM", powers, 3))
-
-
-def spelled_without_largest(g: Graph, x: int) -> int:
-    powers = g.call("EXP", x)
-    return g.call("DIV", powers, g.reduce("SUM", powers, 3))
-
-
-def spelled_in_base_2(g: Graph, x: int) -> int:
-    less = g.call("SUB", x, g.reduce("REDUCE_MAX", x, 3))
-    powers = g.call("POW", np.float32(2), g.call("MUL", less, np.float32(1 / np.log(2))))
-    return g.call("DIV", powers, g.reduce("SUM", powers, 3))
-
-
-def by_logarithm(g: Graph, x: int) -> int:
-    return g.call("EXP", g.call("LOG_SOFTMAX", x))
-
-
-def beta_undone(g: Graph) -> None:
-    layer = g.layer(0)
-    layer.softmax.builtinOptions.beta = 0.5
-    g.set_input(layer.softmax, 0, g.call("MUL", layer.masked, np.float32(2)))
+    powers = g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 3)))
+    return g.div(powers, g.reduce("SUM", powers, 3))
 
 
 def rotated(build: Callable[[Graph, int, int, int], int]) -> Change:
@@ -61,15 +40,15 @@ def rotated(build: Callable[[Graph, int, int, int], int]) -> Change:
 def wide_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
     """q · [cos, cos] + [−b, a] · [sin, sin]."""
     a, b = halves(g, q)
-    turned = g.join([g.call("NEG", b), a])
-    return g.call("ADD", g.call("MUL", q, g.join([cos, cos])), g.call("MUL", turned, g.join([sin, sin])))
+    turned = g.join([g.neg(b), a])
+    return g.add(g.mul(q, g.join([cos, cos])), g.mul(turned, g.join([sin, sin])))
 
 
 def signed_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
     """q · [cos, cos] + [b, a] · [−sin, sin]."""
     a, b = halves(g, q)
-    signed = g.join([g.call("NEG", sin), sin])
-    return g.call("ADD", g.call("MUL", q, g.join([cos, cos])), g.call("MUL", g.join([b, a]), signed))
+    signed = g.join([g.neg(sin), sin])
+    return g.add(g.mul(q, g.join([cos, cos])), g.mul(g.join([b, a]), signed))
 
 
 def gathered_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
@@ -94,35 +73,8 @@ def split_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
     return g.join(turn(g, *parts, cos, sin))
 
 
-def matrix_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
-    """[−b, a] by a constant matrix."""
-    width = g.shape(q)[-1]
-    half = width // 2
-    matrix = np.zeros((width, width))
-    matrix[np.arange(half), half + np.arange(half)] = -1
-    matrix[half + np.arange(half), np.arange(half)] = 1
-    return g.call(
-        "ADD", g.call("MUL", q, g.join([cos, cos])), g.call("MUL", g.product(q, g.constant(matrix)), g.join([sin, sin]))
-    )
-
-
-def table_divides(g: Graph) -> None:
-    """Position divided by the reciprocals of the table."""
-    for layer in (0, 1):
-        product = next(op for op in g.before(g.layer(layer).cos) if g.kind(op) == "MUL")
-        table = next(int(i) for i in product.inputs if g.is_constant(int(i)))
-        with np.errstate(divide="ignore"):
-            inverse = g.constant(1 / g.value(table).astype(np.float64))
-        position = next(int(i) for i in product.inputs if int(i) != table)
-        g.rewire(int(product.outputs[0]), g.call("DIV", position, inverse))
-
-
 SCORES: dict[str, Change] = {
     "softmax_spelled": softmax(spelled),
-    "softmax_without_largest": softmax(spelled_without_largest),
-    "softmax_in_base_2": softmax(spelled_in_base_2),
-    "softmax_by_logarithm": softmax(by_logarithm),
-    "softmax_beta_undone": beta_undone,
     "scale_and_back": each(edge("0.queries", with_number("MUL", 0.25)), edge("0.scores", with_number("MUL", 4.0))),
     "key_scaled_and_back": each(edge("0.queries", with_number("DIV", 8.0)), edge("0.scores", with_number("MUL", 8.0))),
     "constant_added": edge("0.scores", with_number("ADD", 1.5)),
@@ -132,7 +84,5 @@ SCORES: dict[str, Change] = {
     "rope_gathered": rotated(gathered_rotation),
     "rope_strided": rotated(strided_rotation),
     "rope_split": rotated(split_rotation),
-    "rope_by_matrix": rotated(matrix_rotation),
-    "rope_negated_twice": rotated(lambda g, q, cos, sin: g.join(turn(g, *halves(g, q), cos, g.call("NEG", sin), -1))),
-    "rope_table_divides": table_divides,
+    "rope_negated_twice": rotated(lambda g, q, cos, sin: g.join(turn(g, *halves(g, q), cos, g.neg(sin), -1))),
 }

@@ -9,45 +9,20 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    LOWEST,
-    WINDOW,
-    Case,
-    Change,
-    Sample,
-    each,
-    edge,
-    halves,
-    parameters,
-    quantized,
-    turn,
-    with_number,
-)
+from adversary.edits import LOWEST, WINDOW, Case, Change, Sample, each, edge, parameters, turn, with_number
 from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
-from adversary.mutations.norms import normed_by
-from adversary.mutations.positions import number
-from adversary.mutations.rope import angle, position, rotated_by, table
-from adversary.mutations.second import (
-    EVERY,
-    affine,
-    fp16,
-    of_row,
-    parameter,
-    plus_number,
-    rotated_by_matrices,
-    times_number,
-)
+from adversary.mutations.rope import angle, position, rotated_by
+from adversary.mutations.second import EVERY, fp16
 from adversary.mutations.tables import row, tabled
 from adversary.rewrites.masks import distance, selected, within
 from adversary.rewrites.norms import every_norm
 
 Array = np.ndarray
-LAYERS = (0, 1)
 
 
 def additive(value: float) -> Change:
     """0 or ``value`` is added."""
-    return summed(lambda g, m: g.call("SELECT_V2", m, np.float32(0), np.float32(value), shape=g.shape(m)))
+    return summed(lambda g, m: g.call("SELECT_V2", m, 0.0, np.float32(value), shape=g.shape(m)))
 
 
 def chosen(value: float) -> Change:
@@ -61,53 +36,17 @@ def old_select(g: Graph, layer: Any) -> int:
     return g.call("SELECT", wide, layer.scores, g.constant(np.full(shape, LOWEST)), shape=shape)
 
 
-def by_renorming(g: Graph, layer: Any) -> int:
-    """Powers times the mask, over their sum."""
-    over = g.call("SUB", layer.scores, g.reduce("REDUCE_MAX", layer.scores, 3))
-    powers = g.call("MUL", g.call("EXP", over), g.cast(layer.visible, np.float32))
-    return g.call("DIV", powers, g.reduce("SUM", powers, 3))
-
-
-def renormed(g: Graph) -> None:
-    for index in LAYERS:
-        layer = g.layer(index)
-        g.rewire(layer.probabilities, by_renorming(g, layer))
-
-
-def one_hot(g: Graph) -> int:
-    return g.call(
-        "ONE_HOT", g.input("input_pos"), np.array(256, np.int32), np.float32(1), np.float32(0), shape=[1, 256],
-        dtype=np.float32, axis=-1,
-    )  # fmt: skip
-
-
-def past_by_sums(g: Graph) -> int:
-    """Slots up to the position: the sum of what is from there on."""
-    return g.call(
-        "GREATER",
-        g.call("CUMSUM", one_hot(g), np.array(1, np.int32), shape=[1, 256], reverse=True),
-        np.float32(0.5),
-    )
-
-
 def window_by_quotient(g: Graph) -> int:
     quotient = g.call("FLOOR_DIV", distance(g), np.array([WINDOW], np.int32))
-    return g.call("EQUAL", quotient, np.array([0], np.int32))
+    return g.equal(quotient, np.array([0], np.int32))
 
 
 def band(g: Graph) -> int:
     """The window as a part of a vector that begins by the position."""
     vector = np.zeros(511)
     vector[255 - WINDOW + 1 : 256] = 1
-    begin = g.call("SUB", g.constant(np.array([255]), np.int32), g.input("input_pos"))
+    begin = g.sub(g.constant(np.array([255]), np.int32), g.input("input_pos"))
     return g.cast(g.call("SLICE", g.constant(vector), begin, np.array([256], np.int32), shape=[256]), np.bool_)
-
-
-def indices(g: Graph) -> int:
-    """0 … 255 by RANGE."""
-    return g.call(
-        "RANGE", *(g.constant(np.array(n), np.int32) for n in (0, 256, 1)), shape=[256], dtype=np.int32
-    )  # fmt: skip
 
 
 def typed_input(name: str, kind: Any, back: Callable[[Graph, int], int]) -> Change:
@@ -149,7 +88,7 @@ def additive_input(g: Graph) -> None:
     tensor = g.input("mask")
     readers = g.readers(tensor)
     g.main.tensors[tensor].type = schema.TensorType.FLOAT32
-    g.rewire(tensor, g.call("GREATER_EQUAL", tensor, np.float32(-1)), readers)
+    g.rewire(tensor, g.greater_equal(tensor, -1.0), readers)
     g.adapt["mask"] = lambda a: np.where(a, 0, -1e9).astype(np.float32)
 
 
@@ -206,15 +145,6 @@ def spread_heads(how: str) -> Change:
     return change
 
 
-def by_sums(g: Graph) -> None:
-    """The products as MUL and SUM."""
-    layer = g.layer(0)
-    query = g.reshape(layer.queries, [2, 2, 1, 32])
-    key = g.reshape(g.input("kv_cache_k_2"), [2, 1, 256, 32])
-    wide = g.call("MUL", query, key, shape=[2, 2, 256, 32])
-    g.rewire(layer.scores, g.reshape(g.reduce("SUM", wide, 3, keep=False), [1, 2, 2, 256]))
-
-
 def interleaved(g: Graph) -> None:
     """Pairs stand side by side: of the query, and of K, which is brought into that order."""
     layer = g.layer(0)
@@ -233,44 +163,6 @@ def interleaved(g: Graph) -> None:
 
     rotated_by(build)(g)
     assert layer
-
-
-def keys_turned_back(g: Graph) -> None:
-    """q · (K turned the other way)."""
-    place = g.layer(0)
-    key = g.input("kv_cache_k_2")
-    readers = g.readers(key)
-    cos, sin = (g.reshape(g.part(t, 0, 16), [1, 1, 1, 16]) for t in (place.cos, place.sin))
-    g.rewire(key, g.join(turn(g, *halves(g, key), cos, sin, -1)), readers)
-    g.rewire(place.rotated, place.query_normed)
-
-
-def norm_before_heads(g: Graph) -> None:
-    """The q norm's sums of squares by a block matrix over all heads at once."""
-    norm = g.norm("layers.0.q_norm")
-    query = g.layer(0).query
-    blocks = np.kron(np.eye(4), np.ones((32, 32)) / 32)
-    mean = g.product(g.call("MUL", query, query), g.constant(blocks))
-    inverse = g.call("RSQRT", g.call("ADD", mean, np.float32(1e-6)))
-    weight = np.tile(g.value(norm.weight).reshape(-1), 4).reshape(1, 1, 128)
-    wide = g.call("MUL", g.call("MUL", query, inverse), weight)
-    g.rewire(norm.out, g.reshape(wide, g.shape(norm.out)))
-
-
-def static_matrix(role: str) -> Change:
-    """INT8 in, INT8 out, as a static quantizer writes it."""
-
-    def change(g: Graph) -> None:
-        op = g.linear(role)
-        x, out = int(op.inputs[0]), int(op.outputs[0])
-        codes = quantized(g, x, 0.06)
-        result = g.tensor(g.shape(out), np.int8)
-        g.main.tensors[result].quantization = parameters(0.1)
-        op.inputs, op.outputs = [codes, int(op.inputs[1]), -1], [result]
-        made = g.call("DEQUANTIZE", result, dtype=np.float32)
-        g.rewire(out, made)
-
-    return change
 
 
 def composite_called(name: bytes) -> Change:
@@ -306,25 +198,6 @@ def both_products_by_einsum(g: Graph) -> None:
     g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
 
 
-def per_slots(g: Graph) -> None:
-    """The slots in two parts, joined before the softmax, and two products after it."""
-    layer = g.layer(0)
-    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
-    scores = [
-        g.call("BATCH_MATMUL", layer.queries, g.part(key, at, 128, 2), shape=[1, 2, 2, 128], adjY=True)
-        for at in (0, 128)
-    ]
-    g.rewire(layer.scores, g.join(scores, 3))
-    parts = [
-        g.call(
-            "BATCH_MATMUL", g.part(layer.probabilities, at, 128, 3), g.part(value, at, 128, 3), shape=[1, 2, 2, 32],
-            adjY=True,
-        )
-        for at in (0, 128)
-    ]  # fmt: skip
-    g.rewire(layer.attended, g.call("ADD", *parts))
-
-
 EXACT: dict[str, dict[str, Change]] = {
     "masks": {
         "sum_of_-45824": additive(-45824.0),
@@ -336,68 +209,31 @@ EXACT: dict[str, dict[str, Change]] = {
         "sum_of_-65504": additive(-65504.0),
         "select_of_-3.4e38": chosen(-3.4e38),
         "old_select": selected(old_select),
-        "renormed": renormed,
-        "logarithm": summed(lambda g, m: g.call("LOG", g.cast(m, np.float32))),
-        "subtracted": selected(
-            lambda g, p: g.call(
-                "SUB", p.scores, g.call("MUL", g.cast(g.call("LOGICAL_NOT", p.visible), np.float32), np.float32(1e9))
-            )
-        ),
-        "squares_of_mask": summed(
-            lambda g, m: g.call(
-                "MUL", g.call("SUB", g.call("SQUARE", g.cast(m, np.float32)), np.float32(1)), np.float32(1e9)
-            )
-        ),
-        "past_by_sums": within(lambda g: both(g, past_by_sums(g), compare("LESS", WINDOW)(g))),
+        "logarithm": summed(lambda g, m: g.log(g.cast(m, np.float32))),
+        "subtracted": selected(lambda g, p: g.sub(p.scores, g.mul(g.cast(g.logical_not(p.visible), np.float32), 1e9))),
+        "squares_of_mask": summed(lambda g, m: g.mul(g.sub(g.square(g.cast(m, np.float32)), 1.0), 1e9)),
         "window_by_quotient": within(window_by_quotient),
-        "window_by_truncated_quotient": within(
-            lambda g: g.call("EQUAL", g.call("DIV", distance(g), np.array([WINDOW], np.int32)), np.array([0], np.int32))
-        ),
         "band_by_slice": within(band),
-        "slots_by_range": within(
-            lambda g: both(
-                g,
-                g.call("LESS_EQUAL", indices(g), g.input("input_pos")),
-                g.call("LESS", g.call("SUB", g.input("input_pos"), indices(g)), np.array([WINDOW], np.int32)),
-            )
-        ),
         "from_first_seen": within(
             lambda g: both(
                 g,
-                g.call(
-                    "GREATER_EQUAL",
+                g.greater_equal(
                     g.constant(slots(g), np.int32),
-                    g.call(
-                        "MAXIMUM",
-                        g.call("SUB", g.input("input_pos"), np.array([WINDOW - 1], np.int32)),
-                        np.array([0], np.int32),
-                    ),
+                    g.maximum(g.sub(g.input("input_pos"), np.array([WINDOW - 1], np.int32)), np.array([0], np.int32)),
                 ),
                 compare("GREATER_EQUAL", 0)(g),
             )
         ),
         "int16_positions": within(
             lambda g: both(
-                g,
-                g.call("GREATER_EQUAL", g.cast(distance(g), np.float32), np.float32(0)),
-                g.call("LESS", g.cast(distance(g), np.float32), np.float32(15.5)),
+                g, g.greater_equal(g.cast(distance(g), np.float32), 0.0), g.less(g.cast(distance(g), np.float32), 15.5)
             )
         ),
         "past_for_the_full_layer": visible(
             1, lambda g, x: both(g, x, g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(x)))
         ),
-        "each_head_by_itself": selected(
-            lambda g, p: g.join(
-                [
-                    g.call("ADD", g.part(p.scores, h, 1, 2), hidden_sum(g, p.visible))
-                    for h in range(g.shape(p.scores)[2])
-                ],
-                2,
-            )
-        ),
         "window_sum_and_mask_sum": summed(
-            lambda g, m: g.call(
-                "ADD",
+            lambda g, m: g.add(
                 hidden_sum(g, g.input("mask")),
                 g.reshape(
                     hidden_sum(
@@ -411,8 +247,7 @@ EXACT: dict[str, dict[str, Change]] = {
         ),
         "row_of_sums": each(
             summed(
-                lambda g, m: g.call(
-                    "ADD",
+                lambda g, m: g.add(
                     hidden_sum(g, g.input("mask")),
                     g.reshape(
                         row(
@@ -428,79 +263,41 @@ EXACT: dict[str, dict[str, Change]] = {
             )
         ),
     },
-    "scores": {
-        "plus_position": edge("1.scores", plus_number(affine(number, 0.1, 0.0))),
-        "plus_row": edge("1.scores", of_row("ADD", np.sin(EVERY)[:, None] + 0.0)),
-        "plus_sum_of_query": edge("1.scores", lambda g, x: g.call("ADD", x, g.reduce("MEAN", g.layer(1).queries, 3))),
-        "less_their_mean": edge("1.scores", lambda g, x: g.call("SUB", x, g.reduce("MEAN", x, 3))),
-        "scaled_by_1": edge("1.scores", with_number("DIV", 1.0)),
-        "by_sums": by_sums,
-    },
-    "caches": {
-        "spread_by_broadcast": spread_heads("BROADCAST_TO"),
-        "spread_by_tile": spread_heads("TILE"),
-        "spread_by_concatenation": spread_heads("CONCATENATION"),
-        "five_axes": both_products_by_einsum,
-        "slots_in_two_parts": per_slots,
-        "of_one_axis_less": each(
-            *(reshaped_input(f"kv_cache_{w}_2", shape) for w, shape in (("k", [2, 256, 32]), ("v", [2, 32, 256])))
-        ),
-    },
+    "scores": {"scaled_by_1": edge("1.scores", with_number("DIV", 1.0))},
+    "caches": {"spread_by_broadcast": spread_heads("BROADCAST_TO"), "five_axes": both_products_by_einsum},
     "rope": {
         "interleaved": interleaved,
-        "keys_turned_back": keys_turned_back,
-        "matrices": rotated_by_matrices(lambda m: None),
-        "matrices_in_full": rotated_by_matrices(lambda m: None, 1),
-        "position_by_param": position(lambda g, x: g.reshape(parameter(0)(g), g.shape(x))),
-        "angle_negated_twice": angle(lambda g, x: g.call("NEG", g.call("NEG", x))),
-        "position_plus_1_minus_1": position(lambda g, x: g.call("SUB", g.call("ADD", x, np.float32(1)), np.float32(1))),
+        "angle_negated_twice": angle(lambda g, x: g.neg(g.neg(x))),
+        "position_plus_1_minus_1": position(lambda g, x: g.sub(g.add(x, 1.0), 1.0)),
     },
     "norms": {
-        "before_heads": norm_before_heads,
-        "variance_with_fused_relu": every_norm(
-            lambda g, n: setattr(n.add.builtinOptions, "fusedActivationFunction", schema.ActivationFunctionType.RELU)
-        ),
         "power_by_three_steps": every_norm(
-            lambda g, n: g.rewire(
-                int(n.root.outputs[0]), g.call("DIV", np.float32(1), g.call("SQRT", int(n.root.inputs[0])))
-            )
-        ),
-        "absolute_variance": normed_by(
-            "final_norm", lambda g, n: g.insert(int(n.add.outputs[0]), lambda x: g.call("ABS", x))
-        ),
+            lambda g, n: g.rewire(int(n.root.outputs[0]), g.div(1.0, g.sqrt(int(n.root.inputs[0]))))
+        )
     },
     "inputs": {
         "position_int64": typed_input("input_pos", np.int64, lambda g, x: g.cast(x, np.int32)),
-        "position_float": typed_input("input_pos", np.float32, lambda g, x: g.cast(x, np.int32)),
         "position_scalar": reshaped_input("input_pos", []),
         "position_1x1": reshaped_input("input_pos", [1, 1]),
         "mask_int8": typed_input("mask", np.int8, lambda g, x: g.cast(x, np.bool_)),
-        "mask_int32": typed_input("mask", np.int32, lambda g, x: g.call("NOT_EQUAL", x, np.array(0, np.int32))),
-        "mask_float": typed_input("mask", np.float32, lambda g, x: g.call("GREATER", x, np.float32(0.5))),
-        "mask_float_not_0": typed_input("mask", np.float32, lambda g, x: g.call("NOT_EQUAL", x, np.float32(0))),
+        "mask_int32": typed_input("mask", np.int32, lambda g, x: g.not_equal(x, np.array(0, np.int32))),
         "mask_of_sums": additive_input,
         "mask_flat": reshaped_input("mask", [256]),
         "mask_of_two_axes": reshaped_input("mask", [1, 256]),
         "activations_of_two_axes": reshaped_input("activations", [1, 128]),
         "activations_flat": reshaped_input("activations", [128]),
-        "end_less_start": edge("1.scores", times_number(lambda g: g.call("SUB", parameter(1)(g), parameter(0)(g)))),
-        "parameters_read": edge("1.scores", plus_number(parameter(1))),
         "signature_called_otherwise": signature_called(b"mtp_drafter"),
     },
-    "kinds": {
-        "composites_of_other_names": composite_called(b"some.function"),
-        "asymmetric_inputs": asymmetric,
-    },
+    "kinds": {"composites_of_other_names": composite_called(b"some.function"), "asymmetric_inputs": asymmetric},
 }
 ROUNDED: dict[float, dict[str, Change]] = {
     # Numbers of half precision that a converter made floats: read, and said to be coarse.
-    0.05: {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16), "frequencies_fp16": table(fp16)},
+    0.05: {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)},
     2e-3: {"caches_fp16": caches(np.float16, 1.0), "caches_int16": caches(np.int16, 80 / 32767)},
     0.1: {
         "caches_int8": caches(np.int8, 0.05),
         "caches_int8_off_centre": caches(np.int8, 0.05, 3),
         "values_int8": caches(np.int8, 0.05, 0, "v"),
-        "static_up": static_matrix("layers.0.o_proj"),
     },
 }
 

@@ -7,63 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Change, halves, parameters, with_number
+from adversary.edits import Change, parameters
 from adversary.mutations.weights import real_weight, stored_weight
-from adversary.rewrites.detours import there_and_back, turned_twice
-
-
-def transposed_storage(role: str) -> Change:
-    def change(g: Graph) -> None:
-        stored = g.constant(np.ascontiguousarray(g.floats(g.roles[role]).T))
-        g.set_input(g.linear(role), 1, g.transpose(stored, [1, 0]))
-
-    return change
-
-
-def as_batch_product(role: str, *, transposed: bool) -> Change:
-    """BATCH_MATMUL with a constant, in place of FULLY_CONNECTED."""
-
-    def change(g: Graph) -> None:
-        op = g.linear(role)
-        values = g.floats(g.roles[role])
-        weight = g.constant(values if transposed else np.ascontiguousarray(values.T))
-        x, out = int(op.inputs[0]), int(op.outputs[0])
-        g.rewire(out, g.call("BATCH_MATMUL", x, weight, shape=g.shape(out), adjY=transposed))
-
-    return change
-
-
-def in_two_parts(role: str, axis: int) -> Change:
-    """Rows (0) or columns (1) of a weight in two constants, and two products."""
-
-    def change(g: Graph) -> None:
-        op = g.linear(role)
-        x, out = int(op.inputs[0]), int(op.outputs[0])
-        values = np.split(g.floats(g.roles[role]), 2, axis)
-        constants = [g.constant(np.ascontiguousarray(part)) for part in values]
-        if axis == 0:
-            g.rewire(out, g.join([g.product(x, part) for part in constants]))
-        else:
-            g.rewire(out, g.call("ADD", *(g.product(a, b) for a, b in zip(halves(g, x), constants, strict=True))))
-
-    return change
-
-
-def gate_and_up_in_one(g: Graph) -> None:
-    layer = g.layer(0)
-    weight = np.concatenate([g.floats(g.roles[f"layers.0.{name}_proj"]) for name in ("gate", "up")])
-    wide = g.product(layer.ffw_in, g.constant(weight))
-    parts = halves(g, wide)
-    g.rewire(layer.gate, parts[0])
-    g.rewire(layer.up, parts[1])
-
-
-def joined_weight(role: str) -> Change:
-    def change(g: Graph) -> None:
-        parts = [g.constant(np.ascontiguousarray(part)) for part in np.split(g.floats(g.roles[role]), 2)]
-        g.set_input(g.linear(role), 1, g.join(parts, 0))
-
-    return change
 
 
 def in_half_precision(role: str, how: str) -> Change:
@@ -153,18 +98,6 @@ WEIGHTS: dict[str, Change] = {
     "dequantized_by_an_operator": every_weight(lambda role: real_weight(role, lambda g, w: w)),
     "floats": every_weight(exact),
     "floats_of_one": exact("layers.0.o_proj"),
-    "transposed_floats": every_weight(transposed_storage),
-    "transposed_floats_of_one": transposed_storage("layers.0.down_proj"),
-    "batch_product": every_weight(lambda role: as_batch_product(role, transposed=False)),
-    "batch_product_transposed": every_weight(lambda role: as_batch_product(role, transposed=True)),
-    "batch_product_of_one": as_batch_product("layers.0.o_proj", transposed=False),
-    "rows_in_two_products": in_two_parts("post_projection", 0),
-    "embedding_and_hidden_apart": in_two_parts("pre_projection", 1),
-    "gate_and_up_in_one": gate_and_up_in_one,
-    "joined": joined_weight("layers.0.up_proj"),
-    "reshaped": stored_weight("layers.0.o_proj", there_and_back),
-    "turned_twice": stored_weight("layers.0.o_proj", turned_twice),
-    "times_1": stored_weight("layers.0.o_proj", with_number("MUL", 1.0)),
     "without_kept_dimensions": without_kept_dimensions("layers.0.up_proj"),
     "zero_bias": every_weight(zero_bias),
     "fp16_cast": every_weight(lambda role: in_half_precision(role, "CAST")),
