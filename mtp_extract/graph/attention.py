@@ -123,8 +123,8 @@ class AttentionReader:
                 view = view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
             else:
                 view = view.window(axis, size, self.positions.window(begin))
-        if isinstance(form, Scored):
-            self.scoring.check_window(form, view)
+        if isinstance(form, Scored) and view.starts and (form.stage != "weights" or set(view.starts) != {"slot"}):
+            raise UnreadableError(f"takes some {form.stage} scores by the position")
         return replace(form, view=view)
 
     # Operators that hand numbers on.

@@ -41,7 +41,7 @@ class Expr:
     each        expression, times: every element ``times`` in a row
     tiled       expression, times: all elements, ``times`` in a row
     part        expression, the bytes of the int64 numbers of its elements
-    mixed       the scores of an attention, the name of V and its axes: what heads mix of V
+    mixed       the scores of an attention, the name of V, its axes and its window: what heads mix of V
     unread      the :class:`Value` of what is not looked into, and why
     ==========  =====================================================================================================
     """

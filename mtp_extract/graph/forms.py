@@ -151,18 +151,18 @@ class Attention:
 
     Attributes:
         axes: of V.
-        windows: the parts of the slots whose weights alone meet V.
+        window: the slots whose weights alone meet V; None for all.
     """
 
     scores: Scores
     value: str
     axes: CacheAxes
-    windows: frozenset[Window]
+    window: Window | None
 
     @property
     def all_windows(self) -> list[Window]:
         """Those of its scores and of its weights."""
-        return sorted({*windows_of(self.scores.tree), *self.windows})
+        return sorted({*windows_of(self.scores.tree), *([] if self.window is None else [self.window])})
 
 
 Inside = Cache | Rotated | Scored

@@ -78,8 +78,8 @@ class Masks:
         effect = self.effect(attention.scores.tree, cases)
         finite = effect.offset[np.isfinite(effect.offset)]
         seen = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
-        for window in attention.windows:
-            seen &= cases.within[window]
+        if attention.window is not None:
+            seen &= cases.within[attention.window]
         count = int(seen.sum())
         return count if 0 < count < self.slots and seen[0, -count:].all() else None
 

@@ -54,13 +54,11 @@ class Scoring:
     """Reads operators from the first product of an attention to the second.
 
     Attributes:
-        windows: of scores, the parts of the slots whose weights alone meet V.
         attentions: expression of what heads mixed → how.
     """
 
     def __init__(self, graph: FlatGraph, expressions: Expressions, positions: Positions) -> None:
         self.graph, self.expressions, self.positions = graph, expressions, positions
-        self.windows: dict[Scores, set[Window]] = {}
         self.attentions: dict[Expr, Attention] = {}
 
     # Products.
@@ -116,28 +114,31 @@ class Scoring:
         axes, heads = self._cache_axes(cache, slot, dimension)
         if label != "slot" or not np.array_equal(places, slots) or start != begins:
             raise UnreadableError("weighs other slots of V than it scored")
-        window = (start, places.size) in self.windows.get(scored.scores, ()) and places.tolist() == [*range(slots.size)]
-        if not window and not self._all_slots(scored.view, at):
+        if places.tolist() != [*range(self.positions.slots if start is None else places.size)]:
             raise UnreadableError("weighs some slots alone")
+        window = None if start is None else Window(start, places.size)
         rows = scored.view.places([*range(rank - 2), other], "row")
         rows = np.broadcast_to(rows, (*np.broadcast_shapes(heads.shape, rows.shape[:-1]), rows.shape[-1]))
         if not np.array_equal(scored.scores.head[rows], np.broadcast_to(heads[..., None], rows.shape)):
             raise UnreadableError("weighs another head of V than it scored of K")
-        return self._outside(scored.scores, cache, axes, rows[..., None], dimensions)
+        attention = Attention(scored.scores, cache.name, axes, window)
+        return self._outside(attention, cache.factor, rows[..., None], dimensions)
 
-    def _outside(self, scores: Scores, cache: Cache, axes: CacheAxes, row: Ids, dimension: Ids) -> Term:
+    def _outside(self, attention: Attention, factor: float, row: Ids, dimension: Ids) -> Term:
         """What heads mixed of V, as a vector of ``[heads, width]``: a value outside of attentions."""
-        rotated, width = scores.rotated, self.graph.inputs[cache.name].tensor.shape[axes[2]]
+        name, scores = attention.value, attention.scores
+        rotated, width = scores.rotated, self.graph.inputs[name].tensor.shape[attention.axes[2]]
         if rotated.number.shape[1] != width:
             raise UnreadableError("mixes rows of another size than it scored")
         heads = np.where(rotated.number != 0, rotated.element // width, -1).reshape(len(rotated.number), -1)
         head: Ids = heads.max(1)
         if ((heads != head[:, None]) & (heads >= 0)).any() or (head < 0).any():
             raise UnreadableError("mixes what several heads scored")
-        expr = self.expressions.expr("mixed", scores, cache.name, axes, size=rotated.query.size)
-        windows = frozenset(self.windows.get(scores, ()))
-        self.attentions.setdefault(expr, Attention(scores, cache.name, axes, windows))
-        return Term(cache.factor, expr, head[row] * width + dimension)
+        # Heads that weigh other slots mix something else: so no two of them are one expression.
+        size = rotated.query.size
+        expr = self.expressions.expr("mixed", scores, name, attention.axes, attention.window, size=size)
+        self.attentions.setdefault(expr, attention)
+        return Term(factor, expr, head[row] * width + dimension)
 
     # From scores to weights.
 
@@ -183,13 +184,6 @@ class Scoring:
         return Scored(stage, scored.scores, view.without(at, keeps=keeps))
 
     # Windows.
-
-    def check_window(self, scored: Scored, view: View) -> None:
-        """Note that the slots of ``view`` alone meet V."""
-        if scored.stage != "weights" or not set(view.starts) <= {"slot"}:
-            raise UnreadableError(f"takes some {scored.stage} scores by the position")
-        found = self.windows.setdefault(scored.scores, set())
-        found.update(Window(table, view.shape[scored.slot_axis]) for table in view.starts.values())
 
     def placed(self, node: Node, scored: Form | None) -> Scored:
         """DYNAMIC_UPDATE_SLICE of the scores of a window into one number, where that window lies."""
