@@ -84,10 +84,10 @@ def _show_comparison(found: BaseComparison) -> None:
         rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why])
     table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
     say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
-    if found.unused:
-        say(f"  {len(found.unused)} tensors are K and V of layers that share another's: no model loads them")
-    if found.others:
-        say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.others.items())}")
+    if found.not_loaded:
+        say(f"  {len(found.not_loaded)} tensors are K and V of layers that share another's: no model loads them")
+    if found.not_compared:
+        say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.not_compared.items())}")
     say("  Weights are compared, not what the graphs compute with them.")
 
 

@@ -78,7 +78,8 @@ def find_base(opened: Opened) -> BundledBase:
     for signature in model.signatures:
         by_bytes = partial(match_base, known=decoder)
         walked = decoder if signature is first else _walk(section, model, signature, by_bytes)
-        found += [Place(signature.key, model, role) for role in walked.roles]
+        # Without the graph, which is large, and of which nothing more is asked.
+        found += [Place(signature.key, model, replace(role, result=None)) for role in walked.roles]
     for section, table in ((sections[kind], table) for kind, table in _TABLES.items() if kind in sections):
         model = opened.model(section, budget)
         for signature in model.signatures:
@@ -110,7 +111,7 @@ def _tables(signature: str, model: TfliteModel, walked: BaseWalk, role: str) -> 
     at = 0
     for found in walked.roles:
         columns = None if found.role == role else (at, at + found.shape[1])
-        yield Place(signature, model, replace(found, role=role), columns)
+        yield Place(signature, model, replace(found, role=role, result=None), columns)
         at += found.shape[1]
 
 

@@ -86,9 +86,9 @@ class BaseComparison:
     """How many tensors of the checkpoint were looked for."""
     tensors_found: int
     """How many of them the bundle holds, whether equal or not."""
-    unused: tuple[str, ...]
-    others: Mapping[str, int]
-    """``unused`` and ``others`` as in :class:`~mtp_extract.insertion.base_checkpoint.BaseCheckpoint`."""
+    not_loaded: tuple[str, ...]
+    not_compared: Mapping[str, int]
+    """What a :class:`~mtp_extract.insertion.base_checkpoint.BaseCheckpoint` calls ``unused`` and ``others``."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -110,18 +110,8 @@ class BaseComparison:
 
     def as_json(self) -> dict[str, Any]:
         """The whole of it, as JSON has it."""
-        return {
-            "bundle": self.bundle,
-            "checkpoint": str(self.checkpoint),
-            "architecture": "gemma4",
-            "layers": self.layers,
-            "tensors": self.tensors,
-            "tensors_found": self.tensors_found,
-            "verdicts": self.counts,
-            "not_loaded": list(self.unused),
-            "not_compared": dict(self.others),
-            "roles": [role.as_json() for role in self.roles],
-        }
+        found = {"verdicts": self.counts, "roles": [role.as_json() for role in self.roles]}
+        return {**vars(self), "checkpoint": str(self.checkpoint), "architecture": "gemma4", **found}
 
 
 def compare_base(opened: Opened, directory: Path, progress: Progress = lambda done, total: None) -> BaseComparison:
@@ -176,24 +166,28 @@ class Look(NamedTuple):
         columns: list[Any] = [*zip(*looks, strict=True)]
         return cls(*(join(column) for join, column in zip(_JOINS, columns, strict=True)))
 
-    def verdict(self) -> tuple[str, float, float | None, int | None, str]:
-        """The verdict, error, steps, codes apart, and why."""
+    def verdict(self) -> dict[str, Any]:
+        """The fields of a :class:`RoleVerdict` that say how far apart the two are."""
         if not self.finite:
-            return DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite"
+            return _apart(DIFFERENT, math.inf, why="the checkpoint holds values that are not finite")
         error = math.sqrt(self.squares / self.reference) if self.reference else math.inf if self.squares else 0.0
         if self.steps < 0:
-            why = "" if self.same else f"apart by {error:.3g} of its size"
-            return EQUAL if self.same else DIFFERENT, error, None, None, why
-        if self.same:
-            verdict, why = EQUAL, ""
-        elif not self.codes_apart and self.scales_alike:
-            verdict, why = EQUAL_CODES, ""
-        elif not self.outside:
+            return (
+                _apart(EQUAL, error) if self.same else _apart(DIFFERENT, error, why=f"apart by {error:.3g} of its size")
+            )
+        verdict, why = EQUAL if self.same else EQUAL_CODES, ""
+        if not self.same and (self.codes_apart or not self.scales_alike):
             verdict, why = HALF_STEP, f"{self.codes_apart} codes differ" if self.codes_apart else "scales differ"
-        else:
-            verdict = DIFFERENT
-            why = f"{self.outside} weights lie up to {self.steps:.3g} steps apart, {error:.3g} of its size"
-        return verdict, error, self.steps, self.codes_apart, why
+            if self.outside:
+                verdict = DIFFERENT
+                why = f"{self.outside} weights lie up to {self.steps:.3g} steps apart, {error:.3g} of its size"
+        return _apart(verdict, error, self.steps, self.codes_apart, why)
+
+
+def _apart(
+    verdict: str, error: float, steps: float | None = None, codes_apart: int | None = None, why: str = ""
+) -> dict[str, Any]:
+    return {"verdict": verdict, "error": error, "steps": steps, "codes_apart": codes_apart, "why": why}
 
 
 def look_at(slots: Sequence[Slot], progress: Progress = lambda done, total: None) -> dict[Slot, Look]:
@@ -272,17 +266,13 @@ def _verdict(match: Match, looks: Sequence[Look]) -> RoleVerdict:
     if match.problem or match.weight is None:
         return replace(made, verdict=DIFFERENT if places and match.name else NOT_FOUND, why=match.problem)
     if not places:
-        look = _look_at_floats(np.ones((1, 1), np.float32), match.weight.floats(), "f32")
-        why = "" if look.same else "the graphs have no layer scalar, which is one of 1"
-        return replace(made, verdict=look.verdict()[0], error=look.verdict()[1], why=why)
+        found = _look_at_floats(np.ones((1, 1), np.float32), match.weight.floats(), "f32").verdict()
+        why = "" if found["verdict"] == EQUAL else "the graphs have no layer scalar, which is one of 1"
+        return replace(made, **found | {"why": why})
     each = [look.verdict() for look in looks]
-    verdict, _, _, _, why = max(each, key=lambda found: (_VERDICTS.index(found[0]), found[1]))
-    _, errors, steps, apart, _ = zip(*each, strict=True)
-    return replace(
-        made,
-        verdict=verdict,
-        error=max(errors),
-        steps=None if None in steps else max(steps),
-        codes_apart=None if None in apart else sum(apart),
-        why=why,
-    )
+    worst = max(each, key=lambda found: (_VERDICTS.index(found["verdict"]), found["error"]))
+    joined: dict[str, Any] = {"error": max(found["error"] for found in each)}
+    for name, join in (("steps", max), ("codes_apart", sum)):
+        own = [found[name] for found in each]
+        joined[name] = None if None in own else join(own)
+    return replace(made, **worst | joined)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.insertion.encoding import KEPT, Encoding
@@ -26,7 +28,8 @@ Change = tuple[NewTensor, str]
 """A tensor that needs a constant of its own, and why."""
 Site = tuple[Place, Encoding]
 """A constant, and what is to become of it."""
-Overlay = tuple[int, bytes | Encoding]
+Bytes = bytes | memoryview
+Overlay = tuple[int, Bytes | Encoding]
 """Bytes, or the rows of an encoding, and where in the file they go."""
 
 
@@ -151,7 +154,7 @@ def overlays(sites: Iterable[Site], moved: frozenset[str] = frozenset()) -> Iter
     Raises:
         UnsupportedError: two roles want different bytes in one place, or zero points have none.
     """
-    written: dict[int, tuple[bytes | Encoding, str]] = {}
+    written: dict[int, tuple[Bytes | Encoding, str]] = {}
     for place, encoding in sites:
         if encoding.how == KEPT and encoding.role not in moved:
             continue
@@ -164,11 +167,11 @@ def overlays(sites: Iterable[Site], moved: frozenset[str] = frozenset()) -> Iter
                 raise UnsupportedError(f"{encoding.role}: shares what lies at byte {at} with {role}.")
 
 
-def _content(what: bytes | Encoding) -> bytes | str:
-    return what if isinstance(what, bytes) else what.digest
+def _content(what: Bytes | Encoding) -> Bytes | str:
+    return what.digest if isinstance(what, Encoding) else what
 
 
-def _scale_bytes(place: Place, encoding: Encoding) -> Iterator[tuple[int, bytes]]:
+def _scale_bytes(place: Place, encoding: Encoding) -> Iterator[tuple[int, Bytes]]:
     """Scales and zero points of ``encoding``, each with where in the file they go.
 
     Raises:
@@ -185,9 +188,14 @@ def _scale_bytes(place: Place, encoding: Encoding) -> Iterator[tuple[int, bytes]
         assert blocks.type is not None
         yield model.locate(blocks).begin, float_bytes(scale, blocks.type, encoding.role)
     else:
-        yield begin + quantization.scales.start, scale.astype("<f4", copy=False).tobytes()
+        yield begin + quantization.scales.start, _bytes_of(scale.astype("<f4", copy=False))
     if not changed:
         return
     if held != zero_point.size and (held != 1 or np.ptp(zero_point)):
         raise UnsupportedError(f"{encoding.role}: {tensor.label} has no place for its new zero points.")
-    yield begin + quantization.zero_points.start, zero_point[:held].astype("<i8", copy=False).tobytes()
+    yield begin + quantization.zero_points.start, _bytes_of(zero_point[:held].astype("<i8", copy=False))
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    # Not copied: a vocabulary has a scale a row, and a table a layer.
+    return np.ascontiguousarray(array).data.cast("B")

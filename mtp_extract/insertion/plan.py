@@ -66,7 +66,7 @@ class InsertionPlan:
     def changed(self) -> int:
         """Bytes that are written over the layout."""
         parts = (what for _, what in self.overlays)
-        return sum(len(what) if isinstance(what, bytes) else what.storage.length for what in parts)
+        return sum(what.storage.length if isinstance(what, Encoding) else len(what) for what in parts)
 
     def write(
         self, out: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress = lambda done, total: None
@@ -92,10 +92,10 @@ class InsertionPlan:
     def _fill(self, put: Put) -> None:
         rows: dict[Slot, list[tuple[int, Encoding]]] = defaultdict(list)
         for at, what in self.overlays:
-            if isinstance(what, bytes):
-                put(at, what)
-            else:
+            if isinstance(what, Encoding):
                 rows[what.slot].append((at, what))
+            else:
+                put(at, what)
 
         def write(slot: Slot, first: int, last: int) -> None:
             for at, encoding in rows[slot]:

@@ -17,7 +17,7 @@ from mtp_extract.io.files import new_file, read_back_error, write_all
 from mtp_extract.io.source import Advance, LocalSource, Source
 from mtp_extract.io.threads import on_all_cores
 
-Put = Callable[[int, bytes], None]
+Put = Callable[[int, bytes | memoryview], None]
 """Writes bytes at a place of the file."""
 Span = tuple[int, int]
 """Bytes of the file, ``[begin, end)``."""
@@ -105,7 +105,7 @@ def write_laid(
         for piece in laid.pieces:
             _copy(fd, piece, advance)
 
-        def put(at: int, data: bytes) -> None:
+        def put(at: int, data: bytes | memoryview) -> None:
             with _WRITING:
                 write_all(fd, data, at)
             filled.append((at, at + len(data), xxh3_128_hexdigest(data)))

@@ -164,8 +164,8 @@ def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path
 
     found = compared(sample, base_with(tmp_path / "base", more))
     assert found.problem is None
-    assert found.unused == (f"{PREFIX}layers.4.self_attn.k_proj.weight",)
-    assert found.others == {"vision_tower": 1}
+    assert found.not_loaded == (f"{PREFIX}layers.4.self_attn.k_proj.weight",)
+    assert found.not_compared == {"vision_tower": 1}
 
 
 def _wider(weights: Weights) -> None:

@@ -90,7 +90,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         step = np.broadcast_to(np.abs(steps.in_blocks(1)) / steps.factor, weight.shape)
         slot = Slot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
         look = look_at([slot])[slot]
-        verdict, error, *_ = look.verdict()
+        verdict, error = look.verdict()["verdict"], look.verdict()["error"]
         expected, most, outside = by_number(slot, step)
         assert error == pytest.approx(expected, rel=1e-4, abs=2e-5), kind
         assert look.steps == pytest.approx(most, rel=1e-4, abs=1e-4) and look.outside == outside, kind
@@ -107,7 +107,7 @@ def test_what_is_not_finite_differs(places: dict[str, Place]) -> None:
     weight = place.stored.array()
     weight[3, 4] = np.nan
     slot = Slot("role", (place,), of_array(weight), "f32")
-    assert look_at([slot])[slot].verdict()[0] == DIFFERENT
+    assert look_at([slot])[slot].verdict()["verdict"] == DIFFERENT
 
 
 @pytest.fixture
