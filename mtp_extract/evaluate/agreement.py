@@ -3,7 +3,6 @@
 Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after an anchor token:
 
 - *conditional* acceptance at step i: accepted_i / accepted_(i-1);
-- *unconditional* acceptance at step i: accepted_i / rounds;
 - *teacher-forced tokens per round*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K
   targets.
 
@@ -159,23 +158,16 @@ def _over_all(
     usable = continuations.usable or tuple(range(len(continuations.texts)))
     parts: list[list[Found]] = []
     for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
-        rows = [usable[position] for position in group]
-        found = measure([continuations.texts[row] for row in rows])
-        parts.append([dataclasses.replace(part, text=torch.tensor(rows)[part.text]) for part in found])
-    return [_joined(own) for own in zip(*parts, strict=True)]
-
-
-def _joined(parts: Sequence[Found]) -> Found:
-    return type(parts[0]).joined(parts)
+        rows = torch.tensor([usable[position] for position in group])
+        found = measure([continuations.texts[row] for row in rows.tolist()])
+        parts.append([dataclasses.replace(part, text=rows[part.text]) for part in found])
+    return [type(own[0]).joined(own) for own in zip(*parts, strict=True)]
 
 
 def at_every(agreement: Agreement, continuations: Continuations, every: int) -> Agreement:
     """``agreement`` at the positions that :class:`Asked` of ``every`` drafts at."""
-    if every == 1:
-        return agreement
     first = torch.tensor([text.anchors.start for text in continuations.texts])[agreement.text]
-    kept = (agreement.anchor - first) % every == 0
-    return agreement.where(kept)
+    return agreement.where((agreement.anchor - first) % every == 0)
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workload:

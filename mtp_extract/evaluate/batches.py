@@ -70,11 +70,9 @@ def _written(
             pad_token_id=0,
             **drawn,
         )
-    stops = frozenset(base.stop_token_ids)
-    return [_until(row, stops) for row in made[:, longest:].tolist()]
-
-
-def _until(tokens: list[int], stops: frozenset[int]) -> tuple[int, ...]:
-    """All up to the first stop token; what comes after it is padding."""
-    ends = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
-    return tuple(tokens[:ends])
+    stops, texts = frozenset(base.stop_token_ids), []
+    for row in made[:, longest:].tolist():
+        # What comes after a stop token is padding.
+        ends = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
+        texts.append(tuple(row[:ends]))
+    return texts

@@ -48,13 +48,13 @@ class Measured(OfTexts):
     @property
     def teacher_forced(self) -> float:
         """1 + mean accepted drafts of a round; NaN without anchors."""
-        return 1 + float(self._accepted.mean())
+        return 1 + float(self.stands.sum(dim=1).mean())
 
     @property
     def interval(self) -> Interval | None:
         """Of it, 95 % over texts; None with too few."""
         steps = self.stands.shape[1]
-        found = share_over_texts(self.text, self._accepted / steps)
+        found = share_over_texts(self.text, self.stands.sum(dim=1) / steps)
         return found and found.scaled(steps, 1.0)
 
     @property
@@ -76,24 +76,15 @@ class Measured(OfTexts):
         return found and found.scaled(steps, 1.0)
 
     @property
-    def unconditional(self) -> list[float]:
-        """By step."""
-        return [float(rate) for rate in self.stands.mean(dim=0)]
-
-    @property
     def conditional(self) -> list[float]:
-        """By step."""
-        rates = [1.0, *self.unconditional]
+        """Acceptance by step: accepted_i / accepted_(i-1); 0 where nothing came to a step."""
+        rates = [1.0, *self.stands.mean(dim=0).tolist()]
         return [rate / before if before else 0.0 for before, rate in pairwise(rates)]
 
     @property
     def texts(self) -> int:
         """How many have an anchor."""
         return len(torch.unique(self.text))
-
-    @property
-    def _accepted(self) -> Tensor:
-        return self.stands.sum(dim=1)
 
 
 @dataclass(frozen=True)

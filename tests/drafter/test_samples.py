@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.signature import kv_names, signature_arguments
+from helpers.signature import signature_arguments
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.errors import DrafterError
-from mtp_extract.formats import read_checkpoint
 
 TRUTH = Path(__file__).parent.parent / "truth"
 
@@ -56,35 +54,3 @@ def test_the_window_counts_from_input_pos(sample_directories: dict[str, Path]) -
         masks["sliding_attention"] = masks["sliding_attention"].roll(shift, -1)
         logits = drafter(arguments.embedding_and_hidden, arguments.shared_kv, arguments.position_ids, masks).logits
         assert np.abs(logits.numpy() - expected["logits"]).max() > 1e-3
-
-
-def test_cache_names_by_shape_and_by_number(sample_directories: dict[str, Path]) -> None:
-    config = read_checkpoint(sample_directories["litert"]).config
-    inputs = samples("e2e_jax_mix48")[0][0]
-    swapped = inputs | {
-        "kv_cache_k_2": inputs["kv_cache_k_3"],
-        "kv_cache_k_3": inputs["kv_cache_k_2"],
-    }
-    assert kv_names(config, swapped)["sliding_attention"] == ("kv_cache_k_3", "kv_cache_v_3")
-    same = inputs | {"kv_cache_k_2": inputs["kv_cache_k_3"]}
-    with pytest.raises(DrafterError, match=r"expected caches of \(KV heads, head_dim\)"):
-        kv_names(config, same)
-
-
-def test_integer_caches_need_a_scale(sample_directories: dict[str, Path]) -> None:
-    config = read_checkpoint(sample_directories["litert"]).config
-    inputs = dict(samples("e2e_jax_mix48")[0][0])
-    exact = signature_arguments(config, inputs).shared_kv["sliding_attention"][0]
-    scale = float(np.abs(inputs["kv_cache_k_2"]).max() / 127)
-    inputs["kv_cache_k_2"] = np.round(inputs["kv_cache_k_2"] / scale).astype(np.int8)
-    with pytest.raises(DrafterError, match="kv_cache_k_2: expected a scale"):
-        signature_arguments(config, inputs)
-    scaled = signature_arguments(config, inputs, kv_scales={"kv_cache_k_2": scale}).shared_kv["sliding_attention"][0]
-    assert 0 < (scaled - exact).abs().max() <= scale / 2 + 1e-6
-
-
-def test_missing_signature_input(sample_directories: dict[str, Path]) -> None:
-    config = read_checkpoint(sample_directories["litert"]).config
-    inputs = {k: v for k, v in samples("e2e_jax_mix48")[0][0].items() if k != "mask"}
-    with pytest.raises(DrafterError, match="signature input mask"):
-        signature_arguments(config, inputs)
