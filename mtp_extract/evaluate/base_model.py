@@ -60,7 +60,13 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     where, revision, weights = _located(name)
     found = {"revision": revision} if revision else {}
     config = _config(name, where, found)
-    _check_room(math.ceil(weights * _HEADROOM), placed)
+    needed, free = math.ceil(weights * _HEADROOM), free_memory(placed)
+    if free < needed:  # before the machine starts to swap
+        raise MtpExtractError(
+            f"too little memory on {placed or 'all GPUs'}: the base needs about {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free. Close other programs, use another device, or a machine with more",
+            remedies=("device",),
+        )
     half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
     with memory_guard("loading the base"), quiet_transformers():
         with _explained(name, "tokenizer"):
@@ -76,7 +82,13 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
                 **found,
             )
     model, info = loaded
-    _check_whole(name, info)
+    # transformers would have filled these with random numbers.
+    mismatched = [key for key, *_ in info["mismatched_keys"]]
+    parts = (("missing", info["missing_keys"]), ("of another shape than its config says", mismatched))
+    if wrong := [f"{what}: {few(sorted(keys))}" for what, keys in parts if keys]:
+        raise PairError(
+            f"expected every tensor of the base in {escape(name)}, found {'; '.join(wrong)}. Fetch the model again"
+        )
     model = model.eval().requires_grad_(False)
     embedding = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
@@ -183,20 +195,6 @@ def _config(name: str, where: str, found: Mapping[str, str]) -> Any:
     return config
 
 
-def _check_room(needed: int, device: torch.device | None) -> None:
-    """Refuse what cannot succeed, before the machine starts to swap; ``device`` is None for all GPUs.
-
-    Raises:
-        MtpExtractError: less than ``needed`` bytes are free.
-    """
-    if (free := free_memory(device)) < needed:
-        raise MtpExtractError(
-            f"too little memory on {device or 'all GPUs'}: the base needs about {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free. Close other programs, use another device, or a machine with more",
-            remedies=("device",),
-        )
-
-
 def free_memory(device: torch.device | None) -> int:
     """Bytes that can be had on ``device``, or on all GPUs together."""
     from accelerate.utils import get_max_memory
@@ -206,20 +204,6 @@ def free_memory(device: torch.device | None) -> int:
         return sum(size for key, size in free.items() if isinstance(key, int))
     key = (device.index or 0) if device.type == "cuda" else "mps" if "mps" in free else "cpu"
     return int(free[key])
-
-
-def _check_whole(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse what transformers would have filled with random numbers.
-
-    Raises:
-        PairError: a tensor is missing, or has another shape.
-    """
-    mismatched = [key for key, *_ in info["mismatched_keys"]]
-    parts = (("missing", info["missing_keys"]), ("of another shape than its config says", mismatched))
-    if wrong := [f"{what}: {few(sorted(keys))}" for what, keys in parts if keys]:
-        raise PairError(
-            f"expected every tensor of the base in {escape(name)}, found {'; '.join(wrong)}. Fetch the model again"
-        )
 
 
 @contextmanager
