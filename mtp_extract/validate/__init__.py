@@ -9,9 +9,8 @@
     found = run_validation(ValidationPlan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
     write_validation(found, Path("report"))
 
-``identity`` answers the first question: config, tensors and what both compute, derived from the file anew; ``parity``
-adds what transformers and Google's interpreter make of it. The second is measured: ``agreement`` (teacher-forced over
-the base's own text), ``controls`` (the same with one thing broken), ``trivial`` (what needs no drafter), ``generation``
-(speculative decoding). ``run`` puts them together in a record (``result``), ``verdict`` says what it means, ``page``
-shows it.
+Identity (:mod:`mtp_extract.pipeline.identity`) answers the first question, and ``parity`` adds what transformers and
+Google's interpreter compute. ``acceptance`` measures the second over the base's own text: what is drafted after every
+token, with one thing broken at a time too (``controls``), what needs no drafter (``trivial``), and what drafts are
+``worth``. ``run`` puts them together in a record (``result``), ``verdict`` says what it means, ``page`` shows it.
 """
