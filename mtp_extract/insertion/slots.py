@@ -211,13 +211,17 @@ def over_rows(
 def passing(slots: Iterable[Slot], test: Callable[[Slot, int, int], bool]) -> list[Slot]:
     """The slots of which ``test`` holds for all rows."""
     # Most weights that differ show it in their first rows.
-    likely = {slot: True for slot in slots if test(slot, *next(slot.ranges(1)))}
+    likely = [slot for slot in slots if test(slot, *next(slot.ranges(1)))]
+    failed = set[Slot]()
 
-    def unless_failed(slot: Slot, first: int, last: int) -> None:
-        likely[slot] = likely[slot] and test(slot, first, last)
+    def unless_failed(slot: Slot, first: int, last: int) -> bool:
+        if slot in failed:
+            return False
+        if not (passed := test(slot, first, last)):
+            failed.add(slot)
+        return passed
 
-    over_rows(list(likely), unless_failed)
-    return [slot for slot, passed in likely.items() if passed]
+    return [slot for slot, parts in zip(likely, over_rows(likely, unless_failed), strict=True) if all(parts)]
 
 
 def unchanged(slots: Iterable[Slot]) -> list[Slot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,8 @@ from mtp_extract.errors import OutputError
 from mtp_extract.insertion import comparison
 from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, look_at
 from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
-from mtp_extract.insertion.slots import Place, Slot
+from mtp_extract.insertion.slots import Place, Slot, passing
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 Floats = npt.NDArray[np.float32]
@@ -108,6 +110,25 @@ def test_what_is_not_finite_differs(places: dict[str, Place]) -> None:
     weight[3, 4] = np.nan
     slot = Slot("role", (place,), of_array(weight), "f32")
     assert look_at([slot])[slot].verdict()["verdict"] == DIFFERENT
+
+
+def test_rows_that_pass_late_do_not_outweigh_rows_that_fail(
+    places: dict[str, Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever thread ends last."""
+    monkeypatch.setattr("mtp_extract.io.threads.cores", lambda: 2)
+    place, failed = next(iter(places.values())), threading.Event()
+    slot = Slot("role", (place,), of_array(np.zeros((CHUNK_ELEMENTS // 64 * 2, 64), np.float32)), "f32")
+    assert len(list(slot.ranges(CHUNK_ELEMENTS))) == 2
+
+    def test(slot: Slot, first: int, last: int) -> bool:
+        if last == 8:
+            return True
+        if first:
+            failed.set()
+        return not first and failed.wait(60)
+
+    assert passing([slot], test) == []
 
 
 @pytest.fixture
