@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import DTYPES, Array, has_few_bits
+from mtp_extract.graph.call import DTYPES, Array, Call, has_few_bits
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
@@ -19,6 +19,9 @@ from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, De
 _MOST_SLOTS = 1 << 20
 _MOST_NUMBERS = 64
 _NUMBERS_AT_ONCE = 1 << 18
+_SMALL_CONSTANT = 1 << 12
+_COMPARED = frozenset({"CAST", "MUL", "ADD", "SUB", "NEG", "COS", "SIN", "CONCATENATION", "RESHAPE"})
+"""Operators that are recognized as the same: no option but an axis decides what they compute."""
 
 
 class Positions:
@@ -37,6 +40,8 @@ class Positions:
         self.count = 1
         self._first: dict[int, int] = {}
         self._tables: dict[int, npt.NDArray[np.float64]] = {}
+        self._same: dict[tuple[object, ...], Value] = {}
+        self._canonical: dict[int, Value] = {}
 
     def table(self, value: Value) -> npt.NDArray[np.float64]:
         """What ``value`` is at every position, ``[positions, elements]``.
@@ -61,7 +66,8 @@ class Positions:
         return len(self.first_slots) - 1
 
     def elements(self, value: Value) -> Ids:
-        """The numbers of the elements of a value that rotates queries."""
+        """The numbers of the elements of a value that rotates queries; the same for what is computed alike."""
+        value = self._first_alike(value)
         if id(value) not in self._first:
             self._first[id(value)] = self.count
             self.rotating.append(value)
@@ -73,6 +79,26 @@ class Positions:
         firsts = np.array([self._first[id(value)] for value in self.rotating], np.int64)
         used = np.unique(np.searchsorted(firsts, np.unique(elements[elements > 0]), "right") - 1)
         return [self.rotating[index] for index in used]
+
+    def _first_alike(self, value: Value) -> Value:
+        """The first value that the same operators compute of the same: layers compute their RoPE one by one."""
+        if id(value) not in self._canonical:
+            key = self._key(value)
+            self._canonical[id(value)] = value if key is None else self._same.setdefault(key, value)
+        return self._canonical[id(value)]
+
+    def _key(self, value: Value) -> tuple[object, ...] | None:
+        node, tensor = value.producer, value.tensor
+        if tensor.quantization is not None:
+            return None
+        if value.constant:
+            small = tensor.elements <= _SMALL_CONSTANT
+            return (tensor.type, *tensor.shape, bytes(self.graph.model.locate(tensor).read())) if small else None
+        if node is None or node.kind not in _COMPARED:
+            return None
+        axis = Call(self.graph, node).option(0, "i") if node.kind == "CONCATENATION" else None
+        operands = (None if v is None else id(self._first_alike(v)) for v in node.inputs)
+        return tensor.type, *tensor.shape, node.kind, node.op.activation, axis, *operands
 
     def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
         """The inputs of ``needed`` that say the position, as runtimes fill them, ``[positions, *shape]``.
