@@ -6,15 +6,18 @@ Extracting, converting and uploading are functions of the library as they are, a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
-from mtp_extract.evaluate.progress import Say, silent
-from mtp_extract.insertion.base_checkpoint import holds_drafter
+from mtp_extract.evaluate.progress import Say, Show, silent
+from mtp_extract.insertion.activations import Ranges
+from mtp_extract.insertion.base import planned_base_insertion
+from mtp_extract.insertion.base_checkpoint import holds_base, holds_drafter
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
@@ -164,13 +167,16 @@ def insert(
     section: int | None = None,
     signature: str | None = None,
     overwrite: bool = False,
+    planned: Callable[[InsertionPlan], None] = silent,
     say: Say = silent,
+    show: Show = silent,
     progress: Progress = _nothing_shown,
 ) -> InsertionResult | InsertionPlan:
-    """Put the weights of a drafter's checkpoint into a bundle, whose other sections stay as they are.
+    """Put the weights of a checkpoint into a bundle, whose other sections stay as they are.
 
     Args:
-        source: a checkpoint, or a bundle or model whose drafter is taken.
+        source: a drafter's checkpoint, or a bundle or model whose drafter is taken; or the checkpoint of a Gemma 4
+            base, as transformers writes it.
         bundle: where they go; it stays as it is.
         out: the new bundle.
         dry_run: write nothing and return what would be done; ``out`` is then None.
@@ -178,6 +184,8 @@ def insert(
         base, prompts, chat_template: for a graph with static activations, the base beside which their scales are
             measured anew, and what it continues for that.
         section, signature: the drafter's in ``bundle``, where there are several.
+        planned: told what will be done, before anything is written.
+        say, show: told what is measured, and how far it is.
 
     Raises:
         PairError, UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
@@ -186,21 +194,39 @@ def insert(
     if (out is None) != dry_run:
         raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
-        check_place(Path(out), overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
-    ranges, source = None, checkpoint_here(source, or_bundle=True)
-    if base is not None:
-        from mtp_extract.validate.calibration import measure_ranges
-
-        if not Path(source).is_dir():
-            raise UnsupportedError(
-                "Expected the directory of a checkpoint to run beside a base, found none. Extract the drafter first.",
-                remedies=("base",),
+        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
+    source, ranges = checkpoint_here(source, or_bundle=True), None
+    of_drafter = {"graph_from": graph_from, "base": base, "section": section, "signature": signature}
+    with ExitStack() as stack:
+        if holds_base(Path(source)):
+            if wrong := [name for name, value in of_drafter.items() if value is not None]:
+                raise UnsupportedError(
+                    f"{escape(source)}: expected a drafter's checkpoint, found a base's. Leave out what is for a "
+                    "drafter.",
+                    remedies=tuple(wrong),
+                )
+            plan = stack.enter_context(planned_base_insertion(source, bundle, progress))
+        else:
+            if base is not None:
+                ranges = _ranges(source, base, prompts, chat_template, say, show)
+            plan = stack.enter_context(
+                planned_insertion(
+                    source, bundle, ranges=ranges, graph_from=graph_from, section=section, signature=signature
+                )
             )
-        ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say)
-    with planned_insertion(
-        source, bundle, ranges=ranges, graph_from=graph_from, section=section, signature=signature
-    ) as plan:
+        planned(plan)
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
+
+
+def _ranges(source: PathLike, base: str, prompts: PathLike | None, chat_template: bool, say: Say, show: Show) -> Ranges:
+    from mtp_extract.validate.calibration import measure_ranges
+
+    if not Path(source).is_dir():
+        raise UnsupportedError(
+            "Expected the directory of a checkpoint to run beside a base, found none. Extract the drafter first.",
+            remedies=("base",),
+        )
+    return measure_ranges(source, base, prompts, chat_template=chat_template, say=say, show=show)
 
 
 def validate(plan: ValidationPlan) -> Validation:

@@ -27,7 +27,7 @@ FUNCTIONS = ("bench", "convert", "extract", "insert", "inspect", "tune", "upload
         ("convert", {"verbose"}),
         ("extract", {"verbose", "sample"}),
         # Another function puts in a base's weights.
-        ("insert", {"context", "base_weights"}),
+        ("insert", set()),
         ("inspect", set()),
         ("upload", {"repository", *(field.name for field in fields(mtp_extract.CardWords))}),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,38 +10,27 @@ import typer
 
 from mtp_extract.cli._drafter import say_proof
 from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.io.place import check_place, files_of
 from mtp_extract.options import About, ChatTemplate
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.plan import InsertionPlan
-    from mtp_extract.io.source import Progress
-
-_OF_DRAFTER = ("graph_from", "section", "base", "prompts")
 
 
 def command(
     *,
-    context: typer.Context,
     source: Annotated[
         str,
         About(
-            "A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken. Not with "
-            "--base-weights.",
-            metavar="[DIR]",
+            "A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
+            "transformers writes it.",
+            metavar="DIR",
         ),
     ],
-    bundle: Annotated[str | None, About("The .litertlm that they go into; it stays as it is.", metavar="BUNDLE")],
+    bundle: Annotated[str, About("The .litertlm that it goes into; it stays as it is.", metavar="BUNDLE")],
     out: Annotated[Path | None, About("The new bundle.", names=("-o", "--out"), metavar="NEW.litertlm")] = None,
-    base_weights: Annotated[
-        Path | None,
-        About("Put a Gemma 4 base, as transformers writes it, into BUNDLE instead.", metavar="CHECKPOINT"),
-    ] = None,
     graph_from: Annotated[
         str | None,
         About("For a bundle without a drafter: the .litertlm or .tflite whose drafter is added.", metavar="FILE"),
@@ -68,69 +55,50 @@ def command(
     overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
 ) -> None:
-    """Put the weights of a drafter's checkpoint into a LiteRT bundle, whose other sections stay as they are."""
+    """Put the weights of a drafter, or of a base, into a LiteRT bundle, whose other sections stay as they are."""
     if (out is None) != dry_run:
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
-    if base_weights is not None:
-        wrong = ["DIR"] if bundle is not None else []
-        if wrong := wrong + given(context, *_OF_DRAFTER):
-            raise typer.BadParameter(
-                f"{', '.join(wrong)}: for a drafter, and --base-weights puts in a base. Leave it out."
-            )
-        from mtp_extract.insertion.base import planned_base_insertion
-
-        if out is not None:
-            check_place(out, overwrite=overwrite, inputs=(source, *files_of(base_weights)))
-        _carry_out(partial(planned_base_insertion, base_weights, source), out, overwrite, print_json)
-        return
-    if bundle is None:
-        raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
     if Path(bundle).is_dir():
         raise typer.BadParameter(f"{escape(bundle)}: expected a .litertlm. DIR comes first, then the BUNDLE.")
     if base is None and prompts is not None:
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
-    source = checkpoint_here(source, or_bundle=True)
-    if base is not None and not Path(source).is_dir():
-        raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
 
-    from mtp_extract.insertion.drafter import planned_insertion
+    from mtp_extract.api import insert
+    from mtp_extract.insertion.plan import InsertionResult
 
-    if out is not None:
-        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
-    ranges = None
-    if base is not None:
-        from mtp_extract.validate.calibration import measure_ranges
+    plans: list[InsertionPlan] = []
 
-        say_step = doing_unless(print_json)
-        with progress_of("batch", print_json) as show:
-            ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say_step, show=show)
-    planned = planned_insertion(source, bundle, ranges=ranges, graph_from=graph_from, section=section)
-    _carry_out(lambda progress: planned, out, overwrite, print_json)
-
-
-def _carry_out(
-    planned: Callable[[Progress], AbstractContextManager[InsertionPlan]],
-    out: Path | None,
-    overwrite: bool,
-    print_json: bool,
-) -> None:
-    """Show what is planned and write it to ``out``; None is a dry run."""
-    result = None
-    with ExitStack() as stack:
-        with progress(quiet=print_json) as tick:
-            plan = stack.enter_context(planned(tick))
+    def planned(plan: InsertionPlan) -> None:
+        plans.append(plan)
         if not print_json:
             _show_plan(plan)
-        if out is not None:
-            with progress(quiet=print_json) as tick:
-                result = plan.write(out, overwrite=overwrite, progress=tick)
+
+    with progress_of("batch", print_json) as show, progress(quiet=print_json) as tick:
+        made = insert(
+            source,
+            bundle,
+            out,
+            dry_run=dry_run,
+            graph_from=graph_from,
+            base=base,
+            prompts=prompts,
+            chat_template=chat_template,
+            section=section,
+            overwrite=overwrite,
+            planned=planned,
+            say=doing_unless(print_json),
+            show=show,
+            progress=tick,
+        )
+    (plan,) = plans
+    result = made if isinstance(made, InsertionResult) else None
     if print_json:
         write_json(plan.as_json(result))
     elif result is not None:
-        base, drafter = ", read again and compared, role by role", "; its drafter was read back and compared"
-        say(f"Wrote {escape(result.path)} ({size(result.size)}){base if plan.of_base else drafter}")
+        checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
+        say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
         if result.proof is not None:
-            say_proof("Proven, its graph and its weights", result.proof.as_json())
+            say_proof("Verified, its graph and its weights", result.proof.as_json())
         say_notes(result.notes[len(plan.notes) :])
 
 

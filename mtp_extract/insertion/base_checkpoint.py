@@ -64,6 +64,16 @@ def holds_drafter(directory: Path) -> bool:
     )
 
 
+def holds_base(directory: Path) -> bool:
+    """Whether ``directory`` has the checkpoint of a Gemma 4 base, as transformers writes it.
+
+    Raises:
+        CheckpointError: its configuration cannot be read.
+    """
+    config = directory / _CONFIG
+    return config.is_file() and read_object(config, _AS_WRITTEN).get("model_type") in _MODEL_TYPES
+
+
 def read_base(directory: Path) -> BaseCheckpoint:
     """The base in ``directory``; headers are read, weights are not.
 

@@ -99,9 +99,9 @@ def commands(place: Place, shape: Shape, device: str) -> Iterator[Command]:
     for form in ("mlx", "gguf"):
         arguments = (drafter, "--for", form, "-o", place.out(f"convert-{form}"))
         yield Command(f"convert {form}", "convert", arguments, "Wrote")
-    yield Command("insert", "insert", (drafter, bundle, "-o", place.out("drafter.litertlm")), "Proven")
+    yield Command("insert", "insert", (drafter, bundle, "-o", place.out("drafter.litertlm")), "Verified")
     new = place.out("base.litertlm")
-    yield Command("insert-base", "insert", ("--base-weights", base, bundle, "-o", new), "read again and compared")
+    yield Command("insert-base", "insert", (base, bundle, "-o", new), "read again and compared")
     yield Command("inspect-base", "inspect", (new, "--against", base), r"\d+ equal, \d+ equal codes$")
     yield Command("inspect-another", "inspect", (bundle, "--against", base), r"are not the weights", (1,))
     yield Command("validate-source", "validate", (drafter, "--source", bundle), "Proven: the checkpoint is")
