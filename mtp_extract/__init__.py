@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from mtp_extract.pipeline.writing import ExtractionResult
     from mtp_extract.report.card import CardWords
     from mtp_extract.serving.plan import BenchPlan
-    from mtp_extract.tune.plan import TuningPlan
-    from mtp_extract.validate.plan import ValidationPlan
+    from mtp_extract.tuning.plan import TuningPlan
+    from mtp_extract.validation.plan import ValidationPlan
 
 __all__ = [
     "BenchPlan",
@@ -65,8 +65,8 @@ __all__ = [
 _HOMES = {
     **{name: ("mtp_extract.api", name) for name in ("bench", "insert", "inspect", "tune", "validate")},
     "BenchPlan": ("mtp_extract.serving.plan", "BenchPlan"),
-    "TuningPlan": ("mtp_extract.tune.plan", "TuningPlan"),
-    "ValidationPlan": ("mtp_extract.validate.plan", "ValidationPlan"),
+    "TuningPlan": ("mtp_extract.tuning.plan", "TuningPlan"),
+    "ValidationPlan": ("mtp_extract.validation.plan", "ValidationPlan"),
     "CardWords": ("mtp_extract.report.card", "CardWords"),
     "CheckpointInspection": ("mtp_extract.api", "CheckpointInspection"),
     "UploadResult": ("mtp_extract.hub.upload", "UploadResult"),

@@ -32,12 +32,12 @@ from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.tune.run import run_tuning as tune
-from mtp_extract.validate.plan import ValidationPlan
+from mtp_extract.tuning.run import run_tuning as tune
+from mtp_extract.validation.plan import ValidationPlan
 
 if TYPE_CHECKING:
     from mtp_extract.serving.result import Benchmark
-    from mtp_extract.validate.result import Validation
+    from mtp_extract.validation.result import Validation
 
 
 __all__ = ["CheckpointInspection", "bench", "insert", "inspect", "tune", "validate"]
@@ -219,7 +219,7 @@ def insert(
 
 
 def _ranges(source: PathLike, base: str, prompts: PathLike | None, chat_template: bool, say: Say, show: Show) -> Ranges:
-    from mtp_extract.validate.calibration import measure_ranges
+    from mtp_extract.validation.calibration import measure_ranges
 
     if not Path(source).is_dir():
         raise UnsupportedError(
@@ -239,11 +239,11 @@ def validate(plan: ValidationPlan) -> Validation:
     if plan.report is not None:
         check_place(plan.report, **to, listed=REPORT_LISTED)
     plan.check()
-    from mtp_extract.validate.run import run_validation
+    from mtp_extract.validation.run import run_validation
 
     found = run_validation(plan)
     if plan.report is not None:
-        from mtp_extract.validate.page import write_validation
+        from mtp_extract.validation.page import write_validation
 
         write_validation(found, plan.report, **to)
     return found

@@ -39,7 +39,7 @@ def _kind(name: str) -> type:
     if name == "extraction":
         return Extraction
     if name == "report":
-        from mtp_extract.validate.result import Validation
+        from mtp_extract.validation.result import Validation
 
         return Validation
     if name == "bench":

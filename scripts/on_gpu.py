@@ -32,8 +32,8 @@ from _rehearsal.pair import CHAIN, SHORT, Pair, elapsed, synchronize, write_assi
 from _rehearsal.shapes import SHAPES, Shape
 
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.run import run_tuning
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAINS = range(9)

@@ -84,11 +84,11 @@ def test_no_import_goes_round_in_a_circle() -> None:
 
 def test_the_imports_are_seen() -> None:
     """The tests above are worth what this reading is: one of a function, one for type checkers, one of a module."""
-    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.validate.run"]
+    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.validation.run"]
     assert "mtp_extract.checkpoint.weight" in imports()["mtp_extract.checkpoint.checkpoint"]
     assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract"]
-    assert room_of("validate/report/verdict.py") == "validate/"
-    assert room_of("validate/run.py") == "validate/"
+    assert room_of("validation/report/verdict.py") == "validation/"
+    assert room_of("validation/run.py") == "validation/"
 
 
 def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:

@@ -38,8 +38,8 @@ HUB = "litert-community/gemma-4-E4B-it-litert-lm"
 # --- what is not run, and why; what is left of it is checked as the next tables say
 
 NOT_RUN = {
-    r"mtp-tune\b": "trains for a minute at least; tests/tune trains",
-    r"mtp-validate --sample\b": "measures for two minutes; tests/validate measures",
+    r"mtp-tune\b": "trains for a minute at least; tests/tuning trains",
+    r"mtp-validate --sample\b": "measures for two minutes; tests/validation measures",
     r"mtp-doctor .*--(base|server)\b": "runs the pair beside a server; tests/doctor does",
     r"mtp-upload (?!.*--dry-run)": "publishes; tests/hub does, to a Hub of its own",
     r"mtp-convert google/gemma-4-E4B-it-assistant\b": "an official assistant; tests/pipeline has such",

@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
     """A few of the sample's prompts: as many of every side as a training needs."""
-    from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, side_of
+    from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, side_of
 
     left = Counter({TRAINED: 4, WATCHED: 4, HELD_OUT: 5})
     chosen = []
@@ -111,7 +111,7 @@ def test_both_loops_write_the_text_of_the_base_in_fewer_passes(run: Run) -> None
 def test_a_validation_is_read_from_its_report(
     run: Run, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtp_extract.validate.page.find_spec", lambda name: None)
+    monkeypatch.setattr("mtp_extract.validation.page.find_spec", lambda name: None)
     printed = run("validate_pair", "--prompts", str(few), "--new-tokens", "8")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert report["verified"] and not report["refuted"]
@@ -167,7 +167,7 @@ def spoilt(tmp_path: Path) -> Path:
 def test_what_was_tuned_is_in_the_new_bundle(
     run: Run, few: Path, spoilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtp_extract.tune import corpus
+    from mtp_extract.tuning import corpus
 
     shipped = shipped_prompts(1)
     monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: shipped)

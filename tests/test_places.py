@@ -23,8 +23,8 @@ from mtp_extract.io.place import check_place
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.staging import recorded
-from mtp_extract.tune.plan import TuningPlan
-from mtp_extract.tune.writing import write_made
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.writing import write_made
 
 MINE = {"thesis.tex": "years", "notes/a.txt": "", ".git/HEAD": "ref: refs/heads/main"}
 

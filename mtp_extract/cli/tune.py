@@ -21,14 +21,14 @@ from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
-from mtp_extract.tune.plan import EAGLE3, ORDERED, TuningPlan, default_directory
-from mtp_extract.tune.run import run_tuning
+from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan, default_directory
+from mtp_extract.tuning.run import run_tuning
 
 if TYPE_CHECKING:
     from mtp_extract.evaluate.intervals import Interval
     from mtp_extract.evaluate.progress import Show
-    from mtp_extract.tune.run import Outcome
-    from mtp_extract.tune.verdict import Comparison, Comparisons
+    from mtp_extract.tuning.run import Outcome
+    from mtp_extract.tuning.verdict import Comparison, Comparisons
 
 _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 

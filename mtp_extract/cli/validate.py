@@ -24,10 +24,10 @@ from mtp_extract.cli.terminal import (
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.options import About
-from mtp_extract.validate.plan import ValidationPlan, sample_plan
+from mtp_extract.validation.plan import ValidationPlan, sample_plan
 
 if TYPE_CHECKING:
-    from mtp_extract.validate.result import Validation
+    from mtp_extract.validation.result import Validation
 
 # What a control means is said in a sentence.
 _LONGEST_TEXT = 1000
@@ -66,7 +66,7 @@ def command(
     from mtp_extract.io.place import check_place
     from mtp_extract.report.files import REPORT_LISTED
     from mtp_extract.report.page import as_json
-    from mtp_extract.validate.page import write_validation
+    from mtp_extract.validation.page import write_validation
 
     if asked.report is not None:
         check_place(asked.report, **to, listed=REPORT_LISTED)
@@ -88,7 +88,7 @@ def command(
 
 def _show(found: Validation, controls: bool) -> None:
     """The verdict, what to know of it, and one table; with ``controls`` those too."""
-    from mtp_extract.validate import page
+    from mtp_extract.validation import page
 
     say_verdict(found.verdict)
     shown = [page.worth(found.drafters)] if found.drafters else [page.checks(found)]

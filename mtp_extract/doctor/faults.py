@@ -17,7 +17,7 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
 from mtp_extract.speculate.target import Base
-from mtp_extract.validate.acceptance.controls import CONTROLS, Control
+from mtp_extract.validation.acceptance.controls import CONTROLS, Control
 
 _MOVES = 0.01  # accepted drafts a token that a fault adds or takes, over all texts, to be told from none
 POSITION = "position_off_by_one"

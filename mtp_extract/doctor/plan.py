@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, ServedModel, Workloads
-from mtp_extract.validate.acceptance.drafting import MOST_STEPS
+from mtp_extract.validation.acceptance.drafting import MOST_STEPS
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Command:
 
 def write_prompts(place: Place) -> None:
     """The prompts of validations, and those of tunings: as few as these take."""
-    from mtp_extract.tune.corpus import side_of
+    from mtp_extract.tuning.corpus import side_of
 
     topics = {"chat": ("Name three rivers.", "Why is it dark at night?"), "code": ("def main():", "for line in lines:")}
     place.prompts.write_text(json.dumps(topics))

@@ -24,7 +24,7 @@ from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.options import About, Bytes, about, check_values, whole_numbers
 from mtp_extract.pipeline.conversion import convert as convert_function
 from mtp_extract.pipeline.extraction import extract as extract_function
-from mtp_extract.tune.plan import TuningPlan
+from mtp_extract.tuning.plan import TuningPlan
 
 MODES = ("fast", "good")
 
@@ -169,8 +169,8 @@ def test_a_command_has_the_defaults_of_its_function(
 
 @pytest.mark.torch
 def test_choices_are_those_of_the_library() -> None:
-    from mtp_extract.tune.latents import MODES
-    from mtp_extract.tune.loss import OBJECTIVES
+    from mtp_extract.tuning.latents import MODES
+    from mtp_extract.tuning.loss import OBJECTIVES
 
     hints = get_type_hints(TuningPlan, include_extras=True)
     assert set(about(hints["mode"]).choices) == {*MODES, "ordered"}

@@ -19,7 +19,7 @@ from mtp_extract.evaluate.intervals import ratio_bounds
 from mtp_extract.evaluate.measured import Measured, compare, of_agreement, saving
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tune.train import measure
+from mtp_extract.tuning.train import measure
 
 K = 3
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.prompts import FEW, Prompt, prompts_or_shipped, read_prompts, shipped_prompts
-from mtp_extract.tune.corpus import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, side_of
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 AGAIN = {"role": "user", "content": "Really?"}

@@ -22,8 +22,8 @@ from helpers.web import Page as WebPage
 
 from mtp_extract.report.markdown import visible
 from mtp_extract.report.page import NOT_MEASURED, Page, Table, as_html
-from mtp_extract.validate.page import page_of
-from mtp_extract.validate.result import Validation
+from mtp_extract.validation.page import page_of
+from mtp_extract.validation.result import Validation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (390, 768, 1280)

@@ -1,0 +1,220 @@
+"""The texts of a training, by what they are for: trained on, watched on the way, held out to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
+
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.measured import Measured
+from mtp_extract.evaluate.progress import Show, silent
+from mtp_extract.evaluate.prompts import FEW, Prompt, shipped_prompts, spread
+from mtp_extract.evaluate.texts import LEAST_TEXTS, repeats, repeats_note
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.seen import Numbers, seen, sequences
+from mtp_extract.tuning.served import TextServer, agreement, in_words
+from mtp_extract.tuning.text import Line, Writer, people_texts
+
+T = TypeVar("T")
+
+TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
+"""Trained on; measured during training, to keep the best; measured before and after, to save or refuse."""
+
+_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
+_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
+"""Texts of each side; of fewer that are held out there is no interval."""
+
+_NAME = 40  # characters
+_MOST_WATCHED = 32  # texts that are measured again and again, on the way
+
+
+def side_of(source: str) -> str:
+    """:data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT`: by a hash of a prompt's source, so that it stays the same
+    when prompts are added."""
+    share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
+    return next((side for bound, side in _SHARES if share < bound), TRAINED)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    # to train on, by kind, of which every batch has equal shares: what the base writes after the prompts, as it is
+    # served; what it writes there at the other temperature, prompts included; what it writes, greedily, from within the
+    # latter
+    kinds: tuple[tuple[Text, ...], ...]
+    watched: tuple[Text, ...]  # to be measured on the way
+    held_out: tuple[Text, ...]  # to be measured before and after
+    workloads: tuple[str, ...]  # of each held-out text, its workload
+    # so many of the held-out texts, the first ones, are of the workloads that are trained on; the others show whether a
+    # workload that is not trained on gets worse
+    own: int
+    units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
+    names: tuple[str, ...]  # of each held-out text, where it comes from or how its prompt begins
+    repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
+    text_from: Mapping[str, Any] | None = None  # who wrote the texts if not the base, and how far it would have
+
+    @property
+    def trained(self) -> tuple[Text, ...]:
+        """Of all kinds."""
+        return tuple(chain.from_iterable(self.kinds))
+
+    @property
+    def as_json(self) -> Mapping[str, Any]:
+        """For the record."""
+        counts = {side: len(getattr(self, side)) for side in ("trained", "watched", "held_out")}
+        return {"texts": {**counts, "repeats": self.repeats}, "text_from": self.text_from}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Who wrote the texts, and what they are not."""
+        source = () if self.text_from is None else (in_words(self.text_from),)
+        return *source, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
+
+    @cached_property
+    def known(self) -> Numbers:
+        """The sequences of tokens that training has seen; asked for at every measurement on the way."""
+        return sequences(self.trained)
+
+    def balanced(self, watched: Measured) -> float:
+        """What the best is chosen by, of a drafter measured on the watched texts.
+
+        Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
+        that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
+        """
+        known = seen(watched, self.watched, self.known)
+        parts = [watched.where(rows) for rows in (known, ~known)]
+        if any(part.texts < LEAST_TEXTS for part in parts):
+            return watched.teacher_forced
+        return sum(part.teacher_forced for part in parts) / 2
+
+
+def gather(pair: Pair, tell: Show = silent) -> Corpus:
+    """The texts that the pair's plan asks for; what is not written yet, the base or a server writes.
+
+    Raises:
+        MtpExtractError: too few prompts or texts, or a server has another base.
+    """
+    plan, steps = pair.plan, pair.plan.draft_steps
+    sides, guards = divided(plan)
+    server = TextServer.of(plan) if plan.text_from is not None else None
+    writer = Writer(pair, plan, server)
+    # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
+    guards = writer.fitting(guards)
+    if not plan.given:
+        sides = {side: writer.fitting(items) for side, items in sides.items()}
+    asked = [*(() if plan.text is not None else chain.from_iterable(sides.values())), *guards]
+    lines = iter(found := writer.lines(asked, tell))
+
+    def written(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
+        return [(item, next(lines).as_text) for item in items]
+
+    texts = {
+        side: written(items) if plan.text is None else people_texts(items, writer) for side, items in sides.items()
+    }
+    shipped = written(guards)
+    text_from = None
+    if server is not None or plan.text is not None:
+        by = _texts(chain.from_iterable(texts.values())) if plan.text is not None else [line.as_text for line in found]
+        text_from = {**agreement(pair.base, by, plan.temperature, server), **_told(found if server else [])}
+    kinds = [_texts(_enough(TRAINED, new_texts(texts[TRAINED], steps), steps))]
+    if plan.text is None:
+        kinds += _further_kinds(writer, sides[TRAINED], tell)
+    # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
+    learned = [*chain.from_iterable(kinds)]
+    watched = _enough(WATCHED, new_texts(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
+    learned += _texts(watched)
+    own = _enough(HELD_OUT, new_texts(texts[HELD_OUT], steps, learned), steps)
+    candidates = [*texts[HELD_OUT], *shipped]
+    held_out = new_texts(candidates, steps, learned)
+    origins = [None, *(item for item, _ in held_out)]
+    return Corpus(
+        kinds=tuple(filter(None, kinds)),
+        watched=_texts(watched),
+        held_out=_texts(held_out),
+        workloads=tuple(item.workload for item, _ in held_out),
+        own=len(own),
+        units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
+        names=tuple(_name(item) for item, _ in held_out),
+        repeats=sum(len(text.anchors) >= steps for _, text in candidates) - len(held_out),
+        text_from=text_from,
+    )
+
+
+def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
+    """By side; and shipped prompts that are not trained on, which show whether other workloads get worse.
+
+    Raises:
+        MtpExtractError: too few prompts.
+    """
+    items = plan.items
+    sides = {side: [item for item in items if side_of(item.source) == side] for side in (TRAINED, WATCHED, HELD_OUT)}
+    held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
+    sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
+    sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
+    few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
+    if few:
+        wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
+        raise MtpExtractError(
+            f"expected enough prompts for at least {wanted}, found {len(items)} from "
+            f"{len({item.source for item in items})} sources, which a hash of each source divides. Give more.",
+            remedies=("prompts", "text"),
+        )
+    known = held | {item.key for item in sides[TRAINED]}
+    shipped = shipped_prompts(FEW) if plan.given else ()
+    # Of another name, as a user's own workload may be called "code" too.
+    return sides, [replace(item, workload=f"{item.workload} (shipped)") for item in shipped if item.key not in known]
+
+
+def _name(item: Prompt) -> str:
+    """Its source, if it has one of its own, and how its prompt begins."""
+    content = item.content if isinstance(item.content, str) else item.content[-1].get("content")
+    start = " ".join(str(content).split())[:_NAME]
+    return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
+
+
+def _told(lines: Sequence[Line]) -> dict[str, float | None]:
+    """Of lines that a server wrote: of how many it told tokens, and of how many prompts it counted as many as we."""
+    alike = [line.prompt_tokens == line.prompt_length for line in lines if line.prompt_tokens is not None]
+    tokens = [line.tokens_told for line in lines]
+    shares = {"prompts_alike": alike, "tokens_told": tokens}
+    return {name: round(sum(found) / len(found), 4) if found else None for name, found in shares.items()}
+
+
+def _further_kinds(writer: Writer, items: Sequence[Prompt], tell: Show) -> list[tuple[Text, ...]]:
+    """What is learned beside the text as ``writer`` has it: text at the other temperature, and text within that."""
+    plan, steps = writer.plan, writer.plan.draft_steps
+    other = replace(writer, plan=replace(plan, temperature=0.0 if plan.temperature else 1.0))
+    drawn = [line.as_text for line in other.lines(items, tell)]
+    # What stands in a prompt is as good to learn from as what the base drew.
+    kinds = [[replace(text, prompt_length=1) for text in drawn]]
+    if not plan.temperature and writer.server is None:
+        short, places = writer.branches(drawn)
+        kinds.append([line.as_text for line in short.lines(places, tell, "positions within these")])
+    return [_texts(new_texts([(None, text) for text in kind], steps)) for kind in kinds]
+
+
+def new_texts(pairs: Sequence[tuple[T, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[T, Text]]:
+    """Those of ``pairs`` with ``steps`` drafts to make whose text repeats none of ``seen``, nor one before it."""
+    found = [(item, text) for item, text in pairs if len(text.anchors) >= steps]
+    again = repeats([text.tokens for text in (*seen, *_texts(found))])
+    return [pair for index, pair in enumerate(found, len(seen)) if index not in again]
+
+
+def _texts(pairs: Iterable[tuple[Any, Text]]) -> tuple[Text, ...]:
+    return tuple(text for _, text in pairs)
+
+
+def _enough(side: str, pairs: list[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
+    """``pairs``, if they are as many as ``side`` needs."""
+    if len(pairs) < _LEAST[side]:
+        raise MtpExtractError(
+            f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(pairs)}: the "
+            "others are shorter, or repeat one that counts; give other ones",
+            remedies=("prompts", "text"),
+        )
+    return pairs

@@ -1,0 +1,93 @@
+"""The drafter and its base, loaded, in each of the processes that train together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from accelerate import Accelerator
+from xxhash import xxh3_128
+
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.drafter.load import Network, network_of
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.speculate.codec import Codec
+from mtp_extract.speculate.target import Base, check_pair
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.writing import as_written
+
+_READ = 1 << 24  # bytes
+
+
+class Pair:
+    """A drafter beside its base.
+
+    Args:
+        say: told what is being done; of several processes by the first.
+
+    Attributes:
+        accelerator: accelerate's; it says which process this is.
+        loaded: the base as transformers has it; ``base`` and ``codec`` are made of it.
+        origin: the drafter's directory, with its checkpoint.
+        drafter: in the type it computes in beside the base. Where the plan names no drafter, this and ``origin`` are
+            there from :meth:`take` on.
+
+    Raises:
+        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
+    """
+
+    drafter: Network
+
+    def __init__(self, plan: TuningPlan, say: Callable[[str], None] = lambda line: None) -> None:
+        self.plan = plan
+        self.accelerator = Accelerator(cpu=plan.device == "cpu")
+        self.say = say if self.accelerator.is_main_process else lambda line: None
+        _, processes = self.share
+        if plan.batch < processes:
+            raise MtpExtractError(
+                f"expected a batch of at least {processes}, one text a process, found {plan.batch}; raise it",
+                remedies=("batch",),
+            )
+        origin = None if plan.directory is None else ReadDirectory.of(plan.directory)
+        self.say(f"loading the base {plan.base}")
+        several = processes > 1 and self.accelerator.device.type != "cpu"
+        self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
+        self.base = Base(self.loaded.model)
+        self.codec = Codec(self.loaded.tokenizer, self.base.vocab_size)
+        if origin is not None:
+            self.take(origin)
+
+    def take(self, origin: ReadDirectory) -> None:
+        """Put the drafter of ``origin`` beside the base.
+
+        Raises:
+            MtpExtractError: it does not fit.
+        """
+        self.origin = origin
+        with memory_guard("loading the drafter"):
+            self.drafter = self.drafter_of(origin.checkpoint)
+            check_pair(self.base, self.drafter, self.loaded.tokenizer)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which process this is, of how many."""
+        return self.accelerator.process_index, self.accelerator.num_processes
+
+    @cached_property
+    def base_fingerprint(self) -> str:
+        """XXH3-128 of the base's weights, on which its text depends."""
+        digest = xxh3_128()
+        for name, value in sorted(self.loaded.model.state_dict().items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+            numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            for at in range(0, len(numbers), _READ):
+                digest.update(numbers[at : at + _READ].data)
+        return digest.hexdigest()
+
+    def drafter_of(self, checkpoint: Checkpoint) -> Network:
+        """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
+        written = as_written(self.origin, checkpoint)
+        return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)

@@ -1,0 +1,179 @@
+"""What a training is asked to do: a drafter, its base, the text, and how it is trained."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from mtp_extract.errors import MtpExtractError, OutputError, escape
+from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.io.place import PathLike, check_place, files_of
+from mtp_extract.options import BASE, About, ApiKey, Device, Overwrite, check_values
+
+ORDERED, EAGLE3 = "ordered", "eagle3"
+"""The modes that make a head."""
+
+_STEPS = {"norms": 500, "qat": 500, "float": 500, ORDERED: 600, EAGLE3: 300}
+
+RECIPE = ("steps", "draft_steps", "batch", "anchors", "objective", "temperature", "learning_rate", "seed")
+"""Fields of a plan that say how a drafter is trained, for the record."""
+
+
+@dataclass(frozen=True)
+class TuningPlan:
+    """As :func:`mtp_extract.tuning` explains it."""
+
+    directory: Annotated[
+        Path | None,
+        About(
+            "The drafter: what mtp-extract wrote, an official assistant, or an EAGLE-3 head; or its id on the Hub.",
+            metavar="[DIR]",
+        ),
+    ]
+    """None where a new EAGLE-3 head is to be made."""
+    base: Annotated[str, BASE]
+    out: Path
+    work: Path  # where text, state and log are kept: a run that was stopped resumes from there
+    mode: Annotated[
+        str,
+        About(
+            "norms: train norms and layer scalars. qat: also the codes, on the stored grid. float: every weight. "
+            "ordered: make a head that scores clusters of tokens first. eagle3: train a new head; leave DIR out.",
+            choices=tuple(_STEPS),
+        ),
+    ] = "norms"
+    prompts: Annotated[
+        Path | None,
+        About("Prompts of your workload, as .txt, .json or .jsonl; ours by default.", metavar="FILE"),
+    ] = None
+    text: Annotated[
+        Path | None, About("Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE")
+    ] = None
+    text_from: Annotated[
+        str | None,
+        About(
+            "An OpenAI-compatible server that has the base, and writes its texts: http://localhost:8000.", metavar="URL"
+        ),
+    ] = None
+    text_model: Annotated[
+        str | None, About("As that server calls the base; needed where it serves several.", metavar="NAME")
+    ] = None
+    text_key: ApiKey = field(default=None, repr=False)
+    new_tokens: Annotated[int, About("Most tokens of each of the base's texts.", least=2)] = 256
+    temperature: Annotated[float, About("At which the base is served, and writes the text; 0 is greedy.", least=0)] = (
+        0.0
+    )
+    chat_template: Annotated[bool, About("Put prompts into the base's chat format.")] = True
+    draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
+    objective: Annotated[
+        str,
+        About(
+            "ce for greedy serving alone, tv or kl for sampled alone; mixed (ce and tv) for both.",
+            choices=("mixed", "ce", "kl", "tv"),
+            option=False,
+        ),
+    ] = "mixed"
+    """A name in :data:`~mtp_extract.tuning.loss.OBJECTIVES`."""
+    steps: Annotated[
+        int | None,
+        About("Steps of the optimizer; by default 500, of eagle3 300, of ordered 600.", least=1),
+    ] = None
+    batch: Annotated[
+        int,
+        About("Texts a step, of all processes together; each writes and measures as many at a time.", least=1),
+    ] = 16
+    anchors: Annotated[int, About("Positions of each text to draft from.", least=1, option=False)] = 24
+    learning_rate: Annotated[float | None, About("By default the mode's own, by the drafter's width.", least=0)] = None
+    draft_vocab: Annotated[
+        int,
+        About("Of eagle3: how many tokens it can propose, the base's most frequent ones.", least=1),
+    ] = 32000
+    seed: Annotated[int, About("The same seed, texts and machine give the same bytes.", least=0, option=False)] = 0
+    device: Device = "auto"
+    force: Annotated[bool, About("Save also what is not better.")] = False
+    overwrite: Overwrite = False
+
+    @property
+    def optimizer_steps(self) -> int:
+        """``steps``, or the mode's own number of them."""
+        return self.steps or _STEPS[self.mode]
+
+    @property
+    def inputs(self) -> tuple[PathLike | None, ...]:
+        """What is read, and so is not replaced."""
+        return self.directory, *files_of(self.base), self.prompts, self.text
+
+    @property
+    def given(self) -> bool:
+        """Whether the prompts, or the texts, are the user's."""
+        return self.prompts is not None or self.text is not None
+
+    @cached_property
+    def items(self) -> tuple[Prompt, ...]:
+        """The prompts, or the texts by people.
+
+        Raises:
+            MtpExtractError: the file that holds them cannot be read.
+        """
+        given = self.prompts or self.text
+        return read_prompts(given) if given else shipped_prompts()
+
+    @property
+    def recipe(self) -> dict[str, object]:
+        """How it is trained, for the record."""
+        return {name: getattr(self, name) for name in RECIPE} | {"steps": self.optimizer_steps}
+
+    def check(self) -> None:
+        """Check what can be checked before anything is loaded.
+
+        Raises:
+            MtpExtractError: a number is out of range, two things exclude each other, or ``out`` holds something else.
+            ValueError: no such mode or objective.
+        """
+        check_values(self)
+        rate, text, least = self.learning_rate, self.text is not None, self.draft_steps + 2
+
+        def require(holds: bool, expected: str, *remedies: str) -> None:
+            if not holds:
+                raise MtpExtractError(f"expected {expected}", remedies=remedies)
+
+        alone = "a drafter's directory, or the mode eagle3, which makes a new one; give one of the two"
+        require((self.directory is None) == (self.mode == EAGLE3), alone, "mode=eagle3")
+        require(not (text and self.prompts), "prompts or texts, found both; leave one out", "prompts", "text")
+        one = "texts by people or by a server, found both; leave one out"
+        require(not (text and self.text_from), one, "text", "text_from")
+        own = (
+            "text of the base itself for sampled serving, found text by people, which has another distribution; give "
+            "prompts"
+        )
+        require(not (text and self.temperature), own, "prompts", "temperature=0")
+        longer = f"new_tokens of at least {least}, found {self.new_tokens}; raise it"
+        require(self.new_tokens >= least, longer, "new_tokens")
+        finite = f"a temperature that is a number, found {self.temperature}; 0 is greedy"
+        require(self.temperature < math.inf, finite, "temperature")
+        positive = f"a learning rate above 0, found {rate}; leave it out for the mode's own"
+        require(rate is None or 0 < rate < math.inf, positive, "learning_rate")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        from mtp_extract.pipeline.staging import recorded
+
+        place, work = (Path(os.path.realpath(path)) for path in (self.out, self.work))
+        if place in (work, *work.parents):
+            raise OutputError(
+                f"{escape(self.out)}: expected a place of its own for the result, found that text and state are kept "
+                "there. Choose another place for one of the two.",
+                remedies=("out", "work"),
+            )
+        # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.
+        if os.environ.get("RANK", "0") == "0":
+            check_place(self.out, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
+
+
+def default_directory(directory: Path | None, base: str) -> Path:
+    """Where a result goes when the user does not say: ``NAME-tuned``, of a new head the base's ``NAME-eagle3``."""
+    return Path(f"{Path(base).resolve().name}-{EAGLE3}" if directory is None else f"{directory.resolve().name}-tuned")

@@ -1,0 +1,536 @@
+"""Training on the base's text: what the base computes there, rounds of drafts, and the loop.
+
+A step is: some texts, some anchors in each (positions to draft from), K of the drafter's own steps from every anchor,
+and a loss against what the base says at the position that each step aims at. All that is random depends on the seed and
+the number of the step alone, so a run that was stopped resumes exactly where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
+
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.load import Network
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.protocol import KV, BaseState, Fed, Needs
+from mtp_extract.errors import CheckpointError, MtpExtractError, escape
+from mtp_extract.evaluate.base_model import free_memory
+from mtp_extract.evaluate.batches import groups
+from mtp_extract.evaluate.measured import Measured, of_agreement
+from mtp_extract.evaluate.progress import Show, silent
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tuning.corpus import Corpus
+from mtp_extract.tuning.latents import Latents
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, chunked_loss, objective_for
+from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.work import written_whole
+
+EVALUATIONS = 10
+"""How often the watched texts are measured on the way."""
+PATIENCE = 5
+"""Evaluations without a better one after which training ends."""
+
+_WARM_UP = 0.1  # of the steps
+_LEAST_RATE = 0.02  # of the learning rate, at the end
+_TOKENS_AT_ONCE = 256  # of short texts in one forward of the base: of fewer it takes hardly less time
+_OF_FREE_MEMORY = 0.5  # for what the base computes over the texts
+
+# What the base computes over texts
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """What the base computes over one text of L tokens, in main memory."""
+
+    text: Text
+    hidden: Tensor  # [L, width], after the final norm
+    shared_kv: Mapping[str, KV]  # layer type → K and V, each [KV heads, L, head_dim]
+    layers: Mapping[int, Tensor]  # layer → [L, width], the state that enters it
+    choices: Tensor  # int64 [L], the base's argmax after each token
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        kv = [part for pair in self.shared_kv.values() for part in pair]
+        return sum(part.nbytes for part in (self.hidden, self.choices, *self.layers.values(), *kv))
+
+
+@torch.no_grad()
+def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[TextStates]:
+    """What ``base`` computes over ``texts`` in one forward, as far as ``needs`` asks for it."""
+    tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
+    full = base.full_pass(tokens.to(base.device), needs.layers)
+    rows = torch.split(full.hidden.flatten(0, 1), max(1, LOGITS_AT_ONCE // base.vocab_size))
+    choices = torch.cat([base.logits(part).argmax(-1) for part in rows]).view(tokens.shape)
+
+    def own(part: Tensor) -> Tensor:
+        # A copy: what is kept of one text does not hold the whole pass.
+        return part.to("cpu", copy=True)
+
+    found = []
+    for row, text in enumerate(texts):
+        n, kv = len(text.tokens), dict[str, KV]()
+        for kind in needs.shared_kv:
+            keys, values = full.shared_kv[kind]
+            kv[kind] = own(keys[row, :, :n]), own(values[row, :, :n])
+        layers = {layer: own(states[row, :n]) for layer, states in full.layers.items()}
+        found.append(TextStates(text, own(full.hidden[row, :n]), kv, layers, own(choices[row, :n])))
+    return found
+
+
+class States:
+    """The base's states over texts, kept as long as half of the free memory lasts, else computed when asked for.
+
+    Which texts share a forward depends on the texts alone, so the numbers are the same, to the bit, in every run. Texts
+    of similar length do, as many as one forward takes; a long one is alone.
+
+    Args:
+        batch: most texts in one forward.
+    """
+
+    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int) -> None:
+        self._base, self._needs = base, needs
+        self._left = int(_OF_FREE_MEMORY * free_memory(torch.device("cpu")))
+        self._kept: dict[tuple[Text, ...], list[TextStates]] = {}
+        groups: list[list[Text]] = []
+        for text in sorted(dict.fromkeys(texts), key=lambda text: len(text.tokens)):
+            size = len(groups[-1]) if groups else batch
+            if size == batch or (size + 1) * len(text.tokens) > _TOKENS_AT_ONCE:
+                groups.append([])
+            groups[-1].append(text)
+        self._group_of = {text: tuple(group) for group in groups for text in group}
+
+    def of(self, texts: Sequence[Text]) -> list[TextStates]:
+        """Of each of ``texts``, all of which were given before."""
+        groups = dict.fromkeys(self._group_of[text] for text in texts)
+        found = {item.text: item for group in groups for item in self._states(group)}
+        return [found[text] for text in texts]
+
+    def _states(self, group: tuple[Text, ...]) -> list[TextStates]:
+        if group in self._kept:
+            return self._kept[group]
+        items = states_of(self._base, self._needs, group)
+        if (size := sum(item.bytes for item in items)) <= self._left:
+            self._kept[group], self._left = items, self._left - size
+        return items
+
+
+# Rounds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
+
+    fed: Fed  # what the base knows of them
+    lengths: Tensor  # int64 [B]
+    choices: Tensor  # int64 [B, L], the base's argmax after each token
+    anchors: Tensor  # int64 [B, A]
+    real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
+
+    def within(self, positions: Tensor) -> Tensor:
+        """``positions``, the last one for those behind the longest text."""
+        return positions.clamp(max=self.fed.tokens.shape[1] - 1)
+
+
+def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
+    """``items`` side by side, on ``device``, with ``anchors`` and ``real`` [B, A]."""
+
+    def padded(parts: Sequence[Tensor]) -> Tensor:
+        return pad_sequence(list(parts), batch_first=True).to(device)
+
+    def heads(kind: str, which: int) -> Tensor:  # [B, KV heads, L, head_dim]
+        rows = padded([item.shared_kv[kind][which].transpose(0, 1) for item in items])
+        return rows.transpose(1, 2).contiguous()
+
+    tokens = padded([torch.tensor(item.text.tokens) for item in items])
+    slots = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    layers = {layer: padded([item.layers[layer] for item in items]) for layer in items[0].layers}
+    shared_kv = {kind: (heads(kind, 0), heads(kind, 1)) for kind in items[0].shared_kv}
+    return Batch(
+        Fed(tokens, slots, padded([item.hidden for item in items]), layers, shared_kv),
+        torch.tensor([len(item.text.tokens) for item in items], device=device),
+        padded([item.choices for item in items]),
+        anchors.to(device),
+        real.to(device),
+    )
+
+
+def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``count`` anchors of each text, none twice, in order, and which of them are real; int64 and bool [B, count].
+
+    A text with fewer has all of them, and placeholders after them.
+    """
+    anchors, real = torch.ones(len(texts), count, dtype=torch.long), torch.zeros(len(texts), count, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        chosen = torch.randperm(len(text.anchors), generator=generator)[:count].sort().values
+        anchors[row, : len(chosen)] = chosen + text.anchors.start
+        real[row, : len(chosen)] = True
+    return anchors, real
+
+
+class Rounds(nn.Module):
+    """K draft steps from every anchor of a batch; a module, so that ``functional_call`` can replace its weights.
+
+    Every step reads the text's token, which is the drafter's own wherever the step counts: in greedy text a step counts
+    only where all before it drafted the text's tokens, and in sampled text an accepted draft has the base's
+    distribution, as the text does.
+    """
+
+    def __init__(self, drafter: Network, steps: int) -> None:
+        super().__init__()
+        self.drafter, self.steps = drafter, steps
+
+    def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
+        """States after the final norm, [K, B, A, width]."""
+        known, drafter, found = BaseState.after(batch.fed, batch.anchors, embed), self.drafter, []
+        state: Any = drafter.start(known, convention) if isinstance(drafter, MtpDrafter) else drafter.start(known)
+        for step in range(self.steps):
+            hidden, state = drafter.advance(state, batch.fed.tokens.gather(1, batch.within(batch.anchors + step)))
+            found.append(hidden)
+        return torch.stack(found)
+
+
+def aims(batch: Batch, steps: int) -> Tensor:
+    """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes."""
+    length = batch.fed.tokens.shape[1]
+    row = torch.arange(len(batch.fed.tokens), device=batch.fed.tokens.device)[:, None] * length
+    return torch.stack([row + batch.within(batch.anchors + step) for step in range(steps)])
+
+
+def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
+    """bool [K, B, A]: which steps count: those whose target lies within the text.
+
+    In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
+    ended before.
+    """
+    follows = torch.zeros_like(batch.fed.tokens, dtype=torch.bool)
+    follows[:, 1:] = (batch.fed.tokens[:, 1:] == batch.choices[:, :-1]) if greedy else True
+    reached, found = batch.real, []
+    for step in range(steps):
+        if step:
+            reached = reached & follows.gather(1, batch.within(batch.anchors + step))
+        found.append(reached & (batch.anchors + 1 + step < batch.lengths[:, None]))
+    return torch.stack(found)
+
+
+class StepLoss(nn.Module):
+    """One step's loss, as the module that accelerate divides among processes."""
+
+    def __init__(self, plan: TuningPlan, latents: Latents, drafter: Network, base: Base) -> None:
+        super().__init__()
+        self.latents, self.rounds = latents, Rounds(drafter, plan.draft_steps)
+        # In a tuple, so that the base is no part of the module.
+        self._base, self._plan = (base,), plan
+
+    def forward(self, batch: Batch, convention: Convention, weight: float) -> tuple[Tensor, Tensor]:
+        """``weight`` times the sum over anchors and steps; and [2], the sum of the rows' agreement, and the rows."""
+        plan, drafter, base = self._plan, self.rounds.drafter, self._base[0]
+        weights = self.latents.weights(drafter.lm_head.weight.dtype)
+        replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
+        states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
+        where, choices, hidden = aims(batch, plan.draft_steps), batch.choices.flatten(), batch.fed.hidden.flatten(0, 1)
+        choosing = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
+        cap, tokens = None, None
+        if isinstance(drafter, Eagle3Drafter):
+            # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
+            choices, tokens = drafter.rows(choices), drafter.targets
+            choosing = choosing & (choices[where] >= 0).int().cumprod(0).bool()
+        else:
+            cap = drafter.config.final_logit_softcap
+        objective = objective_for(plan.objective, plan.temperature)
+        within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
+
+        @torch.no_grad()
+        def base_logits(positions: Tensor) -> Tensor:
+            # A head may have far fewer tokens than the base, and a piece of its logits more rows.
+            parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
+            made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
+            found = made if tokens is None else [logits[:, tokens] for logits in made]
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        even = torch.full((int(within.sum()),), weight, device=states.device)
+        rows = Rows(
+            where[within], choices, base_logits, even, choosing[within], objective, cap, plan.temperature or 1.0
+        )
+        head = weights.get("lm_head.weight", drafter.lm_head.weight)
+        loss, agreement = chunked_loss(states[within], head, rows, LOGITS_AT_ONCE)
+        return loss, torch.stack((agreement.sum(), within.sum()))
+
+
+# Measuring
+
+
+def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+    """How many drafts stand on ``texts``, as the pair's plan has them served: divided among processes, then joined."""
+    plan, (number, processes) = pair.plan, pair.share
+    own = texts[number::processes]
+    part = measure(pair.base, drafter, own, plan.draft_steps, temperature=plan.temperature, batch=plan.batch)
+    part = replace(part, text=part.text * processes + number)
+    gathered: list[Any] = [part] if processes == 1 else gather_object([part])
+    return _joined(gathered)
+
+
+def measure(
+    base: Base, drafter: Network, texts: Sequence[Text], steps: int, *, temperature: float, batch: int
+) -> Measured:
+    """Draft ``steps`` tokens after every anchor of ``texts``, ``batch`` of them at a time.
+
+    Args:
+        texts: the base's own, written at ``temperature``; those without an anchor that has all targets are left out.
+        temperature: 0 for greedy serving.
+    """
+    none = torch.zeros(0, dtype=torch.long)
+    parts = [Measured.over(none, none, torch.zeros(0, steps, dtype=torch.double))]
+    usable = [index for index, text in enumerate(texts) if len(text.anchors) >= steps]
+    for group in groups([len(texts[index].tokens) for index in usable], batch):
+        rows = torch.tensor([usable[position] for position in group])
+        chosen = [texts[row] for row in rows.tolist()]
+        if temperature:
+            part = _sampled(base, drafter, chosen, steps, temperature)
+        else:
+            part = of_agreement(teacher_forced(base, drafter, chosen, steps, logits_at_once=LOGITS_AT_ONCE))
+        parts.append(replace(part, text=rows[part.text]))
+    return _joined(parts)
+
+
+@torch.no_grad()
+def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
+    """Where the base drew ``texts`` at ``temperature``.
+
+    A draft drawn from q is accepted with probability min(1, p / q), and what is accepted has the base's distribution p;
+    so along a text x drawn from p the first i drafts are accepted with the mean of ∏ min(1, q(x) / p(x)), the last
+    factor replaced by its mean over x, Σ min(p, q).
+    """
+    # All anchors, in order.
+    anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
+    device = drafter.lm_head.weight.device
+    batch = collate(states_of(base, drafter.needs, texts), anchors, real, device)
+    states, where = Rounds(drafter, steps)(batch, base.embed, LITERT), aims(batch, steps)
+    whole, following = counting(batch, steps, greedy=False).all(dim=0), batch.fed.tokens.flatten()
+    hidden = batch.fed.hidden.flatten(0, 1)
+    ratios, overlaps = (torch.ones(where.shape, dtype=torch.double) for _ in range(2))
+    index = whole.expand(steps, -1, -1).nonzero()
+    for part in torch.split(index, max(1, LOGITS_AT_ONCE // base.vocab_size)):
+        rows, there = part.unbind(1), part.cpu().unbind(1)
+        at = where[rows]
+        p = torch.softmax(base.logits(hidden[at].to(base.device)).to(device) / temperature, dim=-1)
+        q = torch.softmax(drafter.logits(states[rows]).float() / temperature, dim=-1)
+        token = following[at + 1][:, None]
+        ratios[there] = (q.gather(1, token) / p.gather(1, token)).clamp(max=1).squeeze(1).double().cpu()
+        overlaps[there] = torch.minimum(p, q).sum(-1).double().cpu()
+    along, whole = ratios.cumprod(dim=0), whole.cpu()
+    stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * overlaps
+    text = torch.arange(len(texts))[:, None].expand_as(real)
+    return Measured.over(text[whole], anchors[whole], *(one.permute(1, 2, 0)[whole] for one in (stands, along)))
+
+
+def _joined(parts: Sequence[Measured]) -> Measured:
+    """Several as one, in order of text; anchors of a text, which is in one part, stay in order."""
+    columns = ([getattr(part, one.name) for part in parts] for one in fields(Measured))
+    found = Measured(*map(torch.cat, columns))
+    return found.where(torch.argsort(found.text, stable=True))
+
+
+# The loop
+
+
+def cosine(share: float) -> float:
+    """The factor on a learning rate after ``share`` of the way, along half a cosine: from 1 to 0.02."""
+    return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def rate(step: int, steps: int) -> float:
+    """The factor on the learning rate of step ``step`` of ``steps``, from 0: a ramp, then a cosine."""
+    ramp = max(1, round(_WARM_UP * steps))
+    return (step + 1) / ramp if step < ramp else cosine((step - ramp) / max(1, steps - ramp))
+
+
+@dataclass
+class Progress:
+    """Where a training is, and the best so far: what is kept in the folder of the work."""
+
+    done: int = 0
+    step: int = 0  # after which it was the best
+    score: float = -math.inf  # the best one's
+    stale: int = 0  # evaluations since the best
+    results: Mapping[str, Tensor] = field(default_factory=dict)  # the best, as :meth:`Latents.results` has them
+    history: list[Mapping[str, Any]] = field(default_factory=list)  # one entry a step, and one an evaluation
+    interrupted: bool = False
+
+
+def train(
+    plan: TuningPlan,
+    pair: Pair,
+    corpus: Corpus,
+    latents: Latents,
+    tell: Show = silent,
+    stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Train ``latents``; where that was finished before, they stay as they are.
+
+    The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
+    stopped.
+
+    Args:
+        tell, stop: called, and asked, after every step.
+
+    Raises:
+        CheckpointError: the state that is there cannot be read.
+        OutputError: the state cannot be written.
+        MtpExtractError: the loss is not finite.
+    """
+    steps, drafter, accelerator = plan.optimizer_steps, pair.drafter, pair.accelerator
+    states = States(pair.base, drafter.needs, corpus.trained, plan.batch)
+    optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    step_loss, optimizer = accelerator.prepare(StepLoss(plan, latents, drafter, pair.base), optimizer)
+    fingerprint = _fingerprint(plan, pair, corpus)
+    run = _resumed(plan, fingerprint, latents, optimizer)
+
+    def evaluate() -> None:
+        weights = latents.weights(drafter.lm_head.weight.dtype)
+        tuned = drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
+        found = measured(pair, tuned, corpus.watched)
+        score = corpus.balanced(found)
+        entry = {"step": run.done, "teacher_forced": found.teacher_forced, "balanced": score}
+        run.history.append(entry | {"conditional": found.conditional, "tokens_per_round": found.tokens_per_round})
+        run.stale += 1
+        if score > run.score:
+            run.score, run.step, run.stale, run.results = score, run.done, 0, latents.results()
+
+    def save() -> None:
+        if accelerator.is_main_process:
+            _save(plan, fingerprint, run, latents, optimizer)
+
+    if not run.history:
+        evaluate()
+    while run.done < steps and run.stale < PATIENCE:
+        factor = rate(run.done, steps)
+        for group, highest in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = highest * factor
+        loss, agreement = step_loss(*_batch(plan, states, corpus.kinds, run.done, accelerator))
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(latents.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.done += 1
+        entry = _entry(accelerator, run.done, loss, agreement)
+        run.history.append(entry | {"gradient": float(norm), "rate": factor})
+        if run.done % max(1, steps // EVALUATIONS) == 0 or run.done == steps:
+            evaluate()
+            save()
+        tell(f"step {run.done} of {steps}, loss {entry['loss']:.3f}", run.done, steps)
+        if run.done < steps and _any(accelerator, stop()):
+            save()
+            run.interrupted = True
+            break
+    # It keeps the optimizer, and with that two numbers for each that was trained.
+    accelerator.free_memory()
+    return run
+
+
+def _entry(accelerator: Any, step: int, loss: Tensor, agreement: Tensor) -> dict[str, Any]:
+    """Of a step, over all processes."""
+    parts = accelerator.gather(torch.cat((loss.detach()[None], agreement))[None])
+    mean, (right, rows) = float(parts[:, 0].mean()), parts[:, 1:].sum(dim=0).tolist()
+    if not math.isfinite(mean):
+        raise MtpExtractError(
+            f"expected a finite loss, found {mean} at step {step}; use a lower learning rate",
+            remedies=("learning_rate",),
+        )
+    return {"step": step, "loss": mean, "agreement": right / max(1, rows)}
+
+
+def _any(accelerator: Any, flag: bool) -> bool:
+    """Whether any process says so: all must leave the loop together."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
+
+
+def _batch(
+    plan: TuningPlan, states: States, kinds: Sequence[Sequence[Text]], step: int, accelerator: Any
+) -> tuple[Batch, Convention, float]:
+    """This process's part of step ``step``: texts; a position convention; an anchor's weight.
+
+    Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
+    """
+    chosen = [_drawn(kinds, plan.seed, step * plan.batch + place) for place in range(plan.batch)]
+    here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
+    drawn = [random_anchors([chosen[place]], plan.anchors, _random(plan.seed, 2, step, place)) for place in here]
+    anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    convention = int(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
+    batch = collate(states.of([chosen[place] for place in here]), anchors, real, accelerator.device)
+    total = sum(min(plan.anchors, len(text.anchors)) for text in chosen)
+    return batch, (LITERT, TRANSFORMERS)[convention], accelerator.num_processes / total
+
+
+def _drawn(kinds: Sequence[Sequence[Text]], seed: int, number: int) -> Text:
+    """The text that is drawn as ``number``: of each kind in turn; those of a kind are shuffled anew in every epoch."""
+    number, kind = divmod(number, len(kinds))
+    epoch, place = divmod(number, len(kinds[kind]))
+    order = torch.randperm(len(kinds[kind]), generator=_random(seed, 1, kind, epoch))
+    return kinds[kind][int(order[place])]
+
+
+def _random(*parts: int) -> torch.Generator:
+    """Random numbers that depend on ``parts`` alone."""
+    seed = 0
+    for part in parts:
+        seed = (seed * 0x9E3779B97F4A7C15 + part + 1) % (1 << 63)
+    return torch.Generator().manual_seed(seed)
+
+
+# The state between runs
+
+
+def _fingerprint(plan: TuningPlan, pair: Pair, corpus: Corpus) -> str:
+    """Of everything that the result depends on; a state with another one is ignored."""
+    texts = [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)]
+    everything = [pair.origin.sums, pair.base_fingerprint, plan.mode, plan.recipe, texts]
+    return sha256(json.dumps(everything).encode()).hexdigest()
+
+
+def _save(plan: TuningPlan, fingerprint: str, run: Progress, latents: Latents, optimizer: Any) -> None:
+    """Keep the state, which is there whole or not at all, and the log beside it."""
+    state = {"fingerprint": fingerprint, "run": vars(run), "latents": latents.state_dict()}
+    with written_whole(plan.work / "state.pt") as file:
+        torch.save({**state, "optimizer": optimizer.state_dict()}, file)
+    with written_whole(plan.work / "log.jsonl") as file:
+        file.write("".join(json.dumps(entry) + "\n" for entry in run.history).encode())
+
+
+def _resumed(plan: TuningPlan, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
+    """Where an earlier run with this fingerprint stopped; else a beginning."""
+    path = plan.work / "state.pt"
+    if not path.is_file():
+        return Progress()
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["fingerprint"] != fingerprint:
+            return Progress()
+        latents.load_state_dict(state["latents"])
+        optimizer.load_state_dict(state["optimizer"])
+        return Progress(**state["run"])
+    # What a damaged file raises in there is of many classes.
+    except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{escape(path)}: expected the state of a training, found a file that cannot be read. Remove it to begin "
+            "anew."
+        ) from error

@@ -1,0 +1,16 @@
+"""Validation: is a checkpoint the drafter of its file, and does it draft what its base would say?
+
+::
+
+    from mtp_extract.validation.page import write_validation
+    from mtp_extract.validation.plan import ValidationPlan
+    from mtp_extract.validation.run import run_validation
+
+    found = run_validation(ValidationPlan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
+    write_validation(found, Path("report"))
+
+Identity (:mod:`mtp_extract.pipeline.identity`) answers the first question, and ``parity`` adds what transformers and
+Google's interpreter compute. ``acceptance`` measures the second over the base's own text: what is drafted after every
+token, with one thing broken at a time too (``controls``), what needs no drafter (``trivial``), and what drafts are
+``worth``. ``run`` puts them together in a record (``result``), ``verdict`` says what it means, ``page`` shows it.
+"""

@@ -1,0 +1,81 @@
+"""``pair.json``: base and drafter as the parts of one model, by the names of the seed's plan for a speculative pair.
+
+Sizes follow from the two networks, times from the measurement: what is planned, not what one engine allocates.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from mtp_extract.drafter.load import Network
+from mtp_extract.speculate.target import Base
+from mtp_extract.validation.result import Validation
+
+
+def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> dict[str, Any]:
+    """What base and drafter of ``found`` hold for one sequence of so many ``positions``, and what rounds took."""
+    needs, worth, name = drafter.needs, found.drafters[0].generation.worth, found.base.name if found.base else ""
+    fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
+    role = "eagle3_head" if needs.own_cache else "mtp_drafter"
+    return {
+        "version": 2,
+        "model": "gemma4_speculative_pair",
+        "target": {"name": name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
+        "draft": {"name": found.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
+        "bridge": {
+            "source": "target_hidden_stream",
+            "dest": "draft.backbone_stream",
+            "shape": ["T", (needs.final_hidden + len(needs.layers)) * base.width],
+            "layers": list(needs.layers),
+            "embedding": needs.embedding,
+            "shared_kv": {kind: {"heads": heads, "head_dim": dim} for kind, (heads, dim) in needs.shared_kv.items()},
+        },
+        "verify": {
+            "rule": "greedy",
+            "T": fed,
+            "inputs": ["draft_candidate_tokens", "target_logits"],
+            "outputs": ["accepted_tokens", "rejected_token"],
+        },
+        "buffers": _buffers(base, drafter, fed, positions),
+        "metrics": {
+            drafted: {
+                "backbone_only_tok_per_sec": of.base_tokens_per_s,
+                "speculative_tok_per_sec": of.tokens_per_s,
+                "draft_tokens_per_batch": of.drafts,
+                "accepted_tokens/drafted_tokens": of.accepted / of.drafted if of.drafted else None,
+                "target_verify_ms": of.verify_ms,
+                "assistant_draft_ms": of.draft_ms,
+            }
+            for drafted, of in worth.items()
+        },
+    }
+
+
+def _side(model: nn.Module, width: int) -> dict[str, Any]:
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    dtype = str(max(tensors, key=lambda tensor: tensor.numel()).dtype).removeprefix("torch.")
+    return {"hidden_size": width, "dtype": dtype, "bytes": sum(t.numel() * t.element_size() for t in tensors)}
+
+
+def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
+    """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
+    needs, config, size = drafter.needs, drafter.config, next(base.model.parameters()).element_size()
+    layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
+    kept = [m.k_proj.out_features * min(positions, m.sliding_window or positions) for m in layers]
+    own = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
+    shapes = {
+        "target_main_stream": ([fed, base.width], size),
+        "target_kv_cache": ([2, sum(kept)], size),
+        "target_logits": ([fed, base.vocab_size], 4),
+        "draft_backbone_stream": ([fed if needs.layers else 1, len(needs.layers) or 1, base.width], size),
+        "draft_main_stream": ([1, config.hidden_size], size),
+        "draft_kv_cache": (own if needs.own_cache else [0], size),  # an MTP drafter reads the base's
+        "draft_logits": ([1, needs.vocab_size], 4),
+        "candidate_tokens": ([fed - 1], 8),
+        "accepted_tokens": ([fed], 8),
+        "verifier_scratch": ([fed], 8),
+    }
+    return {name: {"shape": shape, "bytes": width * math.prod(shape)} for name, (shape, width) in shapes.items()}

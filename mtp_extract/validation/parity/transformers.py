@@ -1,0 +1,107 @@
+"""The checkpoint in transformers: it must load without a key too few or too many, and compute as the reference does.
+
+A release that cannot construct an assistant says nothing of a checkpoint: what fails here refutes it only where the
+release is one that was tried, and the same is well with a drafter that is known to be right.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig
+from mtp_extract.bundle import Shard
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.errors import escape
+from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
+from mtp_extract.formats import format_of
+from mtp_extract.pipeline.check import Check
+from mtp_extract.validation.parity.cases import Case, random_cases, reference_arguments
+from mtp_extract.validation.parity.interpreter import Outputs, apart, reference_outputs
+from mtp_extract.validation.parity.known import why_no_judge
+
+TOLERANCE = 1e-4
+"""Of the range of an output: the same arithmetic in float32, in another order."""
+
+_WHAT = "transformers loads it strictly, and computes what the reference does"
+_SAMPLES = 4
+_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+
+
+def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard, seed: int) -> Check:
+    """Load ``directory`` with transformers and compare it with ``drafter``, float32, on random inputs.
+
+    Args:
+        source: the file's drafter, whose signature says what inputs there may be.
+    """
+    passed: bool | None = None
+    if format_of(directory).name != "transformers":
+        evidence = "this is asked of the transformers format only"
+    elif why := unusable("transformers", "Gemma4AssistantForCausalLM"):
+        evidence = f"transformers: {why}; {TRANSFORMERS} works"
+    else:
+        passed, evidence = _examined(directory, drafter, source, seed)
+        if not passed and (why := _unreliable(seed)):
+            passed, evidence = None, f"{why}, so it cannot be asked; {TRANSFORMERS} works"
+    return Check("transformers", _WHAT, passed, evidence)
+
+
+def _unreliable(seed: int) -> str:
+    """Why transformers is no judge here; empty where it is one."""
+    version = str(sys.modules["transformers"].__version__)
+    if why := why_no_judge(lambda folder, known, file: _examined(folder, known, file, seed)):
+        return f"transformers {escape(version)} fails with a drafter that is known to be right, too: {why}"
+    if not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
+        return f"transformers {escape(version)} fails, and is of no release that was tried"
+    return ""
+
+
+def _examined(directory: Path, drafter: MtpDrafter, source: Shard, seed: int) -> tuple[bool, str]:
+    """Whether it loads and computes as ``drafter`` does, and the evidence."""
+    from transformers import AutoModelForCausalLM
+
+    config = drafter.config
+    try:
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+        model, info = loaded
+        if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
+            return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
+        cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        if cap != config.final_logit_softcap:
+            return False, f"the soft cap is {cap}, not {config.final_logit_softcap}"
+        cases = random_cases(source, _SAMPLES, seed)
+        found = apart(reference_outputs(drafter, cases), [_outputs(model.eval(), case, config) for case in cases])
+    except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
+        return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
+    worst = max(found.logits, found.state)
+    evidence = f"outputs within {worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
+    return worst <= TOLERANCE, evidence
+
+
+@torch.inference_mode()
+def _outputs(model: Any, case: Case, config: DrafterConfig) -> Outputs:
+    """What transformers computes of ``case``."""
+    given = reference_arguments(case, config)
+    # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
+    kv = {
+        kind: tuple(part[:, :, -(layer.sliding_window or part.shape[2]) :] for part in given.shared_kv[kind])
+        for kind, layer in config.kv_layers.items()
+    }
+    only = next(iter(kv.values()))
+    output = model(
+        inputs_embeds=given.embedding_and_hidden,
+        position_ids=given.position_ids,
+        # It makes a mask of either kind, whether a layer has use for it or not.
+        shared_kv_states={SLIDING: only, FULL: only, **kv},
+    )
+    logits, cap = output.logits.float(), config.final_logit_softcap
+    if cap is not None:  # transformers leaves the cap to whoever samples
+        logits = torch.tanh(logits / cap) * cap
+    return logits.numpy().reshape(-1), output.last_hidden_state.float().numpy().reshape(-1)

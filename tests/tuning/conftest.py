@@ -1,0 +1,165 @@
+"""A random pair with codes, texts for it, and what a training of it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.random_pairs import random_base, random_drafter
+from helpers.threads import one_thread
+
+from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
+from mtp_extract.drafter.load import Network, drafter_of
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.litertlm.storage import Packing
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning import corpus, ordered, pair
+from mtp_extract.tuning import train as train_module
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, side_of
+from mtp_extract.tuning.latents import MODES, Latents
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.train import Progress, train
+
+
+def coded(weight: np.ndarray, bits: int = 4) -> Weight:
+    """``weight`` on a symmetric grid with a step a row, as ai-edge-quantizer makes it."""
+    most = (1 << bits - 1) - 1
+    size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
+    codes = np.rint(weight / size).astype(np.int8)
+    steps = Steps(weight.shape[1], size, np.zeros(size.shape, np.int64))
+    return of_codes(weight.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What uses the same text of the base runs in one process."""
+    for item in items:
+        if item.config.pluginmanager.hasplugin("xdist") and _uses_plan(item):
+            item.add_marker(pytest.mark.xdist_group("tune"))
+
+
+def _uses_plan(item: pytest.Item) -> bool:
+    return item.path.parent == Path(__file__).parent and "plan" in getattr(item, "fixturenames", ())
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A random base with a random drafter, and greedy texts of the base."""
+
+    base: Base
+    checkpoint: Checkpoint
+    drafter: MtpDrafter
+    texts: tuple[Text, ...]
+
+    def train(
+        self,
+        folder: Path,
+        mode: str = "qat",
+        stop: Callable[[], bool] = lambda: False,
+        dtype: torch.dtype = torch.float32,
+        memory: int = 1 << 20,
+        evaluations: int = 4,
+        **changes: Any,
+    ) -> tuple[Latents, Progress]:
+        """Train into ``folder``, or go on there."""
+        folder.mkdir(exist_ok=True)
+        asked: dict[str, Any] = {"steps": 12, "batch": 3, "anchors": 4} | changes
+        plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **asked)
+        idle = ("post_projection",) if plan.draft_steps == 1 else ()
+        latents = Latents(self.checkpoint, MODES[mode], idle=idle)
+        drafter, kinds = drafter_of(self.checkpoint, dtype=dtype), (self.texts[:3], self.texts[3:5])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_module, "EVALUATIONS", evaluations)
+            patch.setattr(train_module, "free_memory", lambda device: 2 * memory)
+            return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop)
+
+
+def trained(
+    plan: TuningPlan,
+    base: Base,
+    drafter: Network,
+    latents: Latents,
+    kinds: tuple[tuple[Text, ...], ...],
+    watched: tuple[Text, ...],
+    stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Trained without a directory: on texts that are there, beside a base that is loaded."""
+    from accelerate import Accelerator
+
+    parts: dict[str, Any] = {"plan": plan, "base": base, "drafter": drafter, "share": (0, 1), "base_fingerprint": ""}
+    pair: Any = SimpleNamespace(**parts, accelerator=Accelerator(cpu=True), origin=SimpleNamespace(sums={}))
+    return train(plan, pair, Corpus(kinds, watched, (), (), 0, (), ()), latents, stop=stop)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tiny:
+    base = Base(random_base())
+    drafter = random_drafter(base.model, final_logit_softcap=30.0)
+    weights = {
+        role: drafter.state_dict()[role.path].numpy().reshape(shape)
+        for role, shape in shapes_of(drafter.config).items()
+    }
+    tensors: dict[str, Weight] = {
+        role.name: coded(weight) if role.kind == MATRIX else of_array(weight) for role, weight in weights.items()
+    }
+    checkpoint = Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
+    generator = torch.Generator().manual_seed(5)
+    starts = torch.randint(40, (8, 3), generator=generator)
+    written = base.model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=21, do_sample=False)
+    # Of unlike lengths.
+    texts = tuple(Text(tuple(row.tolist()[: 24 - index]), 3) for index, row in enumerate(written))
+    return Tiny(base, checkpoint, drafter_of(checkpoint), texts)
+
+
+HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
+TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _small() -> Iterator[None]:
+    """One thread, a base that is loaded once, and few shipped prompts: each is a text the base writes."""
+    few = shipped_prompts(1)
+    with one_thread(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
+        patch.setattr(ordered, "_RANDOM_PROMPTS", 64)
+        patch.setattr(pair, "load_base", cache(pair.load_base))
+        yield
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    every = [head + tail for head in HEADS for tail in TAILS]
+    sides = {TRAINED: 8, WATCHED: 4, HELD_OUT: 6}
+    chosen = [p for side, count in sides.items() for p in [q for q in every if side_of(q) == side][:count]]
+    assert len(chosen) == sum(sides.values())
+    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def plan(
+    extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., TuningPlan]:
+    """Plans share what the base wrote."""
+    work = tmp_path_factory.mktemp("work")
+
+    def make(out: Path, **changes: Any) -> TuningPlan:
+        asked: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
+        asked |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
+        asked |= {"steps": 4, "anchors": 6, "force": True}
+        return TuningPlan(out=out, **(asked | changes))
+
+    return make

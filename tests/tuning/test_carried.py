@@ -1,0 +1,97 @@
+"""What was tuned goes wherever an extraction goes, and comes back in the format it came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.cli.inspect import app
+from mtp_extract.drafter.load import drafter_of
+from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.conversion import ReadDirectory, convert
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.inspection import inspect_checkpoint
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
+
+INTEGERS = ("gguf", "mlx", "compressed-tensors", "gemma")
+
+
+@pytest.fixture(scope="module")
+def tuned(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By codes, so far that some of them change."""
+    out = tmp_path_factory.mktemp("qat") / "tuned"
+    found = run_tuning(plan(out, mode="qat", steps=6, learning_rate=0.002))
+    assert found.record["best_step"]
+    return out
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return drafter_of(ReadDirectory.of(directory).checkpoint, dtype=torch.float32).state_dict()
+
+
+@pytest.mark.parametrize("format_", INTEGERS)
+def test_into_every_format_of_integers(tuned: Path, tmp_path: Path, format_: str) -> None:
+    """Codes are kept; only GGUF rounds their scales."""
+    made = convert(tuned, tmp_path / "made", format=format_)
+    assert made.record["tuning"] == verify(tuned).record["tuning"]
+    assert made.record["counts"]["held"]["codes"]
+    before, after = weights(tuned), weights(tmp_path / "made")
+    for path, weight in before.items():
+        torch.testing.assert_close(after[path], weight, rtol=1e-2 if format_ == "gguf" else 4e-3, atol=1e-2)
+
+
+def test_it_is_shown(tuned: Path, extracted: Path) -> None:
+    """Of the types that the extraction has."""
+    shown = inspect_checkpoint(tuned)
+    assert shown["stored_types"] == inspect_checkpoint(extracted)["stored_types"]
+    ran = CliRunner().invoke(app, [str(tuned)])
+    assert ran.exit_code == 0, ran.output
+    assert "match extraction.json" in ran.output
+    tuning = verify(tuned).record["tuning"]
+    before, after = (tuning["overall"][when]["teacher_forced"] for when in ("before", "after"))
+    said = f"tuned (qat) beside {tuning['base']}: teacher-forced tokens per round {before:.3f}, then {after:.3f}"
+    assert said in " ".join(ran.output.split())
+
+
+def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None:
+    """Number for number."""
+    new = tmp_path / "new.litertlm"
+    with planned_insertion(tuned, sample) as planned:
+        planned.write(new)
+    with open_bundle(new) as opened:
+        inside = drafter_of(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+    for path, weight in weights(tuned).items():
+        assert torch.equal(inside[path], weight), path
+
+
+@pytest.mark.parametrize("format_", [*INTEGERS, "litert"])
+def test_from_every_format(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path, format_: str) -> None:
+    """What is written is of the format it came in; floats where there is room for integers alone are refused early."""
+    convert(extracted, tmp_path / "origin", format=format_)
+    mode = "norms" if format_ == "litert" else "qat"
+    found = run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode=mode, learning_rate=0.002))
+    old, new = (verify(tmp_path / name).record for name in ("origin", "tuned"))
+    assert (new["layout"], new["dtype"]) == (old["layout"], old["dtype"])
+    assert new["counts"]["held"] == old["counts"]["held"]
+    before, after = weights(tmp_path / "origin"), weights(tmp_path / "tuned")
+    assert found.record["best_step"] == 0 or any(not torch.equal(before[path], after[path]) for path in before)
+    if format_ in ("mlx", "compressed-tensors", "gemma"):
+        work = tmp_path / "work"
+        with pytest.raises(UnsupportedError, match="origin: expected a format with room for what float makes"):
+            run_tuning(plan(tmp_path / "floats", directory=tmp_path / "origin", mode="float", work=work))
+        assert not work.exists()
+
+
+def test_floats_have_no_grid(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
+    convert(extracted, tmp_path / "origin", format="transformers", dtype="bf16", codes=False)
+    with pytest.raises(MtpExtractError, match="origin: pre_projection: expected the stored integers") as found:
+        run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"))
+    assert found.value.remedies == ("mode=norms", "mode=float")

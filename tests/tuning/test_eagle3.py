@@ -1,0 +1,244 @@
+"""A new EAGLE-3 head: what it starts as, that its training sees what generation sees, and that it learns."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.random_heads import asked_for
+from helpers.random_pairs import KINDS, base_alone, random_base
+from helpers.schemas import validator
+from safetensors.torch import load_file
+
+from mtp_extract import convert
+from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.load import network_of
+from mtp_extract.drafter.masks import LITERT
+from mtp_extract.errors import DrafterError
+from mtp_extract.formats import read_checkpoint
+from mtp_extract.formats.eagle3 import findings_of
+from mtp_extract.pipeline.check import verify
+from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tuning import train as train_module
+from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
+from mtp_extract.tuning.latents import MODES, Latents
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
+from mtp_extract.tuning.train import Rounds, States, collate, measure
+
+from .conftest import trained
+
+PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
+
+
+def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
+    return new_head(base, texts or [], tokens, None, "float32", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_and_teacher_of_every_kind(kind: str) -> None:
+    """A state is what a layer is given, a teacher's logits are what the base says, soft cap and all."""
+    base = Base(random_base(tie_word_embeddings=False, final_logit_softcapping=2.0, **KINDS[kind]))
+    tokens = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1))
+    decoder = base.model.get_decoder()
+    given: list[torch.Tensor] = []
+    for module in (*decoder.layers, decoder.norm):
+        module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    with torch.inference_mode():
+        expected = base.model(tokens).logits
+        asked, given = given, []
+        full = base.full_pass(tokens, range(base.num_layers + 1))
+        assert len(asked) == base.num_layers + 1 == len(full.layers)
+        for layer, state in enumerate(asked):
+            torch.testing.assert_close(full.layers[layer], state, rtol=1e-5, atol=1e-5)
+        said = base.logits(full.hidden)
+    torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
+    assert 1 < said.abs().max() <= 2
+
+
+def test_states_begin_alike() -> None:
+    """Layers differ 100-fold in size, and one token a thousandfold from all others."""
+    base = Base(random_base())
+    with torch.no_grad():
+        base.model.get_decoder().layers[0].layer_scalar.fill_(0.1)
+        base.model.get_decoder().layers[2].layer_scalar.fill_(30)
+        base.model.get_input_embeddings().weight[7] *= 1000
+    tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0))
+    tokens[0, 0] = 7
+    texts = [Text(tuple(tokens[0].tolist()), 1)]
+    config = head_for(base.config, 32, None)
+    sizes = state_sizes(base, config.base_layers, texts)
+    assert max(sizes) > 50 * min(sizes)
+    checkpoint = untrained(base, 32, texts)
+    head = network_of(checkpoint)
+    assert isinstance(head, Eagle3Drafter) and head.input_norm is not None
+    with torch.inference_mode():
+        states = base.full_pass(tokens, config.base_layers).layers
+        normed = head.input_norm(torch.cat([states[layer] for layer in config.base_layers], dim=-1))[0, 1:]
+    size = normed.unflatten(-1, (3, -1)).square().mean(-1).sqrt().median(0).values
+    assert size.max() < 1.7 * size.min()
+    # What it would learn, fc learns.
+    latents = Latents(checkpoint, MODES["eagle3"], idle=("input_norm",))
+    assert "input_norm" not in latents.values and "fc" in latents.values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts without changing a text, is trained on the states it will read, and gets better."""
+    base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
+    texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+    checkpoint = untrained(base, 32, texts)
+    head = network_of(checkpoint)
+    assert isinstance(head, Eagle3Drafter)
+    loop = SpeculativeGenerator(base, head)
+    results = [loop.generate(one, max_new_tokens=24, drafts=3, stop_token_ids=[]) for one in PROMPTS]
+    assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
+
+    states = States(base, head.needs, texts, 8)
+    anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
+    batch = collate(states.of(texts), anchors, torch.ones_like(anchors, dtype=torch.bool), torch.device("cpu"))
+    with torch.no_grad():
+        first = head.logits(Rounds(head, 2)(batch, base.embed, LITERT)[0]).argmax(-1)
+    drafted = teacher_forced(base, head, texts, 1)
+    chosen = torch.isin(drafted.anchor, torch.tensor([9, 12]))
+    assert first.flatten().tolist() == drafted.drafts[chosen].flatten().tolist()
+
+    # Room for more rows of the head's 32 tokens than of the base's: neither has more at a time.
+    plan = TuningPlan(None, "base", tmp_path / "out", tmp_path, mode="eagle3", steps=16, batch=3, anchors=8)
+    monkeypatch.setattr(train_module, "LOGITS_AT_ONCE", 12 * base.vocab_size)
+    monkeypatch.setattr(train_module, "EVALUATIONS", 2)
+    logits, most = base.logits, 0
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        found = logits(hidden)
+        most = max(most, found.numel())
+        return found
+
+    monkeypatch.setattr(base, "logits", counted)
+    watch = measure(base, head, texts, 3, temperature=0, batch=4)
+    latents = Latents(checkpoint, MODES["eagle3"])
+    found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
+    assert 0 < most <= 12 * base.vocab_size
+    losses = [entry["loss"] for entry in found.history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    after = measure(base, network_of(latents.tuned(found.results)), texts, 3, temperature=0, batch=4)
+    assert after.teacher_forced > watch.teacher_forced + 0.2
+
+
+def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
+    base = Base(random_base())
+    checkpoint = untrained(base, 24, [Text((1, 39, 38, 39), 1)])
+    write_head(checkpoint, tmp_path / "head")
+    write_head(checkpoint, tmp_path / "head")
+    assert not findings_of(tmp_path / "head")
+    found = read_checkpoint(tmp_path / "head")
+    assert found.config == checkpoint.config
+    loaded = network_of(found)
+    assert isinstance(loaded, Eagle3Drafter)
+    assert loaded.targets.tolist() == [*range(22), 38, 39]
+    assert torch.equal(loaded.lm_head.weight, base.model.lm_head.weight[loaded.targets])
+    assert loaded.rows(torch.tensor([0, 22, 39])).tolist() == [0, -1, 23]
+
+
+def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
+    """A head of 3 tokens learns of the places where the base says one of them, whatever it says elsewhere."""
+    base = Base(random_base(tie_word_embeddings=False))
+    texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+    checkpoint = untrained(base, 3, texts)
+    head = network_of(checkpoint)
+    for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
+        work = tmp_path / objective
+        work.mkdir()
+        asked = {"mode": "eagle3", "objective": objective, "temperature": temperature}
+        plan = TuningPlan(None, "base", work / "out", work, steps=4, batch=3, anchors=8, **asked)
+        latents = Latents(checkpoint, MODES["eagle3"])
+        found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
+        losses = [entry["loss"] for entry in found.history if "loss" in entry]
+        assert all(np.isfinite(losses)) and losses[-1] < losses[0]
+
+
+def test_the_vocabulary_is_what_the_base_says_most() -> None:
+    texts = [Text((9, 9, 9, 5, 5, 4), 3), Text((9, 7, 5), 1)]
+    assert frequent_tokens(texts, 3, 10) == [4, 5, 7]
+    assert frequent_tokens(texts, 2, 10) == [4, 5]
+    assert frequent_tokens(texts, 2, 10, always=[8]) == [5, 8]
+    assert frequent_tokens(texts, 6, 10) == [0, 1, 2, 4, 5, 7]
+    assert frequent_tokens([], 10, 10) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (1, 3, 5)), (4, (1, 2, 3))]
+)
+def test_layers_that_are_read(count: int, expected: tuple[int, ...]) -> None:
+    assert base_layers(count) == expected
+
+
+def test_a_base_of_three_layers_has_no_three_states() -> None:
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
+    with pytest.raises(DrafterError, match="3 different layers"):
+        head_for(base.config, 32, None)
+
+
+@pytest.fixture(scope="module")
+def whole(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> TuningPlan:
+    """A small training of a head for the sample's base."""
+    return plan(
+        tmp_path_factory.mktemp("head") / "head", directory=None, mode="eagle3", steps=20, anchors=4, draft_vocab=128
+    )
+
+
+def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:
+    """From a base alone to a directory that engines load, with its record and its card."""
+    tuned = run_tuning(whole)
+    assert tuned.directory == whole.out and not findings_of(tuned.directory)
+    config = read_checkpoint(tuned.directory).config
+    assert isinstance(config, Eagle3Config)
+    assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (1, 3, 5))
+    record = verify(tuned.directory).record
+    validator("extraction")(record)
+    assert record["tuning"]["mode"] == "eagle3" and record["tuning"]["recipe"]["draft_steps"] == 3
+    card = (tuned.directory / "README.md").read_text()
+    assert "Trained (eagle3)" in card and "--spec-type draft-eagle3" in card
+    # What vLLM and SGLang ask for, in either layout.
+    convert(tuned.directory, tmp_path / "speculators", format="speculators")
+    for layout, directory in (("eagle3", tuned.directory), ("speculators", tmp_path / "speculators")):
+        stored = load_file(directory / "model.safetensors")
+        del stored["t2d"]
+        assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == asked_for(config, layout)
+        assert not any(finding.is_error for finding in findings_of(directory))
+
+
+def test_it_goes_on_where_it_was_cut_off(whole: TuningPlan, tmp_path: Path) -> None:
+    """Between two measurements, without a word: what comes out is the same to the byte."""
+
+    class CutOff(BaseException):
+        pass
+
+    def at_step_7(line: str, done: int, total: int) -> None:
+        if line.startswith("step 7 "):
+            raise CutOff
+
+    expected = whole.out if whole.out.exists() else run_tuning(whole).directory
+    assert expected is not None
+    work = tmp_path / "work"
+    shutil.copytree(whole.work / "text", work / "text")
+    plan = replace(whole, work=work, out=tmp_path / "head")
+    with pytest.raises(CutOff):
+        run_tuning(plan, tell=at_step_7)
+    assert not plan.out.exists()
+    shown: list[str] = []
+    run_tuning(plan, tell=lambda line, done, total: shown.append(line))
+    assert next(line for line in shown if line.startswith("step")).startswith("step 7 ")
+    for name in ("config.json", "model.safetensors"):
+        assert (plan.out / name).read_bytes() == (expected / name).read_bytes()

@@ -1,0 +1,54 @@
+"""What the tool says of a tuning is what somebody finds who shares no code with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.evaluator import bootstrap, evaluate
+from safetensors.numpy import load_file, save_file
+
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
+
+
+def test_the_figures_are_the_ones_that_are_found(
+    plan: Callable[..., TuningPlan], extracted: Path, base: Path, tmp_path: Path
+) -> None:
+    """Teacher-forced tokens per round, rounds and tokens of every text, before and after, from its prompt alone."""
+    worse = tmp_path / "worse"
+    worse.mkdir()
+    weights = load_file(extracted / "model.safetensors")
+    # So that a few steps find a better one.
+    weights["model.norm.weight"][::2] *= 0.3
+    save_file(weights, worse / "model.safetensors", {"format": "pt"})
+    shutil.copy(extracted / "config.json", worse)
+    made = plan(tmp_path / "tuned", directory=worse, learning_rate=0.05, steps=4)
+    told = run_tuning(made)
+    texts = told.corpus.held_out
+    before, after = (
+        evaluate(base, directory, [text.prompt for text in texts], made.new_tokens)
+        for directory in (worse, tmp_path / "tuned")
+    )
+    assert [one.continuation for one in before] == [text.continuation for text in texts]
+    assert [one.accepted for one in before] != [one.accepted for one in after]
+    own = slice(told.corpus.own)
+    overall = told.record["overall"]
+    for when, found in (("before", before[own]), ("after", after[own])):
+        anchors, rounds = sum(len(one.accepted) for one in found), sum(one.rounds for one in found)
+        assert overall["anchors"] == anchors
+        assert overall[when]["rounds"] == rounds
+        length = 1 + sum(sum(one.accepted) for one in found) / anchors
+        assert overall[when]["teacher_forced"] == pytest.approx(length, abs=1e-4)
+        assert overall[when]["tokens_per_round"] == pytest.approx(sum(one.tokens for one in found) / rounds, abs=1e-4)
+    changes = bootstrap(before[own], after[own])
+    for name, figure, told_of in (("teacher_forced", "change", "mean"), ("rounds", "rounds", "ratio")):
+        value, low, high = changes[name]
+        assert overall[figure][told_of] == pytest.approx(value, abs=1e-4)
+        # Of six texts the tool trusts less than a bootstrap does.
+        assert overall[figure]["interval"][0] <= low <= high <= overall[figure]["interval"][1]
+    lost = sorted(new.teacher_forced - old.teacher_forced for old, new in zip(before, after, strict=True))
+    recorded = [one["after"] - one["before"] for one in told.record["worst"]]
+    assert recorded == pytest.approx(lost[: len(recorded)], abs=2e-4)

@@ -1,0 +1,134 @@
+"""What each mode changes, and what it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_extract.architecture.roles import MATRIX, shapes_of
+from mtp_extract.checkpoint.weight import RowCodes, Steps, of_array, of_codes
+from mtp_extract.drafter.load import drafter_of
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.litertlm.storage import Packing
+from mtp_extract.tuning.latents import MODES, Latents
+
+from .conftest import Tiny, coded
+
+
+def moved(latents: Latents, by: float = 0.1) -> None:
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in latents.parameters():
+            value.add_(by * torch.randn(value.shape, generator=random))
+
+
+def codes(tensor: object) -> np.ndarray:
+    assert isinstance(tensor, RowCodes)
+    return tensor.codes().reshape(-1)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
+    latents = Latents(tiny.checkpoint, MODES[mode])
+    tuned = latents.tuned(latents.results())
+    for role, tensor in tiny.checkpoint.tensors.items():
+        assert np.array_equal(tuned.tensors[role].array(), tensor.array()), role
+    before = tiny.drafter.state_dict()
+    for path, weight in latents.weights(torch.float32).items():
+        assert torch.equal(weight, before[path].reshape(weight.shape)), path
+
+
+def test_norms_leave_every_matrix(tiny: Tiny) -> None:
+    latents = Latents(tiny.checkpoint, MODES["norms"])
+    moved(latents)
+    tuned = latents.tuned(latents.results())
+    for role in shapes_of(tiny.checkpoint.config):
+        same = tuned.tensors[role.name] is tiny.checkpoint.tensors[role.name]
+        assert same == (role.kind == MATRIX), role.name
+    assert latents.numbers == sum(
+        int(np.prod(shape)) for role, shape in shapes_of(tiny.checkpoint.config).items() if role.kind != MATRIX
+    )
+
+
+def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
+    latents = Latents(tiny.checkpoint, MODES["qat"])
+    moved(latents)
+    tuned = latents.tuned(latents.results())
+    weights, drafter = latents.weights(torch.float32), drafter_of(tuned).state_dict()
+    changed = 0
+    for role in shapes_of(tiny.checkpoint.config):
+        if role.kind != MATRIX:
+            continue
+        old, new = tiny.checkpoint.tensors[role.name], tuned.tensors[role.name]
+        assert isinstance(old, RowCodes)
+        assert isinstance(new, RowCodes)
+        assert new.steps is old.steps
+        assert new.scheme == old.scheme
+        # The least code is one that the quantizer leaves out.
+        assert set(codes(new)) <= set(range(-7, 8))
+        # What was trained with is, to the bit, what the codes stand for.
+        assert np.array_equal(weights[role.path].detach().numpy(), new.array()), role.name
+        assert torch.equal(drafter[role.path], weights[role.path])
+        changed += int((codes(new) != codes(old)).sum())
+    assert changed > 1000
+
+
+def test_the_gradient_passes_the_grid(tiny: Tiny) -> None:
+    latents = Latents(tiny.checkpoint, MODES["qat"])
+    weight = latents.weights(torch.float32)["lm_head.weight"]
+    weight.backward(torch.full_like(weight, 2.0))
+    assert torch.equal(latents.values["lm_head"].grad, torch.full_like(weight, 2.0))
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0])
+@pytest.mark.parametrize(("signed", "zero_point"), [(True, 0), (True, 3), (False, 7)])
+def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point: int) -> None:
+    """Blocks, zero points, unsigned codes, a folded factor: values come back as their codes, moved ones as others."""
+    shape = tiny.checkpoint.tensors["lm_head"].shape
+    random = np.random.default_rng(0)
+    low, high = (-8, 7) if signed else (0, 15)
+    stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
+    size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
+    steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
+    tensor = of_codes(shape, Packing(4, signed), lambda first, last: stored[first:last], lambda: steps)
+    tensors = {**tiny.checkpoint.tensors, "lm_head": tensor}
+    latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
+    assert np.array_equal(codes(latents.tuned(latents.results()).tensors["lm_head"]), stored.reshape(-1))
+    with torch.no_grad():
+        latents.values["lm_head"] += 100.0
+    assert set(codes(latents.tuned(latents.results()).tensors["lm_head"])) == {high}
+    with torch.no_grad():
+        latents.values["lm_head"] -= 200.0
+    tuned = latents.tuned(latents.results()).tensors["lm_head"]
+    assert set(codes(tuned)) == {low}
+    assert np.array_equal(latents.weights(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
+
+
+def test_no_codes_no_grid(tiny: Tiny) -> None:
+    tensors = {**tiny.checkpoint.tensors, "lm_head": of_array(tiny.checkpoint.tensors["lm_head"].array())}
+    checkpoint = dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors))
+    with pytest.raises(MtpExtractError, match="lm_head: expected the stored integers"):
+        Latents(checkpoint, MODES["qat"])
+
+
+def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
+    shared = coded(tiny.checkpoint.tensors["layers.0.gate_proj"].array())
+    shared = dataclasses.replace(shared, origin="the same")
+    tensors = {**tiny.checkpoint.tensors, "layers.0.gate_proj": shared, "layers.0.up_proj": shared}
+    latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
+    moved(latents)
+    weights, tuned = latents.weights(torch.float32), latents.tuned(latents.results()).tensors
+    assert weights["layers.0.gate_proj.weight"] is weights["layers.0.up_proj.weight"]
+    assert tuned["layers.0.gate_proj"] is tuned["layers.0.up_proj"]
+
+
+def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:
+    tensors = {**tiny.checkpoint.tensors, "final_norm": of_array(np.full(16, 50.0, np.float32))}
+    latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["norms"])
+    with torch.no_grad():
+        latents.values["final_norm"] += 0.01
+    assert latents.weights(torch.float32)["final_norm.weight"].tolist() == pytest.approx([50.5] * 16)

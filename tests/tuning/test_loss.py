@@ -1,0 +1,131 @@
+"""The chunked loss is the plain one: value and gradient, whatever the chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mtp_extract.tuning.loss import OBJECTIVES, Rows, chunked_loss
+
+ROWS, POSITIONS, WIDTH, VOCABULARY = 37, 11, 8, 50
+
+
+def made(seed: int = 0) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    base = 3 * torch.randn(POSITIONS, VOCABULARY, generator=random)
+    return {
+        "states": torch.randn(ROWS, WIDTH, generator=random),
+        "head": 4 * torch.randn(VOCABULARY, WIDTH, generator=random),
+        "base": base,
+        "where": torch.randint(POSITIONS, (ROWS,), generator=random),
+        "weights": torch.rand(ROWS, generator=random),
+        "choosing": torch.rand(ROWS, generator=random) < 0.6,
+    }
+
+
+def plain(name: str, given: dict[str, Any], cap: float | None, temperature: float) -> Tensor:
+    """The definitions, with every logit at once and torch's own gradient, in F64."""
+    logits = given["states"] @ given["head"].T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_q = torch.log_softmax(logits / temperature, dim=-1)
+    log_p = torch.log_softmax(given["base"].double() / temperature, dim=-1)[given["where"]]
+    chosen = functional.nll_loss(log_q, given["base"].argmax(-1)[given["where"]], reduction="none") * given["choosing"]
+    rejected = 1 - torch.minimum(log_q.exp(), log_p.exp()).sum(-1)
+    each = {
+        "ce": chosen,
+        "kl": functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1),
+        "tv": rejected,
+        "mixed": 0.6 * chosen + 0.4 * rejected,
+    }[name]
+    return (each * given["weights"]).sum()
+
+
+def chunked(
+    name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int
+) -> tuple[Tensor, Tensor]:
+    asked: list[Tensor] = []
+
+    def logits(positions: Tensor) -> Tensor:
+        asked.append(positions)
+        return given["base"][positions]
+
+    aims = (given["where"], given["base"].argmax(-1), logits, given["weights"], given["choosing"])
+    found = chunked_loss(given["states"], given["head"], Rows(*aims, OBJECTIVES[name], cap, temperature), at_once)
+    if name != "ce" and at_once > ROWS * VOCABULARY:
+        positions = torch.cat(asked)
+        assert positions.tolist() == given["where"].unique().tolist(), "the base's logits, once for every position"
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1, 7 * VOCABULARY, 1 << 20])
+@pytest.mark.parametrize(("cap", "temperature"), [(None, 1.0), (5.0, 1.0), (5.0, 0.7)])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_value_and_gradient(name: str, cap: float | None, temperature: float, at_once: int) -> None:
+    given = made()
+    exact = {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
+    for values in (given, exact):
+        values["states"].requires_grad_()
+        values["head"].requires_grad_()
+    expected = plain(name, exact, cap, temperature)
+    expected.backward()
+    found, _ = chunked(name, given, cap, temperature, at_once)
+    (3 * found).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for key in ("states", "head"):
+        largest = exact[key].grad.abs().max()
+        assert (given[key].grad / 3 - exact[key].grad).abs().max() < 1e-5 * largest, key
+
+
+def test_agreement() -> None:
+    given = made(1)
+    logits = given["states"] @ given["head"].T
+    choices = given["base"].argmax(-1)[given["where"]]
+    for name in ("ce", "mixed"):
+        _, hits = chunked(name, given, None, 1.0, 200)
+        assert torch.equal(hits.bool(), logits.argmax(-1) == choices)
+        assert 0 < hits.mean() < 1
+    p, q = given["base"].softmax(-1)[given["where"]], logits.softmax(-1)
+    for name in ("kl", "tv"):
+        _, overlap = chunked(name, given, None, 1.0, 200)
+        torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1))
+
+
+def test_a_loss_that_is_kept_holds_no_gradient() -> None:
+    """A training has its last loss at hand while it makes the next one: of the head, each would be as large as that."""
+    given = made()
+    given["head"].requires_grad_()
+    total, _ = chunked("ce", given, None, 1.0, 200)
+    total.backward()
+    held = [part for value in vars(total.grad_fn).values() for part in (value if isinstance(value, tuple) else [value])]
+    assert not [part for part in held if isinstance(part, Tensor)]
+
+
+def test_nothing_of_the_rows_size_exists() -> None:
+    """No tensor of logits is larger than asked for, however many rows there are."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    rows = 900
+    states = torch.randn(rows, WIDTH, requires_grad=True)
+    head = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    base = torch.randn(1, VOCABULARY)
+    aimed = torch.arange(rows), torch.zeros(rows, dtype=torch.long), lambda positions: base.expand(len(positions), -1)
+    counts = torch.ones(rows), torch.ones(rows, dtype=torch.bool)
+    with Watching():
+        for objective in OBJECTIVES.values():
+            chunked_loss(states, head, Rows(*aimed, *counts, objective, 30.0), 20 * VOCABULARY)[0].backward()
+    assert 20 * VOCABULARY <= largest <= rows * WIDTH

@@ -1,0 +1,213 @@
+"""An ordered head for the sample: what is written, what is kept of the dense one, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from helpers.first_pair import first_bundle
+from helpers.schemas import validator
+from safetensors.numpy import load_file
+
+from mtp_extract import convert
+from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.bundle import open_bundle
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.evaluate.intervals import Interval
+from mtp_extract.evaluate.measured import Change
+from mtp_extract.formats import read_checkpoint
+from mtp_extract.pipeline.check import verify
+from mtp_extract.tuning import ordered
+from mtp_extract.tuning.ordered import (
+    Used,
+    build_head,
+    cluster_of,
+    clusters_of,
+    dense,
+    least_top_k,
+    refusals,
+    vectors_of,
+)
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import Outcome, run_tuning
+from mtp_extract.tuning.verdict import Comparison
+from mtp_extract.validation.parity.transformers import check_transformers
+
+from .test_verdict import measured
+
+CENTROIDS = "masked_embedding.centroids.weight"
+ORDERING = "masked_embedding.token_ordering"
+
+
+@pytest.fixture(scope="module")
+def make(plan: Callable[..., TuningPlan]) -> Callable[..., Outcome]:
+    def made(out: Path, directory: Path | None = None, top_k: int = 4, **changes: Any) -> Outcome:
+        asked: dict[str, Any] = {"mode": "ordered", "steps": 30, "force": True}
+        asked |= {} if directory is None else {"directory": directory}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ordered, "least_top_k", lambda *of: top_k)
+            return run_tuning(plan(out, **(asked | changes)))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def headed(make: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return make(tmp_path_factory.mktemp("headed") / "out")
+
+
+def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None:
+    """And what is added is a permutation of the tokens, and rows; record and card say what was done."""
+    assert headed.directory is not None
+    before, after = (load_file(directory / "model.safetensors") for directory in (extracted, headed.directory))
+    assert after.keys() - before.keys() == {CENTROIDS, ORDERING}
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    codes = "codes/codes.safetensors"
+    assert (headed.directory / codes).read_bytes() == (extracted / codes).read_bytes()
+    vocabulary = len(before["model.embed_tokens.weight"])
+    assert after[ORDERING].dtype == np.int64
+    assert np.array_equal(np.sort(after[ORDERING]), np.arange(vocabulary))
+    assert after[CENTROIDS].shape == (32, before["model.embed_tokens.weight"].shape[1])
+    config = json.loads((headed.directory / "config.json").read_text())
+    keys = ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+    assert [config[key] for key in keys] == [True, 32, 4]
+    record = verify(headed.directory).record
+    validator("extraction")(record)
+    assert record["proof"] is None
+    assert record["ordered_head"] == {**headed.record, "made_from": record["ordered_head"]["made_from"]}
+    assert record["counts"]["held"]["indices"] == 1
+    card = (headed.directory / "README.md").read_text(encoding="utf-8")
+    assert "looks into 4 of 32 clusters" in card
+    head = record["ordered_head"]
+    assert set(head["kinds"]) == {"as trained on", "shipped prompts", "random tokens"}
+    assert head["tokens_used"] < head["tokens_seen"] <= vocabulary
+    assert "--against" not in card
+    assert "The LM head is dense" not in card
+
+
+def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -> None:
+    assert headed.directory is not None
+    with open_bundle(first_bundle()) as opened:
+        drafter = load_drafter(headed.directory, dtype=torch.float32)
+        check = check_transformers(headed.directory, drafter, opened.drafter(), 0)
+    assert check.passed, check.evidence
+
+
+def test_the_same_bytes_twice(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
+    again = make(tmp_path / "again")
+    assert headed.directory is not None and again.directory is not None
+    for path in headed.directory.rglob("*"):
+        if path.is_file():
+            assert (again.directory / path.relative_to(headed.directory)).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
+    """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
+    assert headed.directory is not None
+    found = make(tmp_path / "other", headed.directory, top_k=32)
+    assert found.directory is not None
+    assert found.record["kinds"]["as trained on"]["share"] == 1
+    assert found.comparisons.overall.change.mean == 0
+    assert found.refused == ()
+    assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(32, 32)
+    half = convert(headed.directory, tmp_path / "bf16", format="transformers", dtype="bf16")
+    assert half.record["ordered_head"]["centroids"] == 32
+    stripped = dense(read_checkpoint(headed.directory))
+    assert stripped.config.ordered_head is None
+    assert not any(role.startswith("ordered_head") for role in stripped.tensors)
+
+
+def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
+    found = make(tmp_path / "out", top_k=1, steps=1, force=False)
+    assert found.directory is None
+    assert "of the dense head's choices on held-out text" in found.refused[0]
+    assert any("(random tokens)" in reason for reason in found.refused)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format_", ["litert", "gguf", "gemma"])
+def test_formats_without_room_are_refused(
+    make: Callable[..., Outcome], extracted: Path, tmp_path: Path, format_: str
+) -> None:
+    convert(extracted, tmp_path / "origin", format=format_)
+    with pytest.raises(UnsupportedError, match="ordered head"):
+        make(tmp_path / "out", tmp_path / "origin")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_cannot_be_are_refused(make: Callable[..., Outcome], tmp_path: Path) -> None:
+    with pytest.raises(MtpExtractError, match="steps of at least 1"):
+        make(tmp_path / "out", steps=0)
+    with pytest.raises(MtpExtractError, match="found 13, a prime"):
+        clusters_of(13)
+    assert [clusters_of(size) for size in (262144, 512)] == [2048, 32]
+    assert 262145 % clusters_of(262145) == 0
+
+
+def used(states: torch.Tensor, choices: list[int]) -> Used:
+    return Used(states, torch.tensor(choices), torch.arange(len(choices)))
+
+
+def test_vectors_are_mean_states_that_lean_on_rows() -> None:
+    head = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    states = torch.tensor([[0.0, 3.0]] * 20 + [[3.0, 0.0]] * 5)
+    found = vectors_of([used(states[:10], [0] * 10), used(states[10:], [0] * 10 + [2] * 5)], head.clone())
+    row = 3.0 / (4.0 / 3)
+    torch.testing.assert_close(found[0], torch.tensor([5 * row * 2 / 25, 20 * 3 / 25]))
+    torch.testing.assert_close(found[1], torch.tensor([0.0, row * 2]))
+    torch.testing.assert_close(found[2], torch.tensor([1.5, 0.0]))
+
+
+def test_heads_with_equal_rows_rows_of_nothing_or_no_numbers(tmp_path: Path) -> None:
+    plan = TuningPlan(tmp_path, "base", tmp_path / "out", tmp_path, mode="ordered", steps=4)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(64, 6, generator=generator)
+    some = used(states, torch.randint(24, (64,), generator=generator).tolist())
+    for head in (torch.zeros(24, 6), torch.ones(24, 6)):
+        ordering, centroids, _ = build_head(head, [some], [some], 6, plan)
+        assert torch.equal(ordering.sort().values, torch.arange(24))
+        assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
+        assert bool(torch.isfinite(centroids).all())
+    with pytest.raises(MtpExtractError, match="finite"):
+        build_head(torch.full((24, 6), torch.nan), [some], [some], 6, plan)
+
+
+def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
+    rank, other = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
+    rank[::250] = 3
+    # 99.6 % lie in the first two: fewer than 99.875 %.
+    assert least_top_k([rank, other], 1024, 64) == 4
+    other[:] = 5
+    assert least_top_k([rank, other], 1024, 64) == 6
+    # No more than half of the rows, centroids among them.
+    rank[:] = 40
+    assert least_top_k([rank, other], 1024, 64) == 28
+
+
+@pytest.mark.parametrize(
+    ("share", "change", "loses", "expected"),
+    [
+        (0.999, Change(-0.01, Interval(-0.019, -0.001), 50), True, []),
+        (0.994, Change(0.0, Interval(0.0, 0.0), 50), True, ["99.40% .*noise"]),
+        (0.999, Change(-0.01, Interval(-0.021, 0.0), 50), True, ["may lose more than 0.02"]),
+        (0.999, Change(-0.1, Interval(-0.2, -0.05), 50), True, ["may lose more than 0.02", "more than 0.02 on code"]),
+        # No draft of fifty texts is lost, and none of four.
+        (1.0, Change(0.0, Interval(-0.3, 0.3), 50), False, []),
+        (1.0, Change(0.0, None, 4), False, ["not decided: 4 texts, at least 5 are needed"]),
+    ],
+)
+def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]) -> None:
+    one = Comparison(*(measured(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)))
+    vars(one)["change"] = change
+    comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
+    found = list(refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
+    assert len(found) == len(expected)
+    assert all(re.search(part, reason) for part, reason in zip(expected, found, strict=True))

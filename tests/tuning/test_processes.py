@@ -1,0 +1,128 @@
+"""Two processes on a CPU, as torchrun starts them, tune as one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.pipeline.check import verify
+from mtp_extract.tuning import corpus
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
+
+FEW = 4
+
+COMMANDS = """
+import json, os, signal, sys
+# What both need is imported once.
+import accelerate, matplotlib.pyplot, transformers
+from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.gemma4 import modeling_gemma4
+from mtp_extract.cli.tune import main
+from mtp_extract.tuning import corpus, eagle3, ordered, train
+few = corpus.shipped_prompts(int(sys.argv[1]))
+corpus.shipped_prompts = lambda each=None: few
+children = []
+for rank in ("0", "1"):
+    children.append(os.fork())
+    if not children[-1]:
+        status = 1
+        try:
+            os.environ.update(RANK=rank, LOCAL_RANK=rank)
+            for arguments in json.loads(sys.argv[2]):
+                sys.argv = ["mtp-tune", *arguments]
+                try:
+                    main()
+                except SystemExit as ended:
+                    status = ended.code or 0
+                if status:
+                    break
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+for _ in children:
+    if os.wait()[1]:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        sys.exit(1)
+"""
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
+    # With one draft a round a projection is idle.
+    "drafter": ({"mode": "qat"}, ["--mode", "qat"], 1),
+    "head": (
+        {"directory": None, "mode": "eagle3", "draft_vocab": 128},
+        ["--mode", "eagle3", "--draft-vocab", "128"],
+        3,
+    ),
+}
+
+
+def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text, the same loss at every step, one result: of a drafter that is tuned, and of a new head."""
+    # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
+    few = shipped_prompts(FEW)
+    monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: few)
+    commands = []
+    for name, (changes, options, drafts) in CASES.items():
+        alone = plan(
+            tmp_path / name,
+            work=tmp_path / f"{name}.work",
+            draft_steps=drafts,
+            new_tokens=9,
+            batch=3,
+            steps=3,
+            anchors=24,
+            **changes,
+        )
+        run_tuning(alone)
+        setting, out = alone, tmp_path / f"two {name}"
+        drafter = [] if setting.directory is None else [setting.directory]
+        arguments = [*drafter, "--base", setting.base, "--prompts", setting.prompts, "--draft-steps", drafts, *options]
+        arguments += ["--new-tokens", 9, "--batch", 3, "--steps", 3, "--no-chat-template"]
+        arguments += ["--device", "cpu", "--force", "-o", out, "--work", f"{out}.work"]
+        commands.append([str(argument) for argument in arguments])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    launched |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", COMMANDS, str(FEW), json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **launched, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("Wrote ") == len(CASES)
+    assert ran.stderr.count("step 3 of 3") == len(CASES)
+    for name in CASES:
+        _assert_same(tmp_path, name, f"two {name}")
+
+
+def _assert_same(folder: Path, alone: str, two: str) -> None:
+    texts = [
+        {path.name: path.read_bytes() for path in (folder / f"{name}.work/text").iterdir()} for name in (alone, two)
+    ]
+    assert texts[0] == texts[1]
+    logs = (
+        [json.loads(line) for line in (folder / f"{name}.work/log.jsonl").read_text().splitlines()]
+        for name in (alone, two)
+    )
+    for one, other in zip(*logs, strict=True):
+        assert one.keys() == other.keys()
+        if "loss" in one:
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+            assert other["agreement"] == pytest.approx(one["agreement"], abs=1e-6)
+    single, double = (verify(folder / name).record["tuning"] for name in (alone, two))
+    assert double["texts"] == single["texts"]
+    assert double["overall"]["before"] == single["overall"]["before"]

@@ -1,0 +1,110 @@
+"""What is trained on is what is measured, and no row sees what it is to say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import Altered
+from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tuning.train import Batch, Rounds, aims, collate, counting, random_anchors, states_of
+
+from .conftest import Tiny
+
+STEPS = 3
+
+
+def every_anchor(tiny: Tiny, texts: list[Text]) -> Batch:
+    states = states_of(tiny.base, tiny.drafter.needs, texts)
+    most = max(len(text.anchors) for text in texts)
+    anchors, real = random_anchors(texts, most, torch.Generator().manual_seed(0))
+    return collate(states, anchors, real, torch.device("cpu"))
+
+
+def drafted(tiny: Tiny, convention: Convention) -> Text:
+    """A text that the drafter confirms from every third token on, as a random one never would the base's."""
+    tokens = [5, 6]
+    for _ in range(5):
+        # The one anchor of this text is its last token but one.
+        ahead = Text((*tokens, 0), len(tokens) - 1)
+        drafts = teacher_forced(tiny.base, Altered(tiny.drafter, convention), [ahead], STEPS).drafts
+        tokens += drafts[0].tolist()
+    return Text(tuple(tokens), 1)
+
+
+@torch.no_grad()
+def logits_of(tiny: Tiny, batch: Batch, convention: Convention) -> Tensor:
+    return tiny.drafter.logits(Rounds(tiny.drafter, STEPS)(batch, tiny.base.embed, convention))
+
+
+@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
+def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention) -> None:
+    """Wherever a step counts: after drafts that were the text's."""
+    texts = [*tiny.texts, drafted(tiny, convention)]
+    batch = every_anchor(tiny, texts)
+    drafts = logits_of(tiny, batch, convention).argmax(-1)
+    forced = teacher_forced(tiny.base, Altered(tiny.drafter, convention), texts, STEPS)
+    compared = 0
+    for row, at in batch.real.nonzero().tolist():
+        (index,) = ((forced.text == row) & (forced.anchor == batch.anchors[row, at])).nonzero().flatten().tolist()
+        for step in range(STEPS):
+            assert drafts[step, row, at] == forced.drafts[index, step]
+            compared += 1
+            if forced.drafts[index, step] != forced.targets[index, step]:
+                break
+    assert compared >= batch.real.sum() + 2 * 5
+    # The base's choices are the tokens of its own greedy text.
+    texts = list(tiny.texts)
+    batch, forced = every_anchor(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
+    where, counts = aims(batch, STEPS), counting(batch, STEPS, greedy=True)
+    choices = batch.choices.flatten()[where]
+    following = batch.fed.tokens.flatten()[(where + 1).clamp(max=batch.fed.tokens.numel() - 1)]
+    assert torch.equal(choices[counts], following[counts])
+    assert counts.sum(dim=0)[batch.real].tolist() == (forced.targets >= 0).sum(dim=1).tolist()
+
+
+@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
+def test_the_future_changes_nothing_before_it(tiny: Tiny, convention: Convention) -> None:
+    """Another token at a position moves the rows that have read it, and not one that has not."""
+    text = max(tiny.texts, key=lambda text: len(text.tokens))
+    batch = every_anchor(tiny, [text])
+    before = logits_of(tiny, batch, convention)[:, 0]
+    read = batch.anchors[0] + torch.arange(STEPS)[:, None]  # [K, A], the last token a row has read
+    for changed in range(6, len(text.tokens), 5):
+        tokens = list(text.tokens)
+        tokens[changed] = (tokens[changed] + 1) % 40
+        after = logits_of(tiny, every_anchor(tiny, [Text(tuple(tokens), 3)]), convention)[:, 0]
+        moved = (after != before).any(-1)
+        assert not moved[read < changed].any()
+        assert moved[(read >= changed) & (read < changed + 2)].all()
+
+
+def test_the_padding_changes_nothing(tiny: Tiny) -> None:
+    long, short = tiny.texts[0], tiny.texts[-1]
+    alone = logits_of(tiny, every_anchor(tiny, [short]), LITERT)
+    beside = logits_of(tiny, every_anchor(tiny, [short, long]), LITERT)
+    torch.testing.assert_close(beside[:, :1, : alone.shape[2]], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_text_by_people_counts_while_the_base_agrees(tiny: Tiny) -> None:
+    tokens = list(tiny.texts[0].tokens)
+    tokens[10] = (tokens[10] + 1) % 40
+    batch = every_anchor(tiny, [Text(tuple(tokens), 3)])
+    greedy, sampled = (counting(batch, STEPS, greedy=flag)[:, 0] for flag in (True, False))
+    at = {int(anchor): index for index, anchor in enumerate(batch.anchors[0])}
+    # From 8: after 9 comes what the base would not have said, and the round has ended.
+    assert greedy[:, at[8]].tolist() == [True, True, False]
+    assert greedy[:, at[9]].tolist() == [True, False, False]
+    assert sampled[:, at[8]].tolist() == [True, True, True]
+    assert sampled.sum() > greedy.sum()
+
+
+def test_anchors(tiny: Tiny) -> None:
+    texts = [tiny.texts[0], Text((1, 2, 3, 4, 5), 2)]
+    anchors, real = random_anchors(texts, 5, torch.Generator().manual_seed(3))
+    assert real.tolist() == [[True] * 5, [True] * 2 + [False] * 3]
+    assert anchors[1, :2].tolist() == [2, 3]
+    assert len(set(anchors[0].tolist())) == 5
+    assert set(anchors[0].tolist()) <= set(texts[0].anchors)

@@ -1,0 +1,264 @@
+"""A whole tuning of the sample: what is written, what is not, and what a stop leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.schemas import validator
+from safetensors.numpy import load_file
+
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
+from mtp_extract.io.place import staged
+from mtp_extract.pipeline.check import verify
+from mtp_extract.tuning import corpus as texts
+from mtp_extract.tuning.corpus import gather
+from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
+from mtp_extract.tuning.work import locked
+
+
+def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
+    """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
+    made = plan(tmp_path / "tuned", learning_rate=0.05)
+    found = run_tuning(made)
+    assert found.directory == tmp_path / "tuned"
+    before, after = (load_file(directory / "model.safetensors") for directory in (extracted, found.directory))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    record = verify(found.directory).record
+    validator("extraction")(record)
+    if found.record["best_step"]:
+        assert changed
+    assert all(before[name].ndim == 1 for name in changed)
+    codes = "codes/codes.safetensors"
+    assert (found.directory / codes).read_bytes() == (extracted / codes).read_bytes()
+    assert record["proof"] is None
+    card = (found.directory / "README.md").read_text(encoding="utf-8")
+    assert "no longer those they were extracted as" in card
+    assert "--against" not in card
+    workloads = record["tuning"]["workloads"]
+    assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
+    assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
+    assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
+    assert (made.work / "log.jsonl").is_file()
+    (made.work / "state.pt").unlink()
+    run_tuning(plan(tmp_path / "again", learning_rate=0.05))
+    for name in record["files"]:
+        assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
+
+
+def test_qat(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
+    """Codes move, scales do not, floats are the codes'; what was measured is what was written."""
+    found = run_tuning(plan(tmp_path / "tuned", mode="qat", steps=8, learning_rate=0.004))
+    assert found.directory is not None
+    before, after = (load_file(directory / "codes/codes.safetensors") for directory in (extracted, found.directory))
+    floats = load_file(found.directory / "model.safetensors")
+    changed = 0
+    for name in before:
+        weight, _, part = name.rpartition(".")
+        if part != "codes" or before[name].ndim != 2:
+            assert np.array_equal(before[name], after[name]), name
+            continue
+        changed += int((before[name] != after[name]).sum())
+        scale, zero = (after[f"{weight}.{part}"].reshape(-1, 1) for part in ("scale", "zero_point"))
+        if scale.size in (1, len(after[name])):
+            assert np.array_equal(floats[weight], (after[name].astype(np.float32) - zero.astype(np.float32)) * scale)
+    assert found.record["best_step"] == 0 or changed
+    load_drafter(found.directory)
+
+
+def test_what_is_not_better_is_not_written(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    found = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
+    assert found.directory is None
+    assert found.refused[0].startswith("it is not shown to take fewer rounds on held-out text (")
+    assert ": ratio 1.000, 1.000 to 1.000 at 95 %; " in found.refused[0]
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_a_stop_leaves_the_best_so_far(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    steps = iter(range(100))
+    found = run_tuning(plan(tmp_path / "tuned", steps=9), stop=lambda: next(steps) == 3)
+    assert found.record["interrupted"]
+    assert found.record["steps_done"] == 4
+    assert verify(tmp_path / "tuned").record["tuning"]["interrupted"] is True
+    assert "stopped before its end" in (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
+    whole = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
+    assert whole.record["steps_done"] > 4
+    assert not whole.record["interrupted"]
+
+
+def test_a_second_stop_leaves_nothing(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    class Stopped(BaseException):
+        pass
+
+    def tell(line: str, done: int, total: int) -> None:
+        if line.startswith("step 2 "):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run_tuning(plan(tmp_path / "tuned", seed=5), tell=tell)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step it is as everywhere; after it, once asks and twice is as everywhere."""
+    from mtp_extract.cli.tune import _asked_to_stop
+
+    class Stopped(BaseException):
+        pass
+
+    def stopped(number: int, frame: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGINT, stopped)
+    try:
+        with pytest.raises(Stopped), _asked_to_stop(tell_so=True):
+            signal.raise_signal(signal.SIGINT)
+        with _asked_to_stop(tell_so=True) as stop:
+            assert not stop()
+            signal.raise_signal(signal.SIGINT)
+            assert stop()
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("mine")
+    with pytest.raises(OutputError, match="is not replaced"):
+        run_tuning(plan(tmp_path / "there"))
+    for changes, message in [
+        ({"text": tmp_path / "x"}, "prompts or texts, found both"),
+        ({"text": tmp_path / "x", "text_from": "http://localhost:1", "prompts": None}, "by a server, found both"),
+        ({"temperature": float("inf")}, "a temperature that is a number"),
+        ({"new_tokens": 4}, "new_tokens of at least 5"),
+        ({"steps": 0}, "steps of at least 1"),
+        ({"learning_rate": 0.0}, "learning rate above 0"),
+        ({"prompts": None, "text": tmp_path / "x", "temperature": 1.0}, "text of the base itself"),
+    ]:
+        with pytest.raises(MtpExtractError, match=message):
+            run_tuning(plan(tmp_path / "out", **changes))
+
+
+def test_only_the_first_process_checks_where_it_writes(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check holds the place for as long as it takes: a second process that came meanwhile was refused."""
+    asked = plan(tmp_path / "out")
+    with staged(asked.out, overwrite=False, listed=lambda path: []):
+        monkeypatch.setenv("RANK", "1")
+        asked.check()
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(OutputError, match="another run"):
+            asked.check()
+
+
+def test_sides_are_of_sources() -> None:
+    """A source is on one side, wherever it stands; and the shares are about those asked for."""
+    sides = [texts.side_of(f"source {number}") for number in range(4000)]
+    assert sides == [texts.side_of(f"source {number}") for number in range(4000)]
+    assert sides.count(texts.WATCHED) / 4000 == pytest.approx(0.08, abs=0.02)
+    assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
+
+
+def test_too_few_prompts(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text("import os\nclass Foo\n")
+    with pytest.raises(MtpExtractError, match="found 2 from 2 sources"):
+        run_tuning(plan(tmp_path / "out", prompts=few))
+
+
+def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """Tuned for the probability that a draft stands."""
+    # Text is written in several batches, which differ in length, and asked for side by side.
+    found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
+    record = verify(tmp_path / "tuned").record
+    validator("extraction")(record)
+    assert record["tuning"]["recipe"]["objective"] == "mixed"
+    # A greedy draft stands or falls; one that is drawn stands with a probability.
+    assert len(set(found.comparisons.overall.before.stands.flatten().tolist())) > 20
+    files = [path.read_text(encoding="utf-8") for path in (tmp_path / "work/text").iterdir()]
+    drawn = [json.loads(line) for file in files for line in file.splitlines()]
+    assert len({row["text"] for row in drawn}) > len(drawn) * 0.9
+
+
+def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
+    written = gather(pair)
+    path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
+    whole = path.read_bytes()
+    for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
+        path.write_bytes(whole + line + b"\n")
+        with pytest.raises(CheckpointError, match=r"texts-\w+-\w+\.jsonl: expected text that the base wrote"):
+            gather(pair)
+    # What is gone is written again, and is the same.
+    path.unlink()
+    assert gather(pair) == written
+    assert path.read_bytes() == whole
+
+
+def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("a file")
+    with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
+        run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
+    assert found.value.remedies == ("work",)
+
+
+def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with locked(work), pytest.raises(OutputError, match=r"work.*: .* another run at work there") as found:
+        run_tuning(plan(tmp_path / "tuned", work=work))
+    assert found.value.remedies == ("work",)
+    assert not (tmp_path / "tuned").exists()
+    with locked(work):
+        pass
+
+
+def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path) -> None:
+    """Of other sources, but the same: it is measured once, and said to be a repeat."""
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    held = [row for row in rows if texts.side_of(row["source"]) == texts.HELD_OUT]
+    copies = [s for s in map("copy {}".format, range(400)) if texts.side_of(s) == texts.HELD_OUT]
+    again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]), encoding="utf-8")
+    once = gather(Pair(plan(tmp_path / "tuned")))
+    assert once.repeats == 0
+    twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
+    assert twice.corpus.repeats == len(held) == twice.record["texts"]["repeats"]
+    assert twice.corpus.held_out == once.held_out
+    assert twice.corpus.units == once.units
+    assert any(f"{len(held)} of them repeats" in note for note in twice.notes)
+
+
+def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """It is trained on in windows; intervals count texts, since windows of one are alike."""
+    every = [f"file {number}" for number in range(1000)]
+    sides = {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5}
+    sources = [s for side, count in sides.items() for s in [s for s in every if texts.side_of(s) == side][:count]]
+    rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
+    windows = found.corpus.own
+    assert windows > 5
+    assert found.comparisons.overall.before.texts == 5
+    assert len(set(found.corpus.units[:windows])) == 5
+    told = found.record["text_from"]
+    assert told["kind"] == "people"
+    assert 0 < told["agreement"] < 1
+    assert any(f"would have written {told['agreement']:.1%} of" in note for note in found.notes)
+    validator("extraction")(verify(tmp_path / "tuned").record)
+    for own, workload in zip(found.corpus.units[windows:], found.corpus.workloads[windows:], strict=True):
+        assert workload.endswith("(shipped)")
+        assert found.corpus.units.count(own) == 1

@@ -1,0 +1,177 @@
+"""Text that a server writes: tuned on as the base's own, stored as it comes, refused where it is another base's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.loop_server import writer
+from helpers.model_server import ModelServer, Written, model_server
+from helpers.schemas import validator
+
+from mtp_extract.errors import MtpExtractError, PairError, ServerError
+from mtp_extract.pipeline.check import verify
+from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.tuning.corpus import gather
+from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import run_tuning
+
+Write = Callable[[dict[str, Any]], Written]
+
+
+@pytest.fixture(scope="module")
+def write(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """What the base of ``plan`` writes; the same request is computed once."""
+    pair = Pair(plan(tmp_path_factory.mktemp("none") / "none"))
+    own = writer(SpeculativeGenerator(pair.base, pair.drafter, pair.loaded.tokenizer))
+    found: dict[str, Written] = {}
+
+    def write(asked: dict[str, Any]) -> Written:
+        key = json.dumps([asked[name] for name in ("prompt", "temperature", "seed", "max_tokens")])
+        return found.get(key) or found.setdefault(key, own(asked))
+
+    return write
+
+
+@pytest.fixture
+def served(write: Write) -> Iterator[ModelServer]:
+    with model_server("vLLM") as server:
+        server.write = write
+        yield server
+
+
+def of_server(plan: Callable[..., TuningPlan], out: Path, server: ModelServer, **changes: Any) -> TuningPlan:
+    return plan(out, work=out.with_name("work"), text_from=server.url, **changes)
+
+
+def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path) -> None:
+    """End to end: the record says who wrote, and how far that is the base; the texts are those the base writes."""
+    found = run_tuning(of_server(plan, tmp_path / "tuned", served))
+    assert found.directory is not None
+    record = verify(found.directory).record
+    validator("extraction")(record)
+    told = record["tuning"]["text_from"]
+    assert (told["kind"], told["version"], told["model"]) == ("vLLM", "0.33.0", "google/gemma-4-E4B-it")
+    assert (told["agreement"], told["surprise"], told["prompts_alike"], told["tokens_told"]) == (1.0, None, 1.0, 1.0)
+    assert told["positions"] == 16 * told["texts"]
+    assert any("would have written 100.0% of" in note for note in found.notes)
+    own = gather(Pair(plan(tmp_path / "own")))
+    assert found.corpus.kinds[0] == own.kinds[0]
+    assert found.corpus.held_out == own.held_out
+    # Greedily, and once more as it is served otherwise.
+    temperatures = {asked["temperature"] for _, asked in served.asked}
+    assert temperatures == {0.0, 1.0}
+    assert len({asked["seed"] for _, asked in served.asked if asked["temperature"]}) > 1
+
+
+def test_a_run_goes_on_with_what_is_missing(
+    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
+) -> None:
+    class Stopped(BaseException):
+        pass
+
+    def stop(line: str, done: int, total: int) -> None:
+        if done >= 8:
+            raise Stopped
+
+    setting = of_server(plan, tmp_path / "tuned", served)
+    with pytest.raises(Stopped):
+        gather(Pair(setting), stop)
+    stored = sum(len(path.read_text().splitlines()) for path in (setting.work / "text").iterdir())
+    assert stored == 8
+    served.asked.clear()
+    first = gather(Pair(setting))
+    prompts = {(asked["prompt"], asked["temperature"]) for _, asked in served.asked}
+    every = sum(len(path.read_text().splitlines()) for path in (setting.work / "text").iterdir())
+    assert len(served.asked) == len(prompts) == every - stored, "nothing is asked twice"
+    served.asked.clear()
+    again = gather(Pair(setting))
+    assert (served.asked, again) == ([], first)
+
+
+def test_tokens_are_those_of_the_text_where_they_are_not_told(
+    plan: Callable[..., TuningPlan], served: ModelServer, write: Write, tmp_path: Path
+) -> None:
+    served.write = lambda asked: replace(write(asked), ids=None)
+    pair = Pair(of_server(plan, tmp_path / "tuned", served))
+    found = gather(pair)
+    assert found.text_from is not None
+    assert found.text_from["tokens_told"] == 0
+    codec = pair.codec
+    for text in found.kinds[0]:
+        assert codec.continued(codec.decode(text.continuation) or "") == text.continuation
+
+
+@pytest.mark.parametrize(
+    ("temperature", "message"), [(0.0, "at least 90% of tokens"), (1.0, r"at most 0\.25 nats a token")]
+)
+def test_another_base_is_noticed_before_training(
+    plan: Callable[..., TuningPlan],
+    served: ModelServer,
+    write: Write,
+    tmp_path: Path,
+    temperature: float,
+    message: str,
+) -> None:
+    """One whose every third token is another: greedily they are others, and sampled ones unlikely."""
+
+    def another(asked: dict[str, Any]) -> Written:
+        found = write(asked)
+        assert found.ids is not None
+        moved = [[token if at % 3 else (token * 7 + 3) % 512 for at, token in enumerate(ids)] for ids in found.ids]
+        return replace(found, ids=moved)
+
+    served.write = another
+    setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
+    with pytest.raises(PairError, match=f"expected texts of the base at hand .{message}") as caught:
+        gather(Pair(setting))
+    assert caught.value.remedies == ("base",)
+
+
+def test_sampled_text_of_the_base_itself_is_no_surprise(
+    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
+) -> None:
+    found = gather(Pair(of_server(plan, tmp_path / "tuned", served, temperature=1.0))).text_from
+    assert found is not None
+    assert found["agreement"] is None
+    assert abs(found["surprise"]) < 0.1
+
+
+def test_thoughts_without_tokens_are_no_text(
+    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
+) -> None:
+    def thinking(handler: Any) -> None:
+        events = [
+            {"choices": [{"delta": {"reasoning": "hm"}}]},
+            {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}]},
+        ]
+        data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+        handler.send(data + b"data: [DONE]\n\n", "text/event-stream")
+
+    served.overrides["/v1/completions"] = thinking
+    with pytest.raises(MtpExtractError, match=r"expected (at least . )?texts of more than 3 tokens"):
+        gather(Pair(of_server(plan, tmp_path / "tuned", served)))
+    stored = [
+        json.loads(line) for path in (tmp_path / "work" / "text").iterdir() for line in path.read_text().splitlines()
+    ]
+    assert stored
+    assert all(len(row["tokens"]) == row["prompt_length"] for row in stored)
+
+
+def test_what_a_server_wants_is_named_as_the_setting_has_it(
+    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
+) -> None:
+    served.key = "sesame"
+    made = of_server(plan, tmp_path / "tuned", served)
+    with pytest.raises(ServerError, match="wants a key") as caught:
+        gather(Pair(made))
+    assert caught.value.remedies == ("text_key",)
+    served.overrides["/v1/completions"] = lambda handler: handler.json({"error": "slow down"}, 429)
+    with pytest.raises(ServerError, match="limits the rate") as caught:
+        gather(Pair(replace(made, text_key="sesame")))
+    assert caught.value.remedies == ("batch",)

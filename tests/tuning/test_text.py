@@ -1,0 +1,171 @@
+"""Texts by people, and the prompts that they answer, as tokens; and what counts where texts repeat one another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from helpers.first_pair import first_base
+
+from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.evaluate.measured import Measured
+from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.speculate.codec import Codec
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning import corpus
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, side_of
+from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.text import Writer, people_texts
+
+ANSWER = "It is the light that comes from all sides, scattered by the air.\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(first_base())
+
+
+def writing(tokenizer: Any, *, chat: bool = True, length: int = 100, context: int | None = None) -> Writer:
+    base = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
+    pair = SimpleNamespace(codec=Codec(tokenizer, len(tokenizer)), base=base)
+    plan = TuningPlan(Path(), "base", Path(), Path(), new_tokens=length, chat_template=chat)
+    return Writer(cast("Any", pair), plan)
+
+
+def chat(tokenizer: Any, *messages: dict[str, str]) -> tuple[int, ...]:
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
+    """After the prompt, as the base is asked it: by the chat template, or as it is."""
+    user, system = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be brief."}
+    answer = tuple(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
+    items = [
+        Prompt("w", "Why?", completion=ANSWER),
+        Prompt("w", "Why?"),
+        Prompt("w", (system, user), completion=ANSWER),
+    ]
+    (_, asked), (_, text), (_, told) = people_texts(items, writing(tokenizer))
+    given = chat(tokenizer, user)
+    assert asked == Text((*given, *answer), len(given))
+    assert told == Text((*chat(tokenizer, system, user), *answer), len(chat(tokenizer, system, user)))
+    plain = (tokenizer.bos_token_id, *tokenizer("Why?", add_special_tokens=False)["input_ids"])
+    assert text == Text(plain, 1)
+    ((_, raw),) = people_texts(items[:1], writing(tokenizer, chat=False))
+    assert raw == Text((*plain, *answer), len(plain))
+
+
+def test_a_long_answer_is_aimed_at_once(tokenizer: Any) -> None:
+    """Every token of it in one window, after all that stands before it."""
+    item = Prompt("w", "Why?", completion=ANSWER)
+    ((_, whole),) = people_texts([item], writing(tokenizer))
+    windows = [text for _, text in people_texts([item], writing(tokenizer, length=5))]
+    assert len(windows) > 3
+    assert [token for window in windows for token in window.continuation] == list(whole.continuation)
+    assert all(window.tokens == whole.tokens[: len(window.tokens)] for window in windows)
+    assert {len(window.continuation) for window in windows[:-1]} == {5}
+
+
+def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
+    said = ({"role": "user", "content": "Why?"},)
+    with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why") as found:
+        people_texts([Prompt("w", "text"), Prompt("w", said)], writing(tokenizer))
+    assert found.value.remedies == ("prompts",)
+    with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
+        people_texts([Prompt("w", said, completion="a")], writing(tokenizer, chat=False))
+    with pytest.raises(PairError, match="fit the base's 12 tokens") as found:
+        people_texts([Prompt("w", "Why?", completion=ANSWER)], writing(tokenizer, context=12))
+    assert found.value.remedies == ("text",)
+
+
+def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """Nor watched, nor trained on twice: texts that end alike are one, on whichever side they are."""
+    wanted = {TRAINED: 7, WATCHED: 8, HELD_OUT: 9}
+    every = [f"file {number}" for number in range(1000)]
+    sources = {side: [s for s in every if side_of(s) == side][:count] for side, count in wanted.items()}
+    tail = "".join(f"    self.item_{number} = {number}\n" for number in range(8))
+    rows = []
+    for found in sources.values():
+        for number, source in enumerate(found):
+            # The first two of each side end alike, and the next two.
+            ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
+            rows.append({"prompt": f"class {source}:\n{ending}", "source": source})
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    made = plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)
+    found = gather(Pair(made))
+    # Of those that end alike the first trained ones are left.
+    assert len(found.trained) == wanted[TRAINED] - 2
+    assert len(found.watched) == wanted[WATCHED] - 4
+    assert found.own == wanted[HELD_OUT] - 4
+    assert found.repeats >= 4
+    tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *found.held_out)]
+    assert len(set(tails)) == len(tails)
+
+
+def test_what_is_learned_beside_the_served_text_is_not_held_out(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
+    pair = Pair(plan(tmp_path / "tuned"))
+    once = gather(pair)
+    learned = (once.held_out[0],)
+    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [learned])
+    again = gather(pair)
+    assert again.kinds[1] == learned
+    assert again.held_out == once.held_out[1:]
+    assert again.repeats == once.repeats + 1
+
+
+def test_a_shipped_prompt_that_does_not_fit_is_left_out(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only to see whether other workloads get worse: no reason to refuse somebody's own prompts."""
+    pair = Pair(plan(tmp_path / "tuned"))
+    whole = gather(pair)
+    guards = [text for text, workload in zip(whole.held_out, whole.workloads, strict=True) if "shipped" in workload]
+    longest = max(text.prompt_length for text in guards)
+    monkeypatch.setattr(pair.base.config, "max_position_embeddings", longest - 1 + pair.plan.new_tokens)
+    found = gather(pair)
+    assert found.held_out == tuple(text for text in whole.held_out if text.prompt_length < longest)
+    assert len(found.held_out) < len(whole.held_out)
+
+
+def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """Served greedily: its own text, drawn text from its beginning on, and greedy text from within the drawn."""
+    made = gather(Pair(plan(tmp_path / "tuned")))
+    served, drawn, branches = made.kinds
+    assert made.trained == (*served, *drawn, *branches)
+    assert {text.prompt_length for text in drawn} == {1}
+    assert {text.prompt_length for text in served} != {1}
+    for branch in branches:
+        assert 0 < len(branch.continuation) <= 8
+        assert any(branch.prompt == text.tokens[: branch.prompt_length] for text in drawn)
+    # The base goes on greedily from there, which is seldom what it drew.
+    assert any(branch.tokens[: len(text.tokens)] != text.tokens for branch in branches for text in drawn)
+    sampled = gather(Pair(plan(tmp_path / "tuned", temperature=0.7)))
+    assert len(sampled.kinds) == 2
+    assert {text.prompt_length for text in sampled.kinds[1]} == {1}
+
+
+def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
+    """Half by each: a drafter that is perfect on what it learned and useless elsewhere is in the middle."""
+    trained = Text(tuple(range(30)), 1)
+    other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
+    watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
+    found = Corpus(kinds=((trained,),), watched=watched, held_out=(), workloads=(), own=0, units=(), names=())
+    text = torch.arange(10).repeat_interleave(10)
+    anchor = torch.arange(10, 20).repeat(10)
+    stands = (text < 5).double()[:, None].expand(-1, 3)
+    measured = Measured.over(text, anchor, stands)
+    assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
+    few = measured.of([0, 1, 2, 3, 4, 5])
+    assert found.balanced(few) == few.teacher_forced > 4 - 1

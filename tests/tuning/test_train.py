@@ -1,0 +1,247 @@
+"""The loop: the same seed gives the same bytes, stopping and going on is as if nothing had happened, and it learns."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import pickle
+import resource
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_extract.drafter.protocol import Needs
+from mtp_extract.errors import CheckpointError, OutputError
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning import train as module
+from mtp_extract.tuning.latents import Latents
+from mtp_extract.tuning.train import PATIENCE, Progress, States, TextStates, states_of
+from mtp_extract.tuning.work import written_whole
+
+from .conftest import Tiny
+
+
+def assert_same(one: tuple[Latents, Progress], other: tuple[Latents, Progress]) -> None:
+    """Where they ended, what was best, and every number on the way."""
+    (latents, trained), (others, again) = one, other
+    assert trained.results.keys() == again.results.keys()
+    for key, value in trained.results.items():
+        assert torch.equal(value, again.results[key]), key
+        assert torch.equal(latents.values[key], others.values[key]), key
+    assert (trained.step, trained.done, trained.history) == (again.step, again.done, again.history)
+
+
+@pytest.mark.parametrize(("mode", "changes"), [("qat", {}), ("norms", {"temperature": 1.0, "objective": "tv"})])
+def test_it_goes_on_as_if_nothing_had_happened(
+    tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]
+) -> None:
+    whole = tiny.train(tmp_path / "whole", mode, **changes)
+    assert whole[1].done == 12
+    # Stopped twice, between measurements and at one.
+    for last in (5, 9):
+        calls = iter(range(100))
+        done = 0 if last == 5 else 5
+        _, part = tiny.train(tmp_path / "part", mode, lambda: done + next(calls) + 1 == last, **changes)  # noqa: B023
+        assert (part.done, part.interrupted) == (last, True)
+        assert part.results
+    rest = tiny.train(tmp_path / "part", mode, **changes)
+    assert not rest[1].interrupted
+    assert_same(whole, rest)
+    logged = [(tmp_path / name / "log.jsonl").read_text() for name in ("whole", "part")]
+    assert logged[0] == logged[1]
+    assert [json.loads(line) for line in logged[0].splitlines()] == whole[1].history
+    # What is finished is not trained again.
+    assert_same(whole, (whole[0], tiny.train(tmp_path / "part", mode, **changes)[1]))
+
+
+def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
+    calls = iter(range(100))
+    tiny.train(tmp_path / "work", steps=4, stop=lambda: next(calls) == 1)
+    found = tiny.train(tmp_path / "work", steps=4, learning_rate=1e-3)
+    assert_same(found, tiny.train(tmp_path / "fresh", steps=4, learning_rate=1e-3))
+
+
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"PK\x03\x04 damaged",
+        b"no state at all",
+        pickle.dumps(Path("x"), protocol=2),
+        _pickled([1, 2]),
+        _pickled({"fingerprint": 1})[:-40],
+        _pickled({"done": 1}),
+    ],
+)
+def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "state.pt").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"state\.pt: expected the state of a training"):
+        tiny.train(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(OutputError, match=r"log\.jsonl: expected a place to keep text and state") as found:
+        tiny.train(tmp_path)
+    assert found.value.remedies == ("work",)
+
+
+@pytest.mark.parametrize("share", [0, 0.02, 0.4, 0.9, 0.98, 0.999])
+def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: float) -> None:
+    """Is said as such, wherever it happens; the state that was there is whole, and a later one takes its place."""
+    path = tmp_path / "state.pt"
+
+    def save() -> None:
+        with written_whole(path) as file:
+            torch.save({str(number): torch.full((4000,), number) for number in range(3)}, file)
+
+    save()
+    before = path.read_bytes()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(before)), unlimited[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot be written: .* Make room there") as found:
+            save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert found.value.remedies == ("work",)
+    assert path.read_bytes() == before
+    save()
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_one_step_leaves_what_it_does_not_use(tiny: Tiny, tmp_path: Path) -> None:
+    """One draft a round never reads the projected state: that projection has no gradient, and is not trained."""
+    latents, found = tiny.train(tmp_path, "qat", draft_steps=1, learning_rate=1e-2, evaluations=1)
+    assert not [role for role in latents.weights(torch.float32) if "post_projection" in role]
+    assert found.done == 12
+    before, after = tiny.checkpoint.tensors, latents.tuned(latents.results()).tensors
+    assert after["post_projection"] is before["post_projection"]
+    assert after["pre_projection"] is not before["pre_projection"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "rate", "changes"),
+    [
+        ("qat", 1e-2, {"objective": "ce"}),
+        # A few factors must turn the choices of random matrices: at 1e-2 they fall short of it in as many steps.
+        ("norms", 6e-2, {"objective": "ce"}),
+        ("float", 2e-2, {"objective": "kl", "temperature": 1.0}),
+        ("float", 2e-2, {"objective": "tv", "temperature": 0.8}),
+    ],
+)
+def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: dict[str, object]) -> None:
+    """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
+    _, found = tiny.train(tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes)
+    steps = [entry for entry in found.history if "loss" in entry]
+
+    def ends(name: str) -> tuple[float, float]:
+        first, last = (sum(float(entry[name]) for entry in part) / len(part) for part in (steps[:3], steps[-5:]))
+        return first, last
+
+    before, after = ends("loss")
+    assert after < before * 0.8
+    before, after = ends("agreement")
+    assert after > before + 0.2
+
+
+def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
+    """By the watched texts; and after some that are no better, it ends."""
+    _, found = tiny.train(tmp_path, steps=19, evaluations=19, learning_rate=3.0)
+    watched = {int(e["step"]): float(e["teacher_forced"]) for e in found.history if "loss" not in e}
+    assert watched[found.step] == max(watched.values())
+    assert found.done < 19
+    assert found.done - found.step == PATIENCE
+
+
+@pytest.mark.parametrize("mode", ["norms", "qat"])
+def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
+    """Beside a base in BF16 the drafter computes in BF16; what is trained, its moments and what is kept are in F32."""
+    half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
+    rate = {"norms": 6e-2, "qat": 1e-2}[mode]
+    stops = iter([False] * 15 + [True])  # before the last step, as of what is finished no moments are kept
+    changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": rate}
+    latents, found = half.train(tmp_path, mode, lambda: next(stops), dtype=torch.bfloat16, **changes)
+    assert {weight.dtype for weight in latents.weights(torch.bfloat16).values()} == {torch.bfloat16}
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
+    kept = [*latents.values.values(), *state["latents"].values(), *moments]
+    assert {value.dtype for value in kept} == {torch.float32}
+    # Steps smaller than BF16 can tell apart add up.
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.results.values()) or not found.step
+    losses = [float(entry["loss"]) for entry in found.history if "loss" in entry]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    # The numbers of a step in BF16 are those of F32, as far as BF16 goes.
+    _, single = tiny.train(tmp_path / "f32", mode, steps=1, batch=5, anchors=12)
+    assert losses[0] == pytest.approx(float(single.history[1]["loss"]), rel=0.03)
+
+
+def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """Text by people that the base never agrees with: later steps have no rows, and every figure is a number."""
+    tokens = tuple((token + 1 + place) % 40 for place, token in enumerate(tiny.texts[0].tokens))
+    odd = Tiny(tiny.base, tiny.checkpoint, tiny.drafter, (*[Text(tokens, 3)] * 5, *tiny.texts[5:]))
+    _, found = odd.train(tmp_path, steps=2, evaluations=1)
+    assert all(math.isfinite(entry["agreement"]) for entry in found.history if "loss" in entry)
+
+
+# What the base computes over texts
+
+
+def tensors(item: TextStates) -> list[Tensor]:
+    kv = [part for pair in item.shared_kv.values() for part in pair]
+    return [item.hidden, item.choices, *item.layers.values(), *kv]
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts forwards of the base, of groups of two texts."""
+    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 48)
+    counted = Mock(side_effect=states_of)
+    monkeypatch.setattr(module, "states_of", counted)
+    return counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_the_same_wherever_they_are_kept(
+    tiny: Tiny, forwards: Mock, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, nowhere, or some of them; in whichever order they are asked for."""
+    base = Base(copy.deepcopy(tiny.base.model).to(dtype))
+    needs = Needs(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
+    texts = [*tiny.texts, tiny.texts[0]]
+    expected = States(base, needs, texts, 4).of(texts)
+    size = sum(item.bytes for item in expected[:-1])
+    assert size == sum(tensor.nbytes for item in expected[:-1] for tensor in tensors(item))
+    groups = forwards.call_count
+    assert groups == 4
+    for free, again in ((1 << 21, 0), (0, groups), (size, 3)):
+        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
+        states = States(base, needs, texts, 4)
+        states.of(texts)
+        forwards.reset_mock()
+        found = states.of(texts[::-1])[::-1]
+        assert 0 < forwards.call_count <= again or forwards.call_count == again
+        for one, other in zip(expected, found, strict=True):
+            assert one.text == other.text
+            assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
+    """So that no other is computed again with it; and never more together than a batch."""
+    lengths = {4: 5, 30: 2, 100: 2}
+    texts = [Text(tuple(range(number, number + length)), 1) for length, n in lengths.items() for number in range(n)]
+    texts = [Text(tuple(token % 40 for token in text.tokens), 1) for text in texts]
+    States(tiny.base, tiny.drafter.needs, texts, 3).of(texts)
+    assert [len(call.args[2]) for call in forwards.call_args_list] == [3, 2, 1, 1, 1, 1]

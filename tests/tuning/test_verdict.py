@@ -1,0 +1,134 @@
+"""What is kept: what takes fewer rounds, and harms nothing that was measured; too few texts decide neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_extract.cli.tune import _show_comparisons
+from mtp_extract.evaluate.measured import Measured
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning.corpus import Corpus
+from mtp_extract.tuning.verdict import Comparisons
+
+ANCHORS, K = 30, 2
+
+
+def measured(texts: int, accepted: float | Tensor) -> Measured:
+    """Of that many texts, rounds of two drafts of which both stand as often as ``accepted`` says, of all or of each."""
+    rates = torch.as_tensor(accepted).expand(texts).repeat_interleave(ANCHORS)
+    stands = (torch.arange(texts * ANCHORS) % 10 < 10 * rates).double()
+    text = torch.arange(texts).repeat_interleave(ANCHORS)
+    return Measured.over(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
+
+
+def text(number: int, words: int = 3 * ANCHORS) -> Text:
+    """One of its own: no eight tokens of it stand in another."""
+    return Text(tuple(number * 1000 + index for index in range(words)), 1)
+
+
+def compared(
+    workloads: Sequence[str],
+    own: int,
+    before: Measured,
+    after: Measured,
+    trained: Sequence[Text] = (),
+) -> Comparisons:
+    count = len(workloads)
+    held_out = tuple(text(number) for number in range(count))
+    names = tuple(f"text {number}" for number in range(count))
+    corpus = Corpus((tuple(trained),), (), held_out, tuple(workloads), own, tuple(range(count)), names)
+    return Comparisons.of(corpus, before, after)
+
+
+@pytest.mark.parametrize(("texts", "kept"), [(4, False), (20, True)])
+def test_few_texts_show_no_gain(texts: int, kept: bool) -> None:
+    found = compared(("code",) * texts, texts, measured(texts, 0.3), measured(texts, 0.8))
+    assert (found.refused() == ()) == kept
+    if not kept:
+        (reason,) = found.refused()
+        assert reason.startswith("it is not shown to take fewer rounds on held-out text (")
+        assert reason.endswith("teacher-forced +1.000, not decided: 4 texts, at least 5 are needed)")
+        overall = found.as_json()["overall"]
+        assert overall["change"] == {"mean": 1.0, "interval": None}
+        assert overall["rounds"]["interval"] is None
+
+
+def test_harm_that_could_not_be_seen_is_said() -> None:
+    """On a workload of one text, nothing is shown of it, and that it is worse on none is not claimed of it."""
+    workloads = (*["code"] * 30, "prose", *["chat (shipped)"] * 6)
+    found = compared(workloads, 30, measured(37, 0.3), measured(37, 0.8))
+    assert found.refused() == ()
+    (few,) = found.notes()
+    assert "Not decided for workloads of fewer than 5 held-out texts: prose (1)." in few
+    assert not list(compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8)).notes())
+
+
+def test_what_few_texts_cannot_show_is_said() -> None:
+    found = compared(("code",) * 12, 12, measured(12, 0.3), measured(12, 0.8))
+    assert next(found.notes()).startswith("Only 12 held-out texts of what was trained on")
+
+
+def test_harm_on_a_workload_refuses() -> None:
+    before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
+    found = compared((*["code"] * 20, *["prose"] * 20), 20, before, after, [text(number) for number in range(40)])
+    (reason,) = found.refused()
+    assert reason.startswith("it is worse on prose (-1.000, -")
+
+
+def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
+    """Only where no round begins."""
+    even = (torch.arange(20 * ANCHORS) % 2 == 0)[:, None]
+    both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measured(20, 0.0)
+    before = Measured.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
+    after = Measured.over(places.text, places.anchor, both * ~even)
+    found = compared(("code",) * 20, 20, before, after)
+    assert found.overall.change.better
+    (reason,) = found.refused()
+    assert "(300 before, 320 after: ratio 0.938, 0." in reason
+
+
+def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
+    """Half of each text stands in a trained one: there it gains, elsewhere it loses less, and a little is too much."""
+    before, halves = measured(40, 0.5), torch.arange(40 * ANCHORS) % ANCHORS < ANCHORS // 2
+    stands = before.stands.clone()
+    stands[halves] = 1
+    lost = torch.arange(40 * ANCHORS) % ANCHORS == ANCHORS - 6
+    assert bool(stands[lost].all())
+    stands[lost] = 0
+    after = Measured.over(before.text, before.anchor, stands)
+    # Sequences of eight that end at most at an anchor in the first half, and two drafts.
+    trained = [Text(text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
+    found = compared(("code",) * 40, 40, before, after, trained)
+    assert found.unseen.before.anchor.unique().tolist() == list(range(1 + ANCHORS // 2, ANCHORS + 1))
+    assert found.unseen.change.worse
+    (reason,) = found.refused()
+    assert reason.startswith(
+        "it may lose more than 0.05 teacher-forced tokens per round where drafts continue what no training"
+    )
+    assert compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).refused() == ()
+    assert found.as_json()["unseen"]["anchors"] == 20 * ANCHORS
+
+
+def test_no_place_that_training_has_not_seen_is_said() -> None:
+    found = compared(("code",) * 40, 40, measured(40, 0.3), measured(40, 0.8), [text(number) for number in range(40)])
+    assert found.refused() == ()
+    assert found.as_json()["unseen"] is None
+    assert "what no training text has: not decided: 0 texts, at least 5 are needed" in next(found.notes())
+
+
+def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounds first; within 100 columns, whatever workloads and prompts are called."""
+    before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
+    found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
+    _show_comparisons(found, ("before", "after"))
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert "\x1b" not in shown
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 24
+    assert " ".join(lines[2].split()) == "rounds, before for one after 20 360 240 x 1.500 (1.500 to 1.500)"
+    assert shown.count("text 2") == 3

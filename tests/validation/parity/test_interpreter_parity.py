@@ -1,0 +1,260 @@
+"""Google's interpreter in floats: the right drafter agrees to the last bits, and every wrong one is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flatbuffers
+import numpy as np
+import pytest
+import torch
+from helpers.first_pair import first_bundle
+from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
+from seam import model_of
+
+import mtp_extract
+from mtp_extract.bundle import Shard
+from mtp_extract.drafter.load import drafter_of
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.validation.parity import interpreter
+from mtp_extract.validation.parity.cases import random_cases
+from mtp_extract.validation.parity.floats import is_coded, write_in_floats
+from mtp_extract.validation.parity.interpreter import (
+    IN_FLOATS,
+    Outputs,
+    Parity,
+    apart,
+    interpreted,
+    measure_parity,
+    reference_outputs,
+)
+from mtp_extract.validation.plan import ValidationPlan
+from mtp_extract.validation.run import run_validation
+
+SLIDING_WINDOW = 16
+
+
+def measured(drafter: MtpDrafter, source: Shard, seed: int = 0) -> Parity:
+    return measure_parity(drafter, source, random_cases(source, 16, seed))
+
+
+def test_the_sample_agrees(drafter: MtpDrafter, source: Shard) -> None:
+    found = measured(drafter, source)
+    assert found.agrees
+    assert max(found.in_floats.logits, found.in_floats.state) < IN_FLOATS / 2
+    assert found.in_floats.top1 > len(found.cases) == 16
+    # The interpreter rounds activations, the reference does not: near, and not the same.
+    assert 1e-3 < found.as_it_is.logits < 0.1
+    assert found.as_it_is.correlation > 0.99
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"jax_hadamard"}))
+def test_every_way_of_quantizing(name: str) -> None:
+    with mtp_extract.open(variant(name)) as opened:
+        source = opened.drafter(SLIDING_WINDOW if name in REFUSED else None)
+        found = measured(drafter_of(checkpoint_of(source).whole(), dtype=torch.float32), source)
+    assert found.agrees
+    assert found.as_it_is.correlation > 0.9
+
+
+def test_the_same_pair_gives_the_same_figure(drafter: MtpDrafter, source: Shard) -> None:
+    """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
+    assert measured(drafter, source) == measured(drafter, source)
+    figures = [measured(drafter, source, seed).in_floats.logits for seed in range(3)]
+    assert all(1e-7 < figure < IN_FLOATS / 2 for figure in figures)
+
+
+Fault = Callable[[MtpDrafter], MtpDrafter]
+
+
+def with_half_changed(name: str) -> Fault:
+    """Every other number of a tensor 2 % too large: many of these networks do not see a tensor that is all larger."""
+
+    def plant(drafter: MtpDrafter) -> MtpDrafter:
+        tensor = drafter.state_dict()[name].clone()
+        tensor.reshape(-1)[::2] *= 1.02
+        return drafter.with_tensors({name: tensor})
+
+    return plant
+
+
+def with_swapped(one: str, other: str) -> Fault:
+    def plant(drafter: MtpDrafter) -> MtpDrafter:
+        state = drafter.state_dict()
+        return drafter.with_tensors({one: state[other], other: state[one]})
+
+    return plant
+
+
+def with_config(change: Callable[[Any], Any]) -> Fault:
+    return lambda drafter: drafter.with_config(change(drafter.config))
+
+
+def with_window(config: Any, window: int) -> Any:
+    layers = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and window) for x in config.layers)
+    return dataclasses.replace(config, layers=layers)
+
+
+def tensor_names() -> list[str]:
+    with mtp_extract.open(first_bundle()) as opened:
+        found = drafter_of(checkpoint_of(opened.drafter()).whole(), dtype=torch.float32).state_dict()
+    # The last layer's scalar changes nothing: a norm follows.
+    return [name for name in found if name != "layers.3.layer_scalar"]
+
+
+FAULTS: dict[str, Fault] = {
+    **{f"half of {name}": with_half_changed(name) for name in tensor_names()},
+    "no layer scalar": lambda drafter: drafter.with_tensors({"layers.0.layer_scalar": torch.ones(1)}),
+    "gate and up swapped": with_swapped("layers.1.gate_proj.weight", "layers.1.up_proj.weight"),
+    "norms before swapped": with_swapped("layers.2.pre_attention_norm.weight", "layers.2.pre_ffw_norm.weight"),
+    "norms after swapped": with_swapped("layers.2.post_attention_norm.weight", "layers.2.post_ffw_norm.weight"),
+    "layers swapped": with_swapped("layers.0.down_proj.weight", "layers.1.down_proj.weight"),
+    "epsilon": with_config(lambda config: dataclasses.replace(config, rms_norm_eps=1e-5)),
+    "scale of attention": with_config(lambda config: dataclasses.replace(config, attention_scale=0.25)),
+    "no soft cap": with_config(lambda config: dataclasses.replace(config, final_logit_softcap=None)),
+    "soft cap": with_config(lambda config: dataclasses.replace(config, final_logit_softcap=30.01)),
+    "exact gelu": with_config(lambda config: dataclasses.replace(config, hidden_activation="gelu")),
+    "all of full rotated": with_config(lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0)),
+    "theta of sliding": with_config(lambda c: c.with_rope("sliding_attention", theta=10_001.0)),
+    "theta of full": with_config(lambda c: c.with_rope("full_attention", theta=1_010_000.0)),
+    "window": with_config(lambda config: with_window(config, 8)),
+    "window by one": with_config(lambda config: with_window(config, config.sliding_window - 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[tuple[Shard, list[Any], list[Outputs]]]:
+    """The sample's section, the cases that :func:`measure_parity` would run, and what the interpreter computes."""
+    with mtp_extract.open(first_bundle()) as opened:
+        source = opened.drafter()
+        cases = random_cases(source, 16, 0)
+        quiet = [
+            dataclasses.replace(c, embedding=c.embedding / 1000, hidden=c.hidden / 1000)
+            for c in cases
+            if c.position < 32
+        ]
+        yield source, [*cases, *quiet], interpreted(source, [*cases, *quiet], floats=True)
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(FAULTS) >= 60
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_refuted(
+    drafter: MtpDrafter, theirs: tuple[Shard, list[Any], list[Outputs]], name: str
+) -> None:
+    _, cases, expected = theirs
+    found = apart(reference_outputs(FAULTS[name](drafter), cases), expected)
+    assert max(found.logits, found.state) > IN_FLOATS
+
+
+def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
+    """A walk that takes gate for up gives a checkpoint of which every tensor is the file's."""
+    other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
+    roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
+    misread = dataclasses.replace(source, walk=dataclasses.replace(source.walk, roles=roles))
+    found = measured(drafter_of(checkpoint_of(misread).whole(), dtype=torch.float32), misread)
+    assert not found.agrees
+    assert found.in_floats.logits > 1e-2
+
+
+def test_floats_that_are_not_the_files_are_refuted(
+    drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both programs would compute with codes that are read the wrong way round; the file as it is does not."""
+    from mtp_extract.litertlm.storage import Packing
+
+    unpack = Packing.unpack
+
+    def swapped(packing: Packing, stored: bytes) -> np.ndarray:
+        codes = unpack(packing, stored)
+        return codes if packing.bits == 8 else codes.reshape(-1, 2)[:, ::-1].reshape(-1)
+
+    monkeypatch.setattr(Packing, "unpack", swapped)
+    found = measured(drafter_of(checkpoint_of(source).whole(), dtype=torch.float32), source)
+    assert found.in_floats.logits < IN_FLOATS
+    assert found.as_it_is.correlation < 0.5
+    assert not found.agrees
+
+
+def test_recorded_calls(source: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, the section gives what the interpreter made of it when the sample was built."""
+    stored = np.load(HERE / "truth" / "e2e_jax_mix48.io.npz")
+    samples = sorted({key.split("/")[0] for key in stored.files})
+    calls = [
+        {key.split("/")[2]: stored[key] for key in stored.files if key.startswith(f"{sample}/in/")}
+        for sample in samples
+    ]
+    monkeypatch.setattr(interpreter, "signature_inputs", lambda source, call, floats: call)
+    for sample, (logits, state) in zip(samples, interpreted(source, calls, floats=False), strict=True):  # type: ignore[arg-type]
+        assert np.abs(logits - stored[f"{sample}/litert/logits"].reshape(-1)).max() < 1e-5
+        assert np.abs(state - stored[f"{sample}/litert/projected_activations"].reshape(-1)).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["torch_static8_mix48_kv8", "torch_blockwise32"])
+def test_a_section_in_floats_has_no_codes(name: str, tmp_path: Path) -> None:
+    """Its tensors, and what reads them, are as before."""
+    with mtp_extract.open(variant(name)) as opened:
+        model = opened.drafter().model
+        write_in_floats(model, tmp_path / "floats.tflite")
+        floats = model_of((tmp_path / "floats.tflite").read_bytes())
+        for before, after in zip(model.subgraphs, floats.subgraphs, strict=True):
+            assert not any(map(is_coded, after.tensors))
+            assert [(t.name, t.shape) for t in before.tensors] == [(t.name, t.shape) for t in after.tensors]
+            assert [op.inputs for op in before.operators] == [op.inputs for op in after.operators]
+            kinds = [(a.kind, b.kind) for a, b in zip(before.operators, after.operators, strict=True)]
+            assert {pair for pair in kinds if pair[0] != pair[1]} <= {("QUANTIZE", "CAST"), ("DEQUANTIZE", "CAST")}
+        assert any(map(is_coded, model.subgraphs[0].tensors))
+        assert sum(t.type is TensorType.FLOAT32 for t in floats.subgraphs[0].tensors) > 48
+
+
+def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard, tmp_path: Path) -> None:
+    """As a model of more than 2 GB has them: a place and a size in the file."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    region = source.model.region
+    moved = schema.ModelT.InitFromPackedBuf(region.read(0, region.size))
+    behind, at = b"", 0
+    for wanted in (False, True):
+        for buffer in moved.buffers:
+            if not wanted and buffer.data is not None and len(buffer.data):
+                buffer.offset, buffer.size = 1 << 40, len(buffer.data)
+                behind, buffer.data = behind + bytes(buffer.data), None
+            elif buffer.size and wanted:
+                buffer.offset, at = at, at + buffer.size
+        builder = flatbuffers.Builder(1 << 20)
+        builder.Finish(moved.Pack(builder), b"TFL3")
+        at = len(builder.Output())
+    write_in_floats(model_of(bytes(builder.Output()) + behind), tmp_path / "behind.tflite")
+    write_in_floats(source.model, tmp_path / "inside.tflite")
+    assert (tmp_path / "behind.tflite").read_bytes() == (tmp_path / "inside.tflite").read_bytes()
+
+
+def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:
+    apart_from = dataclasses.replace(source.model, weights=source.model.region)
+    with pytest.raises(UnsupportedError, match="a section of their own"):
+        measured(drafter, dataclasses.replace(source, model=apart_from))
+
+
+def test_numbers_that_are_none_do_not_agree(drafter: MtpDrafter, source: Shard) -> None:
+    broken = drafter.with_tensors({"final_norm.weight": torch.full((64,), torch.nan)})
+    found = measured(broken, source)
+    assert not found.agrees
+    assert found.in_floats.logits == np.inf
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("transformers", "bf16"), ("transformers", "f16"), ("litert", None)])
+def test_a_directory_that_is_rounded(tmp_path: Path, layout: str, dtype: Any) -> None:
+    """Its tensors are held against the file's by identity; parity is of the file's, and as sharp."""
+    mtp_extract.extract(first_bundle(), tmp_path / "d", format=layout, dtype=dtype)
+    found = run_validation(ValidationPlan(tmp_path / "d", source=str(first_bundle()), samples=4))
+    assert found.parity is not None
+    assert found.parity.agrees
+    assert found.verified

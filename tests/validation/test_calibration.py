@@ -1,0 +1,48 @@
+"""Ranges of activations beside a base: what goes through the matrices, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from helpers.first_pair import first_base
+
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.validation.calibration import measure_ranges
+
+
+def test_ranges_hold_what_the_matrices_can_do(checkpoint: Path, tmp_path: Path) -> None:
+    prompts, more = tmp_path / "one.txt", tmp_path / "more.txt"
+    prompts.write_text("class Foo(object):\n")
+    more.write_text("class Foo(object):\nimport os\n")
+    shown = list[tuple[int, int]]()
+    few, many = (
+        measure_ranges(
+            checkpoint,
+            str(first_base()),
+            path,
+            new_tokens=12,
+            device="cpu",
+            chat_template=False,
+            show=lambda part, *batches: shown.append(batches),
+        )
+        for path in (prompts, more)
+    )
+    # A batch of the base's text, and each text by itself.
+    assert shown == [(1, 1), (1, 1), (1, 1), (1, 2), (2, 2)]
+    drafter = load_drafter(checkpoint, dtype=torch.float32)
+    matrices = {name: m for name, m in drafter.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert few.keys() == many.keys() == matrices.keys()
+    for role, (given, made) in many.items():
+        weight = matrices[role].weight
+        # No row makes more of its inputs than the sum of its weights allows.
+        most = float(weight.abs().sum(dim=1).max()) * max(-given.low, given.high)
+        assert -most <= made.low < made.high <= most
+        assert given.low <= few[role][0].low
+        assert few[role][0].high <= given.high
+    for layer in range(4):
+        assert many[f"layers.{layer}.gate_proj"][0] == many[f"layers.{layer}.up_proj"][0]
+    assert many["lm_head"][0] == many["post_projection"][0]
+    norm = drafter.get_submodule("final_norm").weight.abs().max()
+    # A norm's output is its weight times numbers whose mean square is 1.
+    assert many["lm_head"][0].high <= float(norm) * drafter.config.hidden_size**0.5

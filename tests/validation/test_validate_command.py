@@ -1,0 +1,150 @@
+"""``mtp-validate`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_here
+from helpers.first_pair import first_base, first_bundle
+from helpers.variant_files import variant
+from typer.testing import CliRunner
+
+from mtp_extract.cli import validate
+from mtp_extract.data import sample_prompts
+from mtp_extract.errors import OutputError
+from mtp_extract.validation.result import Validation
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
+RUNNER = CliRunner()
+
+
+def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> list[str]:
+        raise OutputError("report: cannot be written: no space left.")
+
+    monkeypatch.setattr("mtp_extract.validation.run.run_validation", lambda *arguments: validation)
+    monkeypatch.setattr("mtp_extract.validation.page.write_validation", full)
+    result = RUNNER.invoke(validate.app, ["--sample", "--report", "report"])
+    assert isinstance(result.exception, OutputError)
+    assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
+    assert "Wrote" not in result.stdout
+
+
+def test_sample(tmp_path: Path) -> None:
+    few = {kind: texts[:1] for kind, texts in json.loads(sample_prompts().read_text("utf-8")).items()}
+    (tmp_path / "few.json").write_text(json.dumps(few))
+    result = run_here(
+        "validate",
+        *(
+            "--sample",
+            "--prompts",
+            tmp_path / "few.json",
+            "--draft-steps",
+            "1,2",
+            *("--tree", "2x1"),
+            "--new-tokens",
+            "16",
+        ),
+        *("--report", tmp_path / "report"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(
+        "Verified: the checkpoint is the drafter of sample.litertlm (config, files, tensors, "
+    )
+    assert result.stderr.splitlines()[0] == "extracting the sample …"
+    assert "Traceback" not in result.stderr
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["verified"]
+    worth = report["drafters"][0]["generation"]["worth"]
+    assert list(worth) == ["1", "2", "2x1"]
+    assert all(row["same_text"] == row["prompts"] for row in worth.values())
+    trees = {name: (row["tree"], row["drafts"], row["depth"]) for name, row in worth.items()}
+    assert trees["2"] == (None, 2, 2)
+    assert trees["2x1"] == ("2x1", 4, 2)
+    assert report["verdict"] in result.stdout
+
+
+def test_controls_are_shown_where_they_are_asked_for(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_extract.validation.run.run_validation", lambda *arguments: validation)
+    shown = [RUNNER.invoke(validate.app, ["--sample", *more]).stdout for more in ((), ("--controls",))]
+    assert ["zero_hidden" in text for text in shown] == [False, True]
+    assert all("What drafting is worth" in text and "Acceptance by" not in text for text in shown)
+
+
+def test_json(checkpoint: Path) -> None:
+    result = run_here("validate", checkpoint, "--source", first_bundle(), "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert report["parity"]["cases"] == [f"random {index}" for index in range(16)]
+    assert report["drafters"] == []
+
+
+def test_refuted_is_status_1(checkpoint: Path) -> None:
+    result = run_here("validate", checkpoint, "--source", variant("torch_int2"))
+    assert result.returncode == 1
+    assert result.stdout.startswith("Refuted: tensors: pre_projection (pre_projection.weight) has other values")
+    assert "erified:" not in result.stdout.splitlines()[0].replace("not verified:", "")
+    assert result.stderr.splitlines()[-1].startswith("error: the validation shows that something is wrong")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Examples:"),
+        (("--new-tokens", "9"), "name a DIR, or --sample"),
+        (("d", "--sample"), "one of the two"),
+        (("--sample", "--base", "x"), "brings its own base"),
+        (("d", "--base", "x", "--draft-steps", "1,x"), "whole numbers from 1"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
+    result = RUNNER.invoke(validate.app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
+        (("CHECKPOINT", "--base", "/absent"), "which is neither"),
+        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),
+        (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
+        (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
+    ],
+)
+def test_errors_are_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = run_here("validate", *(str(checkpoint) if word == "CHECKPOINT" else word for word in arguments))
+    assert (result.returncode, result.stdout) == (1, "")
+    errors = [line for line in result.stderr.splitlines() if not line.endswith("…")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert message in errors[0]
+
+
+@pytest.mark.parametrize(("module", "package"), [("torch", "torch"), ("transformers", "transformers")])
+def test_missing_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run_here("validate", checkpoint, "--base", first_base(), "--source", first_bundle())
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"error: expected the package {package}, but it is not installed. Validation and tuning need more "
+        "packages than extraction: pip install 'mtp-extract[validate]'\n"
+    )
+
+
+def test_help_needs_no_extra() -> None:
+    """In a process that could import none of it."""
+    code = "import sys; sys.modules['torch'] = None; from mtp_extract.cli.validate import main; main()"
+    result = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert "--source" in result.stdout
