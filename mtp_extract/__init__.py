@@ -17,9 +17,7 @@ they are first used: ``import mtp_extract`` alone loads nothing heavy.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract._version import __version__
@@ -85,33 +83,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    found = getattr(import_module(module), attribute)
-    # A room of that name was bound meanwhile; it is called like the function.
-    return globals().get(name, found)
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Room(ModuleType):
-    """A folder of the package that has a function's name: the folder as ever, and called it is the function."""
-
-    @property
-    def __wrapped__(self) -> Any:
-        return getattr(import_module("mtp_extract.api"), self.__name__.rpartition(".")[2])
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.__wrapped__(*arguments, **options)
-
-
-class _Package(ModuleType):
-    """This package: what is imported of it stays callable where it has the name of a function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOMES and isinstance(value, ModuleType):
-            value.__class__ = _Room
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -63,6 +63,12 @@ def test_the_page_names_every_function_and_its_blocks_are_python() -> None:
         compile(block, str(DOCUMENT), "exec")
 
 
+def test_no_folder_hides_a_function() -> None:
+    """Once it is imported, a folder would stand where the function of its name was."""
+    package = Path(mtp_extract.__file__).parent
+    assert not [name for name in mtp_extract.__all__ if (package / name).is_dir() or (package / f"{name}.py").is_file()]
+
+
 def test_the_package_alone_loads_nothing_heavy() -> None:
     code = (
         "import sys, mtp_extract; dir(mtp_extract); mtp_extract.MtpExtractError; mtp_extract.bench\n"
