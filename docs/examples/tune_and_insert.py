@@ -24,8 +24,7 @@ bundle = options.pop("bundle")
 
 made = mtp_extract.extract(bundle, "drafter", dtype="f32", overwrite=True)
 # Forced, so that there is something to insert: else only what is shown to be better is written.
-out, work = Path("drafter-tuned"), Path("drafter-tuned.work")
-plan = mtp_extract.TuningPlan(made.directory, out=out, work=work, force=True, overwrite=True, **options)
+plan = mtp_extract.TuningPlan(made.directory, force=True, overwrite=True, **options)
 tuned = mtp_extract.tune(plan, say=print)
 for reason in tuned.refused:
     print(f"not shown to be better: {reason}")

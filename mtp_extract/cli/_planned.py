@@ -21,7 +21,7 @@ def planned(command: Callable[..., None]) -> Callable[..., None]:
 
     A parameter that is annotated with an :class:`~mtp_extract.options.About` becomes an option, or an argument where
     it has neither default nor names. A parameter that is a dataclass becomes an option for each of its fields that has
-    an About. ``Annotated[dict, Plan]`` hands over the values by name, for a plan that the command completes.
+    an About.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     shown: dict[str, inspect.Parameter] = {}
@@ -54,9 +54,9 @@ def given(context: typer.Context, *names: str) -> list[str]:
 def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
     if (told := about(hint)) is not None:
         yield _option(name, get_args(hint)[0], default, told)
-    elif (plan := _plan(hint)) is not None:
-        hints = get_type_hints(plan, include_extras=True)
-        for field in fields(plan):
+    elif is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        for field in fields(hint):
             if (told := about(hints[field.name])) is not None and told.option:
                 default = inspect.Parameter.empty if field.default is MISSING else field.default
                 yield _option(field.name, get_args(hints[field.name])[0], default, told)
@@ -92,24 +92,19 @@ def _parameter(name: str, kind: Any, default: Any, made: Any) -> inspect.Paramet
 
 def _value(name: str, hint: Any, given: Mapping[str, Any]) -> Any:
     """What a parameter is given: the value of its option, or a plan of the values of its options."""
-    plan = _plan(hint)
-    if plan is None:
+    if not is_dataclass(hint):
         return given[name]
-    told = {option.name for option in _options(name, hint, None)}
-    # Where nothing was given, the plan's own default holds.
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key in told}
-    values = {key: value for key, value in values.items() if value is not None or _required(plan, key)}
-    return plan(**values) if plan is hint else values
+    values = {}
+    for option in _options(name, hint, None):
+        value = given[option.name]
+        # Where nothing was given, the plan's own default holds.
+        if value is not None or _required(hint, option.name):
+            values[option.name] = tuple(value) if isinstance(value, list) else value
+    return hint(**values)  # type: ignore[operator]
 
 
 def _required(plan: Any, name: str) -> bool:
     return any(field.name == name and field.default is MISSING for field in fields(plan))
-
-
-def _plan(hint: Any) -> Any:
-    """The dataclass that an annotation is, or has beside a dict; None where there is none."""
-    kinds = (hint, *getattr(hint, "__metadata__", ()))
-    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def _spelled(message: str, shown: Mapping[str, inspect.Parameter]) -> str:

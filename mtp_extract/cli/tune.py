@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,8 +19,7 @@ from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
-from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan, default_directory
+from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
 if TYPE_CHECKING:
@@ -36,19 +34,7 @@ _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 def command(
     *,
     context: typer.Context,
-    out: Annotated[
-        Path | None,
-        About(
-            "Where to save the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
-            names=("-o", "--out"),
-            metavar="DIR",
-        ),
-    ] = None,
-    work: Annotated[
-        Path | None,
-        About("Keep text, state and log here, to resume from; by default the result's name + .work.", metavar="DIR"),
-    ] = None,
-    plan: Annotated[dict[str, Any], TuningPlan],
+    plan: TuningPlan,
     print_json: AsJson = False,
 ) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or make a new head.
@@ -58,28 +44,25 @@ def command(
     status is 1; --force saves it anyway. Ctrl-C ends the training and measures the best so far; pressed again, nothing
     is saved. The same command resumes where it stopped.
     """
-    directory, mode = plan["directory"], plan["mode"]
-    if (directory is None) != (mode == EAGLE3):
+    if (plan.directory is None) != (plan.mode == EAGLE3):
         raise typer.BadParameter("name a DIR, or make a new head (--mode eagle3); one of the two.")
-    if mode != EAGLE3 and given(context, "draft_vocab"):
-        raise typer.BadParameter(f"--mode {mode} has no use for --draft-vocab. Leave it out.")
-    target = out or default_directory(directory, plan["base"])
-    made = TuningPlan(**plan, out=target, work=work or target.with_name(target.name + ".work"))
+    if plan.mode != EAGLE3 and given(context, "draft_vocab"):
+        raise typer.BadParameter(f"--mode {plan.mode} has no use for --draft-vocab. Leave it out.")
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
     # JSON goes to stdout: whoever sits at a terminal sees how far it is.
     quiet = print_json and not sys.stderr.isatty()
     with _progress(quiet or not first) as tell, _asked_to_stop(tell_so=first) as stop:
-        found = run_tuning(made, doing_unless(quiet), tell, stop)
+        found = run_tuning(plan, doing_unless(quiet), tell, stop)
     if first and print_json:
-        key = "ordered_head" if mode == ORDERED else "tuning"
+        key = "ordered_head" if plan.mode == ORDERED else "tuning"
         write_json({"directory": found.directory, key: found.record, "notes": found.notes})
     elif first:
-        _show(found, made)
+        _show(found, plan)
     if found.directory is None:
         if first:
             why = "; ".join(found.refused)
-            error(f"{escape(target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
+            error(f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
         raise typer.Exit(1)
 
 

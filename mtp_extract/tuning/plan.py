@@ -25,7 +25,7 @@ RECIPE = ("steps", "draft_steps", "batch", "anchors", "objective", "temperature"
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """As :func:`mtp_extract.tuning` explains it."""
+    """A drafter, its base, the text, and how it is trained; each field says what it means to a user."""
 
     directory: Annotated[
         Path | None,
@@ -36,8 +36,18 @@ class TuningPlan:
     ]
     """None where a new EAGLE-3 head is to be made."""
     base: Annotated[str, BASE]
-    out: Path
-    work: Path  # where text, state and log are kept: a run that was stopped resumes from there
+    out: Annotated[
+        Path | None,
+        About(
+            "Where to save the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
+            names=("-o", "--out"),
+            metavar="DIR",
+        ),
+    ] = None
+    work: Annotated[
+        Path | None,
+        About("Keep text, state and log here, to resume from; by default the result's name + .work.", metavar="DIR"),
+    ] = None
     mode: Annotated[
         str,
         About(
@@ -96,6 +106,21 @@ class TuningPlan:
     device: Device = "auto"
     force: Annotated[bool, About("Save also what is not better.")] = False
     overwrite: Overwrite = False
+
+    @property
+    def target(self) -> Path:
+        """Where the result goes: ``out``, or by default the drafter's name and "-tuned", of a new head the base's and
+        "-eagle3".
+        """
+        if self.out is not None:
+            return self.out
+        name = Path(self.base) if self.directory is None else self.directory
+        return Path(f"{name.resolve().name}-{EAGLE3 if self.directory is None else 'tuned'}")
+
+    @property
+    def kept_in(self) -> Path:
+        """Where text, state and log are: ``work``, or by default the result's name and ".work"."""
+        return self.target.with_name(f"{self.target.name}.work") if self.work is None else self.work
 
     @property
     def optimizer_steps(self) -> int:
@@ -162,18 +187,13 @@ class TuningPlan:
     def _check_places(self) -> None:
         from mtp_extract.pipeline.staging import recorded
 
-        place, work = (Path(os.path.realpath(path)) for path in (self.out, self.work))
+        place, work = (Path(os.path.realpath(path)) for path in (self.target, self.kept_in))
         if place in (work, *work.parents):
             raise OutputError(
-                f"{escape(self.out)}: expected a place of its own for the result, found that text and state are kept "
-                "there. Choose another place for one of the two.",
+                f"{escape(self.target)}: expected a place of its own for the result, found that text and state are "
+                "kept there. Choose another place for one of the two.",
                 remedies=("out", "work"),
             )
         # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.
         if os.environ.get("RANK", "0") == "0":
-            check_place(self.out, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
-
-
-def default_directory(directory: Path | None, base: str) -> Path:
-    """Where a result goes when the user does not say: ``NAME-tuned``, of a new head the base's ``NAME-eagle3``."""
-    return Path(f"{Path(base).resolve().name}-{EAGLE3}" if directory is None else f"{directory.resolve().name}-tuned")
+            check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)

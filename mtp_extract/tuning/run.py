@@ -68,7 +68,7 @@ def run_tuning(
     elif plan.mode != EAGLE3:
         _latents(plan, pair)
     # The first of several processes locks the folder for all.
-    with memory_guard("tuning"), locked(plan.work) if pair.accelerator.is_main_process else nullcontext():
+    with memory_guard("tuning"), locked(plan.kept_in) if pair.accelerator.is_main_process else nullcontext():
         corpus = gather(pair, tell)
         if plan.mode == ORDERED:
             made, about, comparisons = make_head(plan, pair, corpus, tell)
@@ -81,10 +81,10 @@ def run_tuning(
     keep = plan.force or not refused
     if keep and pair.accelerator.is_main_process:
         key = "ordered_head" if plan.mode == ORDERED else "tuning"
-        write_made(pair.origin, made, plan.out, key, about, overwrite=plan.overwrite, inputs=plan.inputs)
+        write_made(pair.origin, made, plan.target, key, about, overwrite=plan.overwrite, inputs=plan.inputs)
     pair.accelerator.wait_for_everyone()
     notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes())
-    return Outcome(plan.out if keep else None, refused, comparisons, corpus, about, notes)
+    return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, notes)
 
 
 def _tuned(
@@ -120,7 +120,7 @@ def _take_new_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> None:
     from mtp_extract.pipeline.conversion import ReadDirectory
     from mtp_extract.tuning.eagle3 import new_head, write_head
 
-    directory = plan.work / "untrained-eagle3-head"
+    directory = plan.kept_in / "untrained-eagle3-head"
     if pair.accelerator.is_main_process:
         name = None if Path(plan.base).is_dir() else plan.base
         write_head(new_head(pair.base, corpus.trained, plan.draft_vocab, name, pair.loaded.dtype, plan.seed), directory)

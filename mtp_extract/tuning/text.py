@@ -183,12 +183,12 @@ class Writer:
 
     def _stored(self) -> dict[str, Line]:
         """By name, the texts in the files of every process."""
-        paths = sorted((self.plan.work / "text").glob(f"{self._files}-*.jsonl"))
+        paths = sorted((self.plan.kept_in / "text").glob(f"{self._files}-*.jsonl"))
         return {line.name: line for path in paths for line in _lines(path)}
 
     def _keep(self, lines: Sequence[Line]) -> None:
         """Keep the texts of a batch, in a file of their own that is there whole or not at all."""
-        path = self.plan.work / "text" / f"{self._files}-{_number([line.name for line in lines]):012x}.jsonl"
+        path = self.plan.kept_in / "text" / f"{self._files}-{_number([line.name for line in lines]):012x}.jsonl"
         with written_whole(path) as file:
             file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 

@@ -510,15 +510,15 @@ def _fingerprint(plan: TuningPlan, pair: Pair, corpus: Corpus) -> str:
 def _save(plan: TuningPlan, fingerprint: str, run: Progress, latents: Latents, optimizer: Any) -> None:
     """Keep the state, which is there whole or not at all, and the log beside it."""
     state = {"fingerprint": fingerprint, "run": vars(run), "latents": latents.state_dict()}
-    with written_whole(plan.work / "state.pt") as file:
+    with written_whole(plan.kept_in / "state.pt") as file:
         torch.save({**state, "optimizer": optimizer.state_dict()}, file)
-    with written_whole(plan.work / "log.jsonl") as file:
+    with written_whole(plan.kept_in / "log.jsonl") as file:
         file.write("".join(json.dumps(entry) + "\n" for entry in run.history).encode())
 
 
 def _resumed(plan: TuningPlan, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
     """Where an earlier run with this fingerprint stopped; else a beginning."""
-    path = plan.work / "state.pt"
+    path = plan.kept_in / "state.pt"
     if not path.is_file():
         return Progress()
     try:

@@ -122,28 +122,15 @@ def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
     assert "timed" not in output and "loud" not in output
 
 
-@dataclass(frozen=True)
-class Unfinished:
-    work: Path
-    steps: Annotated[int, About("Steps.", least=1)] = 3
-    batch: Annotated[int | None, About("At a time.")] = None
-
-
-def test_a_plan_that_the_command_completes() -> None:
+def test_what_is_given_is_told_from_a_default_of_the_same_value() -> None:
     got = list[Any]()
 
-    def command(
-        context: typer.Context,
-        plan: Annotated[dict[str, Any], Unfinished],
-        again: Annotated[bool, About("Once more.")] = False,
-    ) -> None:
-        got.append((plan, given(context, "steps", "again")))
+    def command(context: typer.Context, plan: Plan, again: Annotated[bool, About("Once more.")] = False) -> None:
+        got.append(given(context, "batch", "again"))
 
-    for options in (["--batch", "2"], ["--batch", "2", "--steps", "3", "--again"]):
-        assert CliRunner().invoke(new_app(command, {}), options).exit_code == 0
-    values = {"steps": 3, "batch": 2}
-    # What is given is told from a default of the same value.
-    assert got == [(values, []), (values, ["--steps", "--again"])]
+    for options in ([], ["--batch", "4", "--again"]):
+        assert CliRunner().invoke(new_app(command, {}), ["--base", "b", *options]).exit_code == 0
+    assert got == [[], ["--batch", "--again"]]
 
 
 @pytest.mark.parametrize(
