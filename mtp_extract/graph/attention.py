@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mtp_extract.graph.call import CONVERSIONS, Call, code_range, grid_of
+from mtp_extract.graph.call import CONVERSIONS, Call, axis_of, code_range, grid_of
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node
@@ -107,7 +107,7 @@ class AttentionReader:
             axis, batch = (Call(self.graph, node).option(slot, "i") for slot in (0, 1))
             if batch or len(node.operand(1).tensor.shape) != 1:
                 raise UnreadableError("chooses otherwise in each batch, or makes axes")
-            return replace(form, view=view.picked(axis % len(view.shape), numbers))
+            return replace(form, view=view.picked(axis_of(axis, len(view.shape)), numbers))
         sizes = numbers.tolist()
         return replace(form, view=view.transposed(sizes) if kind == "TRANSPOSE" else view.broadcast(sizes))
 

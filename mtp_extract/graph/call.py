@@ -34,6 +34,17 @@ CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
 REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
 
 
+def axis_of(axis: int, rank: int) -> int:
+    """``axis`` counted from 0, which a negative one is counted from the end.
+
+    Raises:
+        FormatError: there is none such.
+    """
+    if not -rank <= axis < rank:
+        raise FormatError(f"Expected an axis of {rank}, found {axis}: the file is damaged.")
+    return axis % rank
+
+
 def holds_codes(tensor: Tensor) -> bool:
     """Whether its integers stand for numbers by a scale, or several."""
     return tensor.type in _GRIDS and tensor.quantization is not None and tensor.quantization.scales.count > 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
-from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, Call, computing, grid_of
+from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, Call, axis_of, computing, grid_of
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
@@ -125,8 +125,13 @@ class Reading:
             raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
         if node.kind in (*CONVERSIONS, MATRIX, "BATCH_MATMUL"):
             return
-        values = [*(node.operand(i) for i in moved if i < len(node.inputs)), *node.outputs]
-        types = {value.tensor.type_name for value in values} - {"BOOL"}
+        chosen_by = node.operand(0) if node.kind in ("SELECT", "SELECT_V2") else None
+        if chosen_by is not None and chosen_by.tensor.type_name != "BOOL":
+            raise UnreadableError(f"chooses by {chosen_by.tensor.type_name}")
+        operands = [node.operand(i) for i in moved if i < len(node.inputs)]
+        types = {value.tensor.type_name for value in operands if value is not chosen_by}
+        # What a comparison makes is of another type than what it compares.
+        types |= {made.tensor.type_name for made in node.outputs} - {"BOOL"}
         if len(types) > 1:
             raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
 
@@ -136,8 +141,8 @@ class Reading:
 
     def _read(self, node: Node) -> Form | tuple[Form, ...]:
         if node.kind == MATRIX and not node.operand(1).depends:
-            if node.operand(0).tensor.type != node.outputs[0].tensor.type:
-                raise UnreadableError("makes numbers of another type")
+            if node.operand(0).tensor.type != node.outputs[0].tensor.type or len(node.inputs) > 3:
+                raise UnreadableError("makes numbers of another type, or of more than a matrix and a bias")
             return self._matrix(node)
         moved = self.data_operands(node)
         operands = [self.operand(node, i) if i in moved else None for i in range(len(node.inputs))]
@@ -297,7 +302,7 @@ class Reading:
 
     def _summed(self, node: Node, term: Term) -> Term:
         rank = term.ids.ndim
-        if {int(a) % rank for a in self.graph.integers(node.operand(1))} != {rank - 1} or not term.whole:
+        if {axis_of(int(a), rank) for a in self.graph.integers(node.operand(1))} != {rank - 1} or not term.whole:
             raise UnreadableError("sums otherwise than over the last axis")
         made = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
         keeps = Call(self.graph, node).option(0, "?", False)

@@ -50,9 +50,9 @@ class Rotation:
         return self.positions.values_of(self.by)
 
     @property
-    def key(self) -> tuple[bytes, bytes]:
-        """Equal for equal rotations."""
-        return self.number.tobytes(), self.by.tobytes()
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal rotations of heads of one size."""
+        return self.number.shape, self.number.tobytes(), self.by.tobytes()
 
     def at(self, positions: Ids | None = None) -> Iterator[tuple[Ids, list[Floats]]]:
         """Cosines below and above half, sines below and above half, ``[positions, half]`` each; at all if None."""

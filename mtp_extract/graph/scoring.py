@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import REDUCTIONS, Call
+from mtp_extract.graph.call import REDUCTIONS, Call, axis_of
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.forms import (
@@ -177,7 +177,7 @@ class Scoring:
     def _reduced(self, node: Node, scored: Scored, stage: str) -> Scored:
         """The largest score, the total, or whether any slot is seen: over all slots."""
         at, view, axes = scored.slot_axis, scored.view, node.operand(1)
-        over = {int(axis) % len(view.axes) for axis in self.graph.integers(axes)} if not axes.depends else set()
+        over = {axis_of(int(axis), len(view.axes)) for axis in self.graph.integers(axes)} if not axes.depends else set()
         if over != {at} or not self._all_slots(view, at):
             raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
         keeps = bool(Call(self.graph, node).option(0, "?", False))
@@ -232,6 +232,9 @@ class Scoring:
             return number
         if value is None or value.depends & Depends.DATA:
             raise UnreadableError("brings a score together with another activation")
+        # Masks are read along their last axis: so that of the slots has to be.
+        if at != len(view.axes) - 1 and value.tensor.elements > 1:
+            raise UnreadableError("meets a mask otherwise than along its last axis")
         axis = at - (len(view.axes) - len(value.tensor.shape))
         if axis < 0 or value.tensor.shape[axis] == 1:
             return "leaf", value, None

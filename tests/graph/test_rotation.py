@@ -124,3 +124,11 @@ def test_a_file_is_read_the_same(sample: Any) -> None:
 def test_other_pairs_are_refused(label: str) -> None:
     with pytest.raises(MtpExtractError):
         prove(of(f"rope/{label}"))
+
+
+def test_rotations_of_heads_of_other_sizes_are_others() -> None:
+    """Though their numbers lie in the same bytes: what is held for one would not be held for the other."""
+    number, by = np.ones((2, 4, 4), np.float32), np.zeros((2, 4, 4), np.int64)
+    positions: Any = Tables(np.zeros((SLOTS, 2)))
+    one, other = (Rotation(1.0, number.reshape(s), by.reshape(s), positions) for s in ((2, 4, 4), (2, 8, 2)))
+    assert one.key != other.key

@@ -8,6 +8,7 @@ same function as the changed file.
 from __future__ import annotations
 
 from adversary.edits import Case, Change
+from adversary.mutations.along import ALONG
 from adversary.mutations.composites import COMPOSITES, NAMES, RUNTIME
 from adversary.mutations.declared import DECLARED
 from adversary.mutations.gelu import GELU
@@ -85,4 +86,5 @@ MUTATIONS: tuple[Case, ...] = (
     *THIRD_FILES,
     *THIRD_READERS,
     *WINDOWS,
+    *ALONG,
 )
