@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from msgspec import convert
+from msgspec import Struct, convert
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -43,18 +43,17 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
     schemes: dict[str, dict[str, Any]] = {}
     for role, planned in weights.weights.items():
         weight = floats.get(role)
-        if weight is None or weight.scheme is None:
+        steps = weight.steps if weight is not None and len(weight.shape) == 2 else None
+        if weight is None or weight.scheme is None or steps is None:
             continue
-        name, steps, constant = planned.name, weight.steps, constant_of(weight)
+        name, constant = planned.name, constant_of(weight)
         if constant is not None:
             scale, zero_point = constant.source.scale, constant.source.zero_point
         else:
-            assert steps is not None
             shape = (-1,) if steps.block == weight.shape[1] else steps.size.shape
             scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
-        across = steps is not None and len(weight.shape) == 2 and steps.block == 1 < weight.shape[1]
-        factor = steps.factor if steps is not None else None
-        schemes[name] = {"bits": weight.scheme.bits, "factor": factor, "axis": int(across)}
+        across = steps.block == 1 < weight.shape[1]
+        schemes[name] = {"bits": weight.scheme.bits, "factor": steps.factor, "axis": int(across)}
         kind = "I8" if weight.scheme.signed else "U8"
         tensors += [
             PlannedTensor(f"{name}.codes", kind, weight.shape, weight.code_chunks, role),
@@ -91,9 +90,9 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
         weight = checkpoint.tensors[roles[name][0]]
         floats = stored_of(weight)
         assert floats is not None
-        coded = _coded(path, stored, name, weight.shape, schemes.get(name, {})) if len(weight.shape) == 2 else None
-        if coded is None:
-            continue
+        if name not in schemes or len(weight.shape) != 2:
+            raise CheckpointError(f"{path}: nothing says how the codes of {escape(name)} are to be read.")
+        coded = _coded(path, stored, name, weight.shape, schemes[name])
         if not same_floats(narrowed(coded, floats.dtype.rounding), weight):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
@@ -102,37 +101,41 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _schemes(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """By name of weight, how many bits its codes have and what was folded into its scales."""
+class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
+    bits: Literal[2, 4, 8]
+    factor: float  # what was folded into the scales
+    axis: Literal[0, 1]  # 1 where each column has a scale
+
+
+def _schemes(path: Path) -> Mapping[str, _Scheme]:
+    """By name of weight, how its codes are to be read."""
     metadata = read_metadata(path)
     require_keys(path, metadata, {}, {**HEADER, _SCHEMES: TEXT})
     try:
-        return convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, dict[str, Any]])
+        return convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
 
 
 def _coded(
-    path: Path, stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], scheme: Mapping[str, Any]
-) -> Weight | None:
-    """The codes of the weight ``name``; None where its scales are not of rows, blocks of rows, or columns."""
-    codes, bits, factor = stored[f"{name}.codes"], scheme.get("bits"), scheme.get("factor")
-    if codes.dtype not in _CODE_TYPES or codes.shape != shape or bits not in (2, 4, 8):
+    path: Path, stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], scheme: _Scheme
+) -> Weight:
+    """The codes of the weight ``name``."""
+    codes, factor = stored[f"{name}.codes"], scheme.factor
+    if codes.dtype not in _CODE_TYPES or codes.shape != shape:
         raise CheckpointError(f"{path}: the codes of {escape(name)} are of another type or shape.")
-    if factor is None:
-        return None
     parts = {part: stored[f"{name}.{part}"] for part in _PARTS[1:]}
     for part, dtype in zip(parts, ("F32", "I64"), strict=True):
         if parts[part].dtype != dtype:
             raise CheckpointError(f"{path}: {escape(name)}.{part} is {parts[part].dtype}, expected {dtype}.")
     scale = read_array(path, parts["scale"], np.dtype("<f4"))
     zero_point = read_array(path, parts["zero_point"], np.dtype("<i8"))
-    sound = type(factor) in (int, float) and 0 < abs(factor) < _LARGEST_FACTOR
+    sound = 0 < abs(factor) < _LARGEST_FACTOR and bool(np.isfinite(scale).all())
     if scale.size != zero_point.size or not scale.size or not sound:
         raise CheckpointError(f"{path}: the scales of {escape(name)} are damaged.")
     rows, columns = shape
     # Scales of blocks lie in rows, those of channels in one.
-    if len(parts["scale"].shape) == 1 and scale.size == columns and scheme.get("axis") == 1:
+    if len(parts["scale"].shape) == 1 and scale.size == columns and scheme.axis == 1:
         steps = Steps.across(scale, zero_point, shape, factor)
     elif scale.size % rows == 0 and columns % (scale.size // rows) == 0:
         steps = Steps(columns * rows // scale.size, scale.reshape(rows, -1), zero_point.reshape(rows, -1), factor)
@@ -144,7 +147,7 @@ def _coded(
     kind = _CODE_TYPES[codes.dtype]
     return of_codes(
         shape,
-        Packing(bits, codes.dtype == "I8"),
+        Packing(scheme.bits, codes.dtype == "I8"),
         lambda first, last: read_rows(path, codes, first, last).view(kind),
         lambda: steps,
         origin=(path, codes.offset),

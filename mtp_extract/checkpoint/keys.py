@@ -82,6 +82,8 @@ def _is(value: Any, allowed: Any) -> bool:
     """Whether ``value`` is what ``allowed`` is, or of that type."""
     if not isinstance(allowed, type):
         return _same(value, allowed)
+    if allowed is list:
+        return isinstance(value, list) and all(type(one) is int for one in value)
     return allowed is object or (isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool)))
 
 

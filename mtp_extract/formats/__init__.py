@@ -157,7 +157,7 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
     if name is not None and name not in ENGINES:
         raise ValueError(f"format {escape(name)!r}: expected {either(NAMES)}.{nearest(name, NAMES)}")
     if name is not None and (none := ENGINES[name].none):
-        raise UnsupportedError(f"{name}: {none}", remedies=("format",))
+        raise UnsupportedError(f"{name}: {none}")
     for known in EVERY if name is None else ENGINES[name].formats:
         if EVERY[known].architecture == architecture:
             return known

@@ -22,13 +22,12 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
 
-from mtp_extract.checkpoint.files import sha256_of_file
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
-from mtp_extract.pipeline.check import files_in, verify
+from mtp_extract.pipeline.check import changed_card, files_in, verify
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import LEGAL
 from mtp_extract.report.card import UNSAID, CardWords, model_card
@@ -104,8 +103,7 @@ def plan_upload(
         )
     notes: tuple[str, ...] = ()
     report = read_object(folder / REPORT, "Validate again.") if REPORT in contents else None
-    written = record["files"].get(CARD, {}).get("sha256")
-    if CARD in contents and sha256_of_file(folder / CARD) != written:
+    if changed_card(folder, record):
         if words != UNSAID:
             raise HubError(
                 f"{escape(folder / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "

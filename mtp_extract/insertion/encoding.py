@@ -262,8 +262,8 @@ def check_written(path: Path, planned: Iterable[Encoding], slots: Iterable[Slot]
         return _squares(slot.held.floats(first, last), slot.new.floats(first, last))
 
     for slot, parts in zip(rounded, over_rows(rounded, squares), strict=True):
-        # Those that are kept have scales that are alike.
-        if any(abs(_share(parts) - e.error) > (1 + (e.how == KEPT)) * _ERRORS_ALIKE for e in found[slot]):
+        # Those that are kept have scales that are alike. What is no number is not alike.
+        if any(not abs(_share(parts) - e.error) <= (1 + (e.how == KEPT)) * _ERRORS_ALIKE for e in found[slot]):
             wrong.add(slot.role)
     if wrong:
         raise OutputError(f"{path}: {few(sorted(wrong))} reads back differently. Nothing was kept.")

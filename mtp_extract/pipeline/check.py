@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ class Verification:
 def with_record(place: Path) -> Path:
     """``place``; of a file that lies in a directory with a record, that directory."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
+
+
+def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
+    """Whether the card in ``directory`` is there, and another than the one that ``record`` lists."""
+    card = directory / CARD
+    return card.is_file() and sha256_of_file(card) != record["files"].get(CARD, {}).get("sha256")
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.rounding import round_matrices, rule_of
 from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.source import Progress, counter
-from mtp_extract.pipeline.check import files_in, read_record
+from mtp_extract.pipeline.check import changed_card, files_in, read_record
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.report.card import model_card
@@ -170,10 +170,12 @@ def finish(
         if rule is None
         else (f"Codes were made here, by {rule['rule']}, of {rule['matrices']} matrices that had none.",)
     )
+    replaced = (target / RECORD).is_file() and changed_card(target, read_record(target))
+    lost = (f"{CARD} had been changed by hand, and is replaced.",) if replaced else ()
     return ExtractionResult(
         directory=target,
         files={name: (stage / name).stat().st_size for name in files_in(stage)},
         record=record_,
         parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-        notes=(*notes, *made_codes, *made.notes(), *made.files[0].notes),
+        notes=(*notes, *lost, *made_codes, *made.notes(), *made.files[0].notes),
     )

@@ -74,7 +74,13 @@ def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> No
     "said",
     [
         *({}, {"schemes": "5"}, {"schemes": "["}, {"schemes": "{}"}, {"schemes": '{"NAME": 5}'}),
-        *({"schemes": f'{{"NAME": {{"bits": 4, "factor": {factor}}}}}'} for factor in ("0", "true", '"1"', "1" * 400)),
+        *(
+            {"schemes": f'{{"NAME": {{"bits": {bits}, "factor": {factor}, "axis": 0}}}}'}
+            for bits, factor in (
+                *((4, factor) for factor in ("0", "true", '"1"', "null", "1" * 400)),
+                *((bits, "1") for bits in ("4.0", "3", '"4"')),
+            )
+        ),
     ],
 )
 def test_what_is_said_of_codes_is_not_believed(sample: Path, tmp_path: Path, said: dict[str, str]) -> None:
@@ -123,3 +129,13 @@ def test_a_checkpoint_without_codes_is_as_it_is(extracted_bare: Path) -> None:
 def extracted_bare(sample: Path, tmp_path: Path) -> Path:
     extract(sample, tmp_path / "bare")
     return tmp_path / "bare"
+
+
+def test_scales_that_are_no_numbers_are_refused(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "out", codes=True)
+    path = tmp_path / "out" / CODES_FILE
+    tensors = load_file(path)
+    tensors["pre_projection.weight.scale"] = np.full_like(tensors["pre_projection.weight.scale"], np.inf)
+    save_file(tensors, path, dict(read_metadata(path)))
+    with pytest.raises(CheckpointError, match="are damaged"):
+        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))

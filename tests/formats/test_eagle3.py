@@ -123,7 +123,7 @@ def test_shards_and_short_floats(tmp_path: Path, dtype: torch.dtype) -> None:
         expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
         assert torch.equal(loaded.state_dict()[name], expected), name
     if dtype == torch.float16:
-        with pytest.raises(DrafterError, match="stored as float16 and no dtype was given"):
+        with pytest.raises(DrafterError, match="float16 is stored, and no dtype was given"):
             load_any(directory)
     assert not findings_of(directory)
     convert(directory, tmp_path / "whole", format="eagle3", dtype="f32")

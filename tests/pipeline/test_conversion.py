@@ -378,3 +378,10 @@ def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name:
     (tmp_path / "sample.litertlm").symlink_to(sample)
     with pytest.raises(CheckpointError, match=said):
         convert(tmp_path / name, tmp_path / "out", format="gguf")
+
+
+def test_a_card_that_was_changed_by_hand_is_not_replaced_without_a_word(sample: Path, tmp_path: Path) -> None:
+    first = extract(sample, tmp_path / "out")
+    assert not any("by hand" in note for note in extract(sample, tmp_path / "out", overwrite=True).notes)
+    (first.directory / "README.md").write_text("my words")
+    assert any("changed by hand" in note for note in extract(sample, tmp_path / "out", overwrite=True).notes)
