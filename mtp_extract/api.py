@@ -196,6 +196,8 @@ def insert(
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
     source, ranges = checkpoint_here(source, or_bundle=True), None
+    if (Path(source) / RECORD).is_file():
+        verify(Path(source), REPORT_FILES)
     of_drafter = {"graph_from": graph_from, "base": base, "section": section, "signature": signature}
     with ExitStack() as stack:
         if holds_base(Path(source)):

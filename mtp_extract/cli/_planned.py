@@ -75,7 +75,8 @@ def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Paramete
         more["metavar"] = told.metavar
     elif told.parse is not None:
         # Typer would parse the default, too: the plan's own holds where nothing is given.
-        more |= {"parser": told.parse, "show_default": ",".join(map(str, default)) if default else False}
+        shown = f"  [default: {','.join(map(str, default))}]" if default else ""
+        more |= {"parser": told.parse, "show_default": False, "help": told.help + shown}
         kind, default = str | None, None
     elif item is not kind and type(None) not in get_args(kind):
         kind, default = list[item] | None, None  # type: ignore[valid-type]

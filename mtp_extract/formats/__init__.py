@@ -111,12 +111,11 @@ ENGINES = {
     "tensorrt-llm": Engine(("transformers",)),
     "ollama": Engine(("transformers",)),
     "litert-lm": Engine(
-        none="LiteRT-LM drafts with what its bundle holds, so nothing is to be written for it. To change that, put a "
-        "drafter into the bundle."
+        none="LiteRT-LM drafts with what its bundle holds: put a drafter into the bundle with `mtp-insert`."
     ),
     "lm-studio": Engine(
         none="LM Studio does not draft with a Gemma 4 drafter, whatever its format (seen in 0.4.20: its draft models "
-        "are whole models). Its llama.cpp does by itself: choose llama.cpp, and llama-server."
+        "are whole models). Serve it with llama.cpp's own llama-server instead: choose llama.cpp."
     ),
 }
 """What a user may call what is to serve the drafter → what that loads."""

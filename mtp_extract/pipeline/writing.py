@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import round_matrices, rule_of
-from mtp_extract.errors import UnsupportedError, either
+from mtp_extract.errors import CheckpointError, UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.pipeline.check import changed_card, files_in, read_record
@@ -170,8 +171,11 @@ def finish(
         if rule is None
         else (f"Codes were made here, by {rule['rule']}, of {rule['matrices']} matrices that had none.",)
     )
-    replaced = (target / RECORD).is_file() and changed_card(target, read_record(target))
-    lost = (f"{CARD} had been changed by hand, and is replaced.",) if replaced else ()
+    lost: list[str] = []
+    # A record of another release says nothing of its card.
+    with suppress(CheckpointError):
+        if (target / RECORD).is_file() and changed_card(target, read_record(target)):
+            lost.append(f"{CARD} had been changed by hand, and is replaced.")
     return ExtractionResult(
         directory=target,
         files={name: (stage / name).stat().st_size for name in files_in(stage)},

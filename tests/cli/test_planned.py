@@ -117,7 +117,7 @@ def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
     --chat / --no-chat|--exact|--private / --public|-o, --out OUT|--title TEXT|--again|--json"""
     places = [output.index(word.strip()) for word in re.split(r"\|(?!good>)", order)]
     assert places == sorted(places)
-    for shown in ("[required]", "[default: (1,2)]", "[default: 4; 1<=x<=8]", "[default: good]", "[default: private]"):
+    for shown in ("[required]", "[default: 1,2]", "[default: 4; 1<=x<=8]", "[default: good]", "[default: private]"):
         assert shown in output
     assert "timed" not in output and "loud" not in output
 
