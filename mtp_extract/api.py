@@ -231,8 +231,11 @@ def _ranges(source: PathLike, base: str, prompts: PathLike | None, chat_template
     return measure_ranges(source, base, prompts, chat_template=chat_template, say=say, show=show)
 
 
-def validate(plan: ValidationPlan) -> Validation:
+def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:
     """Whether a checkpoint is the drafter of its file (``source``), and whether it drafts what its base would say.
+
+    Args:
+        tell: told the result before a report of it is written, which a full disk may prevent.
 
     Raises:
         MtpExtractError: a part is missing, or does not fit.
@@ -244,6 +247,7 @@ def validate(plan: ValidationPlan) -> Validation:
     from mtp_extract.validation.run import run_validation
 
     found = run_validation(plan)
+    tell(found)
     if plan.report is not None:
         from mtp_extract.validation.page import write_validation
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -58,29 +59,22 @@ def command(
 
     asked = sample_plan(plan) if sample else plan
     asked.check()
-    to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": asked.inputs}
     if asked.report is not None:
         require("matplotlib")
 
     from mtp_extract.api import validate
-    from mtp_extract.io.place import check_place
-    from mtp_extract.report.files import REPORT_LISTED
     from mtp_extract.report.page import as_json
-    from mtp_extract.validation.page import write_validation
 
-    if asked.report is not None:
-        check_place(asked.report, **to, listed=REPORT_LISTED)
+    def tell(found: Validation) -> None:
+        if print_json:
+            write_json(json.loads(as_json(found)))
+        else:
+            _show(found, controls)
+
     with progress_of("batch", print_json) as show:
-        found = validate(replace(asked, report=None, say=doing_unless(print_json), show=show))
-    # Before it is written: what took hours is then seen where a disk is full.
-    if print_json:
-        write_json(json.loads(as_json(found)))
-    else:
-        _show(found, controls)
-    if asked.report is not None:
-        files = write_validation(found, asked.report, **to)
-        if not print_json:
-            say(f"Wrote {escape(asked.report)}/: {', '.join(files)}")
+        found = validate(replace(asked, say=doing_unless(print_json), show=show), tell)
+    if asked.report is not None and not print_json:
+        say(f"Wrote {escape(asked.report)}/: {', '.join(sorted(os.listdir(asked.report)))}")
     if found.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)
