@@ -12,7 +12,6 @@ fields (``cli/_planned.py``), and the function holds the same bounds against wha
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,34 +36,6 @@ class About:
     """Makes the value of what the user types, of a sequence all of it at once; raises ValueError for wrong usage."""
     option: bool = True
     """Whether the command has it; else it is for Python alone."""
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", re.IGNORECASE | re.ASCII)
-
-
-class Bytes(int):
-    """A number of bytes, which reads as people write it: 2GB."""
-
-    def __str__(self) -> str:
-        count, units = float(self), ["B", "kB", "MB", "GB", "TB"]
-        while count >= 999.5 and len(units) > 1:
-            count, units = count / 1000, units[1:]
-        return f"{count:.3g}{units[0]}" if self else "0"
-
-    @classmethod
-    def parse(cls, text: str) -> Bytes:
-        """Of ``2GB``, ``1.5 GiB``, ``500MB``, or a number of bytes.
-
-        Raises:
-            ValueError: something else is there.
-        """
-        found = _SIZE.fullmatch(text.strip())
-        unit = (found[2] or "B").upper() if found else ""
-        if found is None or unit not in _UNITS:
-            raise ValueError(f"expected a size such as 2GB, 1.5GiB or 500MB, found {escape(text)!r}.")
-        return cls(float(found[1]) * _UNITS[unit])
 
 
 def key_from(variable: str) -> str:

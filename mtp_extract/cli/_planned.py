@@ -67,12 +67,13 @@ def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
 def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Parameter:
     """One option or argument of typer's."""
     item = next((one for one in get_args(kind) if one not in (type(None), ...)), kind)
-    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar or _STANDS_FOR.get(item)}
+    # Of choices typer shows all where nothing stands for them.
+    stands_for = None if told.choices else _STANDS_FOR.get(item)
+    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar or stands_for}
     more |= {"min": told.least, "max": told.most} if item in (int, float) and told.parse is None else {}
     required = default is inspect.Parameter.empty
     if told.choices:
         kind = Literal[told.choices] | None if default is None else Literal[told.choices]
-        more["metavar"] = told.metavar
     elif told.parse is not None:
         # Typer would parse the default, too: the plan's own holds where nothing is given.
         shown = f"  [default: {','.join(map(str, default))}]" if default else ""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli._drafter import say_geometry, say_proof
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY
+from mtp_extract.report.card import is_head
 from mtp_extract.report.serving import shell_word
 
 if TYPE_CHECKING:
@@ -43,13 +42,12 @@ def show_written(
             say(line)
     total = size(sum(result.files.values()))
     say(f"Wrote {where}/ ({record['layout']} format, {holds(record)}, {total}), read back and compared")
-    is_head = EVERY[record["layout"]].architecture == EAGLE3
-    if not is_head:
+    if not is_head(record):
         _say_proof(record, verbose)
     if verbose:
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
-    if engine in NEXT and not is_head:
+    if engine in NEXT and not is_head(record):
         say(f"Next: {NEXT[engine].replace('DIR', shell_word(result.directory))}")
     else:
         say(f"{where}/README.md shows how engines load it.")

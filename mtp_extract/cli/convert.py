@@ -8,15 +8,14 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli._options import AsJson, Verbose
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY
 from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.report.card import is_head
 
 
 def command(
@@ -51,8 +50,7 @@ def command(
     with progress(quiet=print_json) as tick:
         result = convert(directory, out, **vars(plan), overwrite=overwrite, progress=tick)
     record = result.record
-    is_head = EVERY[record["layout"]].architecture == EAGLE3
-    what = "EAGLE-3 head" if is_head else f"{record['known_as'] or 'MTP'} drafter"
+    what = "EAGLE-3 head" if is_head(record) else f"{record['known_as'] or 'MTP'} drafter"
     before = escape(record["converted_from"][-1]["layout"])
     head = f"{what} of {escape(record['source']['name'])}, from its {before} format"
     show_written(result, plan.format, head, (), verbose=verbose, print_json=print_json)

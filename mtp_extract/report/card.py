@@ -79,7 +79,7 @@ def model_card(record: Mapping[str, Any], report: Mapping[str, Any] | None = Non
 def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
     known, format_, base = license_of(record), EVERY.get(record["layout"]), _base_of(record, words)
-    kinds = ["eagle3"] if _is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
+    kinds = ["eagle3"] if is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
     metadata = {
         "license": words.license or (known["id"] if known else _UNKNOWN_LICENSE),
         "license_link": known["url"] if known and not words.license else None,
@@ -100,13 +100,14 @@ def _base_of(record: Mapping[str, Any], words: CardWords) -> str | None:
     return next((name for name in named if name and _HUB_ID.fullmatch(name)), None)
 
 
-def _is_head(record: Mapping[str, Any]) -> bool:
+def is_head(record: Mapping[str, Any]) -> bool:
+    """Whether what ``record`` describes is an EAGLE-3 head."""
     format_ = EVERY.get(record["layout"])
     return format_ is not None and format_.architecture == EAGLE3
 
 
 def _card(record: Mapping[str, Any], report: Mapping[str, Any] | None, words: CardWords) -> str:
-    source, head, base = record["source"], _is_head(record), _base_of(record, words)
+    source, head, base = record["source"], is_head(record), _base_of(record, words)
     bundle, argument = source["kind"] != "checkpoint", _source_argument(record)
     kind = "EAGLE-3 head" if head else "multi-token prediction (MTP) drafter"
     title = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"

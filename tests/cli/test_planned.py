@@ -21,7 +21,7 @@ from mtp_extract.cli._run import new_app
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import upload as hub_upload
 from mtp_extract.insertion.drafter import planned_insertion
-from mtp_extract.options import About, Bytes, about, check_values, whole_numbers
+from mtp_extract.options import About, about, check_values, whole_numbers
 from mtp_extract.pipeline.conversion import convert as convert_function
 from mtp_extract.pipeline.extraction import extract as extract_function
 from mtp_extract.tuning.plan import TuningPlan
@@ -180,30 +180,3 @@ def test_python_meets_the_same_bounds(changes: dict[str, Any], error: type[Excep
         check_values(Plan(None, "b", **changes))
     if isinstance(caught.value, MtpExtractError):
         assert caught.value.remedies == tuple(changes)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("2GB", 2 * 10**9), ("1.5 GiB", 3 << 29), ("500mb", 5 * 10**8), ("0", 0), ("7", 7), (" 3 kB ", 3000)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert Bytes.parse(text) == size
-    assert Bytes.parse(str(Bytes(size))) == pytest.approx(size, rel=1e-3)
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "2 G", "1e9", "2GB x", "٣GB", "inf", "1.GB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a size such as 2GB"):
-        Bytes.parse(text)
-
-
-def test_sizes_as_people_write_them() -> None:
-    assert [str(Bytes(n)) for n in (0, 999, 1000, 1_500_000, 999_600, 2 * 10**9, 3 * 10**12)] == [
-        "0",
-        "999B",
-        "1kB",
-        "1.5MB",
-        "1MB",
-        "2GB",
-        "3TB",
-    ]
