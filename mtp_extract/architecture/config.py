@@ -6,8 +6,7 @@ RoPE" is therefore a changed config (:meth:`DrafterConfig.with_rope`, :func:`dat
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtp_extract.data import load_mapping
@@ -149,23 +148,16 @@ class DrafterConfig:
 
     def with_rope(self, layer_type: str, **changes: float) -> DrafterConfig:
         """A copy whose layers of ``layer_type`` have the given :class:`RopeConfig` fields replaced."""
-        layers = tuple(
-            dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, **changes))
-            if layer.layer_type == layer_type
-            else layer
-            for layer in self.layers
-        )
-        return dataclasses.replace(self, layers=layers)
+        changed = [replace(layer, rope=replace(layer.rope, **changes)) for layer in self.layers]
+        pairs = zip(self.layers, changed, strict=True)
+        return replace(self, layers=tuple(new if new.layer_type == layer_type else old for old, new in pairs))
 
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json`` and ``--json``: one value a field, one list entry a layer."""
         found = {name: getattr(self, name) for name in _RECORDED}
-        rope = {
-            layer_type: {"theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
-            for layer_type, rope in self.rope.items()
-        }
-        listed = {name: list(getattr(self, name)) for name in ("head_dims", "num_kv_heads", "layer_types")}
-        return {**found, **listed, "rope": rope}
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        kept = ("theta", "partial_rotary_factor")
+        return {**found, "rope": {kind: {name: getattr(r, name) for name in kept} for kind, r in self.rope.items()}}
 
 
 _RECORDED = (

@@ -5,12 +5,12 @@ The table is the one place where order, kind, shape and names are written; every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 
-from mtp_extract.architecture.config import DrafterConfig, LayerConfig
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.data import load_mapping
 
@@ -77,67 +77,40 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
 def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Every role of a model with ``num_layers`` layers, in the order of execution, which is that of writing."""
     table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
-    first = next(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
-    last = max(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
-    layers = (_fill(role, layer) for layer in range(num_layers) for role in table[first : last + 1])
-    return (*table[:first], *layers, *table[last + 1 :])
+    # Those of a layer stand together.
+    own = [role for role in table if role.name.startswith(_LAYERS)]
+    first = table.index(own[0])
+    layers = (_fill(role, layer) for layer in range(num_layers) for role in own)
+    return (*table[:first], *layers, *table[first + len(own) :])
 
 
 def _fill(role: Role, layer: int) -> Role:
-    def fill(text: str) -> str:
-        return text.replace("{i}", str(layer))
-
-    return replace(
-        role,
-        name=fill(role.name),
-        names=MappingProxyType({format_: fill(name) for format_, name in role.names.items()}),
-        published_names=tuple(fill(pattern) for pattern in role.published_names),
-    )
+    name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
+    names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
+    return replace(role, name=name, names=MappingProxyType(names), published_names=tuple(patterns))
 
 
 def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
     """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
-    return dict(_shapes(config) if isinstance(config, DrafterConfig) else _eagle3_shapes(config))
-
-
-def _shapes(config: DrafterConfig) -> Iterator[tuple[Role, tuple[int, ...]]]:
-    for role in roles_of(config.num_layers, ordered_head=config.ordered_head is not None):
-        sizes = _sizes(config, config.layers[role.layer or 0])
-        yield role, tuple(sizes[dimension] for dimension in role.shape)
-
-
-def _sizes(config: DrafterConfig, layer: LayerConfig) -> dict[str, int]:
-    return {
-        "one": 1,
-        "hidden": config.hidden_size,
-        "ffn": config.intermediate_size,
-        "vocab": config.vocab_size,
-        "backbone": config.backbone_hidden_size,
-        "input": 2 * config.backbone_hidden_size,
-        "head": layer.head_dim,
-        "query": config.num_heads * layer.head_dim,
-        "centroids": config.ordered_head.num_centroids if config.ordered_head else 0,
-    }
-
-
-def _eagle3_shapes(config: Eagle3Config) -> Iterator[tuple[Role, tuple[int, ...]]]:
-    sizes = {
-        "hidden": config.hidden_size,
-        "pair": 2 * config.hidden_size,
-        "ffn": config.intermediate_size,
-        "vocab": config.vocab_size,
-        "draft_vocab": config.draft_vocab_size,
-        "backbone": config.backbone_hidden_size,
-        "fused": FUSED * config.backbone_hidden_size,
-        "query": config.num_heads * config.head_dim,
-        "kv": config.num_kv_heads * config.head_dim,
-    }
-    there = {
-        "embed_tokens": config.own_embedding,
-        "fc_norm": config.fc_norm,
-        "input_norm": config.norm_before_fc,
-        "d2t": config.reduced,
-    }
-    for role in roles_of(config.num_layers, architecture=EAGLE3):
-        if there.get(role.name.split(".")[0], True):
-            yield role, tuple(sizes[dimension] for dimension in role.shape)
+    hidden, backbone, heads = config.hidden_size, config.backbone_hidden_size, config.num_heads
+    sizes = {"one": 1, "hidden": hidden, "ffn": config.intermediate_size, "vocab": config.vocab_size}
+    if isinstance(config, DrafterConfig):
+        head, head_dims = config.ordered_head, config.head_dims
+        roles = roles_of(config.num_layers, ordered_head=head is not None)
+        sizes |= {"backbone": backbone, "input": 2 * backbone, "centroids": head.num_centroids if head else 0}
+    else:
+        there = {
+            "embed_tokens": config.own_embedding,
+            "fc_norm": config.fc_norm,
+            "input_norm": config.norm_before_fc,
+            "d2t": config.reduced,
+        }
+        head_dims, roles = (config.head_dim,), roles_of(config.num_layers, architecture=EAGLE3)
+        roles = tuple(role for role in roles if there.get(role.name.split(".")[0], True))
+        sizes |= {"pair": 2 * hidden, "draft_vocab": config.draft_vocab_size, "kv": config.num_kv_heads * head_dims[0]}
+        sizes |= {"backbone": backbone, "fused": FUSED * backbone}
+    found = {}
+    for role in roles:
+        width = head_dims[role.layer or 0]
+        found[role] = tuple({**sizes, "head": width, "query": heads * width}[dimension] for dimension in role.shape)
+    return found

@@ -1,57 +1,71 @@
-"""The inside of attentions: caches and queries on their way to the scores, and how operators move them.
-
-What happens between the scores and what is mixed of V stands in :mod:`mtp_extract.graph.scoring`.
-"""
+"""The inside of attentions: caches and queries on their way to scores, masks, softmax, and what heads mix of V."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import CONVERSIONS, Call, axis_of, code_range, grid_of
-from mtp_extract.graph.evaluate import inputs_of
-from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
-from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node
-from mtp_extract.graph.forms import Cache, Form, Rotated, Scored, broadcast_shape, shape_of
-from mtp_extract.graph.kernels import LAYOUT, moved
+from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, SELECTIONS, Call, axis_of, grid_of
+from mtp_extract.graph.evaluate import LAYOUT, inputs_of, moved
+from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
+from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
+from mtp_extract.graph.forms import (
+    SCORE,
+    Attention,
+    Cache,
+    CacheAxes,
+    Form,
+    Rotated,
+    Scored,
+    Scores,
+    Tree,
+    Window,
+    broadcast_shape,
+    shape_of,
+)
 from mtp_extract.graph.positions import Positions
-from mtp_extract.graph.scoring import Scoring
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
-from mtp_extract.litertlm.tflite import Tensor, TensorType
+from mtp_extract.litertlm.tflite import TensorType
+
+_MOST_NUMBERS = 1 << 20
+
+_STAGES: dict[tuple[str | float | None, ...], str] = {
+    ("REDUCE_MAX", "score", None): "largest",
+    ("SUB", "score", "largest"): "shifted",
+    ("EXP", "shifted"): "raised",
+    ("SUM", "raised", None): "total",
+    ("DIV", "raised", "total"): "weights",
+    ("DIV", 1.0, "total"): "share",
+    ("MUL", "raised", "share"): "weights",
+    ("MUL", "share", "raised"): "weights",
+    ("EQUAL", "score", -np.inf): "hidden",
+    ("LOGICAL_NOT", "hidden"): "seen",
+    ("REDUCE_ANY", "seen", None): "some",
+    ("LOGICAL_NOT", "some"): "none",
+    # Where a row sees no slot, its weights are no numbers; such rows are not asked for.
+    ("SELECT_V2", "none", 0.0, "weights"): "weights",
+}
+"""An operator, and of its operands the stages and numbers (None: axes) → the stage of its result."""
 
 
 class AttentionReader:
     """Reads operators whose operands are inside of attentions, or that lead there.
 
     Attributes:
-        scales: of a cache of integers without a scale of their own, the number that the graph multiplies them by.
         queries: the expressions whose elements meet K.
+        attentions: expression of what heads mixed → how.
     """
 
     def __init__(self, graph: FlatGraph, expressions: Expressions) -> None:
         self.graph, self.expressions = graph, expressions
         self.positions = Positions(graph)
-        self.scales: dict[str, float] = {}
         self.queries: set[Expr] = set()
-        self.scoring = Scoring(graph, expressions, self.positions)
-
-    def cache(self, name: str, tensor: Tensor) -> Cache:
-        """The input ``name``."""
-        return Cache(name, View.whole(range(4), tensor.shape))
-
-    def scaled(self, cache: Cache) -> float:
-        """What multiplies the numbers of a cache where it meets a query or weights.
-
-        Of integers without a scale, the factor is the scale: only that says what they stand for.
-        """
-        tensor = self.graph.inputs[cache.name].tensor
-        if tensor.type in FLOAT_TYPES or grid_of(tensor) is not None:
-            return cache.factor
-        if cache.factor <= 0 or self.scales.setdefault(cache.name, cache.factor) != cache.factor:
-            raise UnreadableError(f"multiplies {cache.name} by a number below 0, or by another one than elsewhere")
-        return 1.0
+        self.attentions: dict[Expr, Attention] = {}
 
     def read(self, node: Node, operands: list[Form | None]) -> Form | tuple[Form, ...]:
         """What ``node`` makes of ``operands``; None among them is what positions and masks decide."""
@@ -66,14 +80,14 @@ class AttentionReader:
         first = next((form for form in operands if isinstance(form, Cache | Scored)), None)
         if isinstance(first, Cache):
             return self._scaled_cache(node, first, operands)
-        return self.scoring.scored(node, operands) if isinstance(first, Scored) else self._rotated(node, operands)
+        return self.scored(node, operands) if isinstance(first, Scored) else self._rotated(node, operands)
 
     # Operators that move elements.
 
     def _moved(self, node: Node, operands: list[Form | None]) -> Form | tuple[Form, ...]:
         places = LAYOUT[node.kind]
         if node.kind == "DYNAMIC_UPDATE_SLICE":
-            return self.scoring.placed(node, operands[1])
+            return self.placed(node, operands[1])
         forms = [operands[i] for i in places if i < len(operands)]
         grids = {grid_of(node.operand(i).tensor) for i in places if i < len(operands)}
         if grids != {grid_of(node.outputs[0].tensor)}:
@@ -130,23 +144,14 @@ class AttentionReader:
     # Operators that hand numbers on.
 
     def _converted(self, node: Node, form: Form | None) -> Form:
-        """QUANTIZE, DEQUANTIZE, CAST: only of caches, to floats that hold every code, or to a type that does."""
-        target = node.outputs[0].tensor
-        if not isinstance(form, Cache):
-            raise UnreadableError(f"holds numbers inside of an attention as {target.type_name}")
-        source, own = node.operand(0).tensor, self.graph.inputs[form.name].tensor
-        grid = grid_of(own)
-        stored = grid is not None and (source.type, grid_of(source)) == (own.type, grid)
-        if node.kind == "DEQUANTIZE" and stored and target.type is TensorType.FLOAT32:
-            return form
-        if node.kind != "QUANTIZE" and source.type in FLOAT_TYPES and target.type is TensorType.FLOAT32:
-            return form
-        if node.kind == "CAST" and source.type not in FLOAT_TYPES and grid_of(target) is None and _holds(target, own):
-            if stored and grid is not None and grid[1] == 0:
-                return replace(form, factor=1 / grid[0])
-            if grid_of(source) is None:
+        """DEQUANTIZE and CAST: only of caches, to the floats that their codes or halves stand for."""
+        source, target = node.operand(0).tensor, node.outputs[0].tensor
+        if isinstance(form, Cache) and target.type is TensorType.FLOAT32 and node.kind != "QUANTIZE":
+            own = self.graph.inputs[form.name].tensor
+            stored = grid_of(own) is not None and (source.type, grid_of(source)) == (own.type, grid_of(own))
+            if source.type in FLOAT_TYPES or (stored and node.kind == "DEQUANTIZE"):
                 return form
-        raise UnreadableError(f"holds {form.name} as {target.type_name}, on another grid than its own")
+        raise UnreadableError(f"holds numbers inside of an attention as {target.type_name}")
 
     # Products.
 
@@ -161,10 +166,9 @@ class AttentionReader:
             raise UnreadableError("makes numbers of another type")
         if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
             raise UnreadableError(f"multiplies integers of {right.name} that have no scale")
-        right = replace(right, factor=self.scaled(right))
         if isinstance(left, Scored):
-            return self.scoring.mixed(left, right, *flips)
-        return self.scoring.scores(self.rotated(left), right, *flips)
+            return self.mixed(left, right, *flips)
+        return self.scores(self.rotated(left), right, *flips)
 
     # Element by element.
 
@@ -217,13 +221,215 @@ class AttentionReader:
         by = np.broadcast_to(self.positions.elements(value), shape)[..., None]
         return Rotated.of(rotated.query, rotated.number, rotated.element, np.broadcast_to(by, rotated.by.shape))
 
+    # Products.
 
-def _holds(target: Tensor, source: Tensor) -> bool:
-    """Whether the type of ``target`` holds all codes of the type of ``source``."""
-    if source.type is None or source.type in FLOAT_TYPES or target.type in (None, TensorType.BOOL):
+    def _cache_axes(self, cache: Cache, slot: object, dimension: object) -> tuple[CacheAxes, Ids]:
+        """Of a cache whose last axes run along ``slot`` and ``dimension``: its axes, and the KV heads of the others."""
+        shape, batch = self.graph.inputs[cache.name].tensor.shape, range(len(cache.view.axes) - 2)
+        heads = cache.view.running(batch)
+        if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
+            raise UnreadableError(f"takes {cache.name} otherwise than by slots and dimensions")
+        if heads & {slot, dimension} or len(heads) > 1:
+            raise UnreadableError(f"takes {cache.name} otherwise than by KV heads, slots and dimensions")
+        head = next((int(label) for label in heads), None)
+        rest = [size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)]
+        if shape[slot] != self.positions.slots or max(rest, default=1) > 1 or not set(cache.view.starts) <= {slot}:
+            raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
+        places = np.zeros([1] * len(batch), np.int64) if head is None else cache.view.places(batch, head)
+        return (head, slot, dimension), places
+
+    def scores(self, rotated: Rotated, cache: Cache, flip: bool, flip_cache: bool) -> Scored:
+        """A query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
+        if flip:
+            raise UnreadableError("multiplies a query that it transposes")
+        over, along = (-1, -2) if flip_cache else (-2, -1)
+        dimension, dimensions, _ = cache.view.along(over)
+        slot, slots, start = cache.view.along(along)
+        axes, heads = self._cache_axes(cache, slot, dimension)
+        if np.unique(dimensions).size != dimensions.size or rotated.terms.shape[-1] != dimensions.size:
+            raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
+        shape = (*np.broadcast_shapes(heads.shape, rotated.terms.shape[:-2]), rotated.terms.shape[-2])
+        rows, width = int(np.prod(shape)), self.graph.inputs[cache.name].tensor.shape[axes[2]]
+        if rows * width * rotated.number.shape[-1] > _MOST_NUMBERS:
+            raise UnreadableError("has more heads and dimensions than any drafter")
+        terms = np.zeros((rows, width), rotated.terms.dtype)
+        terms[:, dimensions] = np.broadcast_to(rotated.terms, (*shape, dimensions.size)).reshape(rows, -1)
+        wide = Rotated(rotated.query, terms).times(cache.factor)
+        head = np.broadcast_to(heads[..., None], shape).reshape(-1)
+        view = View.whole(["row", "slot"], [rows, slots.size]).reshaped((*shape, slots.size))
+        view = view.with_axis(len(shape), np.outer([0, 1], slots))
+        view = view if start is None else replace(view, starts={"slot": start})
+        return Scored("score", Scores(cache.name, axes, head, wide, SCORE), view)
+
+    def mixed(self, scored: Scored, cache: Cache, flip: bool, flip_cache: bool) -> Form:
+        """Weights times V, ``[…, rows, slots] · […, slots, dimensions]``."""
+        if scored.stage != "weights":
+            raise UnreadableError(f"multiplies {scored.stage} scores and a cache")
+        rank = len(scored.view.axes)
+        at, other = (rank - 2, rank - 1) if flip else (rank - 1, rank - 2)
+        over, along = (-1, -2) if flip_cache else (-2, -1)
+        label, places, start = scored.view.along(at)
+        slot, slots, begins = cache.view.along(over)
+        dimension, dimensions, _ = cache.view.along(along)
+        axes, heads = self._cache_axes(cache, slot, dimension)
+        if label != "slot" or not np.array_equal(places, slots) or start != begins:
+            raise UnreadableError("weighs other slots of V than it scored")
+        if places.tolist() != [*range(self.positions.slots if start is None else places.size)]:
+            raise UnreadableError("weighs some slots alone")
+        window = None if start is None else Window(start, places.size)
+        rows = scored.view.places([*range(rank - 2), other], "row")
+        rows = np.broadcast_to(rows, (*np.broadcast_shapes(heads.shape, rows.shape[:-1]), rows.shape[-1]))
+        if not np.array_equal(scored.scores.head[rows], np.broadcast_to(heads[..., None], rows.shape)):
+            raise UnreadableError("weighs another head of V than it scored of K")
+        attention = Attention(scored.scores, cache.name, axes, window)
+        return self._outside(attention, cache.factor, rows[..., None], dimensions)
+
+    def _outside(self, attention: Attention, factor: float, row: Ids, dimension: Ids) -> Term:
+        """What heads mixed of V, as a vector of ``[heads, width]``: a value outside of attentions."""
+        name, scores = attention.value, attention.scores
+        rotated, width = scores.rotated, self.graph.inputs[name].tensor.shape[attention.axes[2]]
+        if rotated.number.shape[1] != width:
+            raise UnreadableError("mixes rows of another size than it scored")
+        heads = np.where(rotated.number != 0, rotated.element // width, -1).reshape(len(rotated.number), -1)
+        head: Ids = heads.max(1)
+        if ((heads != head[:, None]) & (heads >= 0)).any() or (head < 0).any():
+            raise UnreadableError("mixes what several heads scored")
+        # Heads that weigh other slots mix something else: so no two of them are one expression.
+        size = rotated.query.size
+        expr = self.expressions.expr("mixed", scores, name, attention.axes, attention.window, size=size)
+        self.attentions.setdefault(expr, attention)
+        return Term(factor, expr, head[row] * width + dimension)
+
+    # From scores to weights.
+
+    def scored(self, node: Node, operands: Sequence[Form | None]) -> Scored:
+        """What operators make of scores, stage by stage."""
+        rows = [form for form in operands if isinstance(form, Scored)]
+        if any(isinstance(form, Rotated | Cache) for form in operands):
+            raise UnreadableError("brings a score together with a query or a cache")
+        if node.kind == "SOFTMAX":
+            return self._softmax(node, rows[0])
+        given = (f.stage if isinstance(f, Scored) else self.expressions.number_of(f) for f in operands)
+        stage = _STAGES.get((node.kind, *given))
+        if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
+            return self._masked(node, operands, rows)
+        if stage is None:
+            raise UnreadableError(
+                f"computes something of {rows[0].stage} scores, between the scores and the weights of an attention"
+            )
+        if node.kind in REDUCTIONS:
+            return self._reduced(node, rows[0], stage)
+        whole = max(rows, key=lambda row: math.prod(row.view.shape))
+        if any(row is not whole and not _same_rows(whole, row) for row in rows):
+            raise UnreadableError("brings scores and a number of other rows together")
+        return replace(whole, stage=stage)
+
+    def _all_slots(self, view: View, axis: int) -> bool:
+        label, places, start = view.along(axis)
+        return label == "slot" and start is None and np.array_equal(places, np.arange(self.positions.slots))
+
+    def _softmax(self, node: Node, scored: Scored) -> Scored:
+        beta = float(Call(self.graph, node).option(0, "f", 0.0))
+        if scored.stage != "score" or beta != 1 or not self._all_slots(scored.view, len(scored.view.axes) - 1):
+            raise UnreadableError("is a softmax of something else than the scores of all slots")
+        return replace(scored, stage="weights")
+
+    def _reduced(self, node: Node, scored: Scored, stage: str) -> Scored:
+        """The largest score, the total, or whether any slot is seen: over all slots."""
+        at, view, axes = scored.slot_axis, scored.view, node.operand(1)
+        over = {axis_of(int(axis), len(view.axes)) for axis in self.graph.integers(axes)} if not axes.depends else set()
+        if over != {at} or not self._all_slots(view, at):
+            raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
+        keeps = bool(Call(self.graph, node).option(0, "?", False))
+        return Scored(stage, scored.scores, view.without(at, keeps=keeps))
+
+    # Windows.
+
+    def placed(self, node: Node, scored: Form | None) -> Scored:
+        """DYNAMIC_UPDATE_SLICE of the scores of a window into one number, where that window lies."""
+        around = node.operand(0)
+        if not isinstance(scored, Scored) or scored.stage != "score" or around.depends:
+            raise UnreadableError("writes something else than the scores of a window")
+        if around.tensor.type not in FLOAT_TYPES or not around.constant:
+            raise UnreadableError("writes the scores of a window into something else than stored numbers")
+        numbers, view, shape = np.unique(self.graph.floats(around)), scored.view, around.tensor.shape
+        at = scored.slot_axis
+        begins = np.clip(self.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
+        label, places, start = view.along(at)
+        fits = all(view.shape[axis] == size for axis, size in enumerate(shape) if axis != at)
+        belongs = start == self.positions.window(begins[:, at]) and np.array_equal(places, np.arange(places.size))
+        if numbers.size != 1 or start is None or not (belongs and fits) or shape[at] != self.positions.slots:
+            raise UnreadableError("puts scores where they do not belong")
+        tree = ("window", scored.scores.tree, Window(start, places.size), float(numbers[0]))
+        by_slot = np.outer([own == label for own in view.labels], np.arange(shape[at]))
+        whole = replace(view.with_axis(at, by_slot), starts={})
+        return Scored("score", replace(scored.scores, tree=tree), whole)
+
+    # Masks.
+
+    def _masked(self, node: Node, operands: Sequence[Form | None], rows: Sequence[Scored]) -> Scored:
+        """A score that meets masks, positions and numbers."""
+        shape = broadcast_shape(node, operands)
+        # With axes of one element in front, where the other operand has more.
+        views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
+        if any(not view.same(views[0]) for view in views) or views[0].shape != shape:
+            raise UnreadableError("brings scores of different slots or heads together, or repeats them")
+        first = rows[0].scores
+        if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
+            raise UnreadableError("brings different scores together")
+        at = views[0].only("slot")
+        parts = [self._part(form, value, views[0], at) for form, value in zip(operands, node.inputs, strict=True)]
+        if first.tree == SCORE and (factor := _factor(node.kind, parts)):
+            return Scored("score", replace(first, rotated=first.rotated.times(factor)), views[0])
+        return Scored("score", replace(first, tree=_tree(node, parts)), views[0])
+
+    def _part(self, form: Form | None, value: Value | None, view: View, at: int) -> Any:
+        """What an operand is in a mask tree: a number a slot, the same for all rows."""
+        if isinstance(form, Scored):
+            return form.scores.tree
+        number = self.expressions.number_of(form)
+        if number is not None:
+            return number
+        if value is None or value.depends & Depends.DATA:
+            raise UnreadableError("brings a score together with another activation")
+        # Masks are read along their last axis: so that of the slots has to be.
+        if at != len(view.axes) - 1 and value.tensor.elements > 1:
+            raise UnreadableError("meets a mask otherwise than along its last axis")
+        axis = at - (len(view.axes) - len(value.tensor.shape))
+        if axis < 0 or value.tensor.shape[axis] == 1:
+            return "leaf", value, None
+        if not self._all_slots(view, at):
+            raise UnreadableError("meets scores of some slots with a mask")
+        return "leaf", value, axis
+
+
+def _tree(node: Node, parts: list[Any]) -> Tree:
+    """The mask tree of an operator on ``parts``, which are trees, leaves and numbers."""
+    mine = [isinstance(part, tuple) and part[0] != "leaf" for part in parts]
+    if node.kind in SELECTIONS and not mine[0]:
+        if node.kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
+            raise UnreadableError("chooses whole rows")
+        return "select", *parts
+    if node.kind in ("ADD", "SUB") and sum(mine) == 1 and (node.kind == "ADD" or mine[0]):
+        tree, leaf = parts if mine[0] else parts[::-1]
+        return "add", tree, leaf, 1.0 if node.kind == "ADD" else -1.0
+    raise UnreadableError("computes something of a score")
+
+
+def _factor(kind: str, parts: list[Any]) -> float | None:
+    """What an operator multiplies a score by that no mask has met; None where it does something else."""
+    numbers = [part for part in parts if isinstance(part, float)]
+    if kind == "NEG":
+        return -1.0
+    if kind == "MUL" and len(numbers) == 1:
+        return numbers[0]
+    return 1 / numbers[0] if kind == "DIV" and numbers == parts[1:] and numbers[0] else None
+
+
+def _same_rows(whole: Scored, one: Scored) -> bool:
+    """Whether ``one``, a number a row, is of the same scores and rows as ``whole``."""
+    if whole.scores is not one.scores or len(whole.view.axes) != len(one.view.axes):
         return False
-    low, high = code_range(source.type)
-    if target.type in FLOAT_TYPES:
-        return target.type is TensorType.FLOAT32 and max(-low, high) <= 1 << 24
-    ends = code_range(target.type)
-    return ends[0] <= low and high <= ends[1]
+    at = whole.slot_axis
+    rest = [axis for axis in range(len(whole.view.axes)) if axis != at]
+    return one.view.shape[at] == 1 and np.array_equal(whole.view.places(rest, "row"), one.view.places(rest, "row"))

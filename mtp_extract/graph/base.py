@@ -183,7 +183,7 @@ class _Base(Blocks):
         if len(queries) != 1:
             raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(queries)}.")
         key = min(caches, default="")
-        if caches != {key, _value_of(key)} or not key.startswith(_KEYS):
+        if caches != {key, key.replace(_KEYS, _VALUES)} or not key.startswith(_KEYS):
             raise RoleError(
                 f"{name}: expected it to read one K and one V cache that DYNAMIC_UPDATE_SLICE writes, found "
                 f"{', '.join(map(escape, sorted(caches))) or 'none'}."
@@ -206,7 +206,7 @@ class _Base(Blocks):
 
     def _owner(self, cache: str, first: int) -> None:
         """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
-        k_norm, v_norm = self._normed(cache), self._normed(_value_of(cache))
+        k_norm, v_norm = self._normed(cache), self._normed(cache.replace(_KEYS, _VALUES))
         key, found = self.match(k_norm), self.match(v_norm)
         fed = key.of.parts[1] if key is not None and key.of.kind == "matrix" else None
         if fed not in self.normed:
@@ -231,10 +231,6 @@ class _Base(Blocks):
 
 def _caches(graph: FlatGraph) -> list[str]:
     return [name for name in graph.outputs if name.startswith((_KEYS, _VALUES))]
-
-
-def _value_of(key: str) -> str:
-    return _VALUES + key.removeprefix(_KEYS)
 
 
 def _writers(graph: FlatGraph) -> dict[str, Node]:
@@ -278,7 +274,7 @@ def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
     """
     if len(graph.outputs) != 1:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
-    name, output = next(iter(graph.outputs.items()))
+    ((name, output),) = graph.outputs.items()
     tables = list(_tables(Reading(graph, (name,), whole=False), output, 1.0, role))
     tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
     if len(tables) > 1 and tokens != 1:
@@ -287,10 +283,15 @@ def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
     for index, (node, factor) in enumerate(tables):
         if not math.isclose(factor, width**0.5, rel_tol=_RELATIVE):
             raise RoleError(
-                f"{role}: expected the factor {width**0.5:g}, the root of the width of {escape(name)}, after "
-                f"{node.op.label}, found {factor:g}."
+                f"{role}: expected the factor {width**0.5:g}, the root of the output's width, after {node.op.label}, "
+                f"found {factor:g}."
             )
-        roles.append(_table_role(graph, f"{role}.{index}" if len(tables) > 1 else role, node))
+        table = handed_on(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
+        if not table.constant or len(table.tensor.shape) != 2:
+            raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
+        quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
+        name, why = f"{role}.{index}" if len(tables) > 1 else role, f"the table of {node.op.label}"
+        roles.append(FoundRole(name, table.tensor, table.tensor.shape, 1.0, why, (), *quantized, node.outputs[0]))
     return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
 
 
@@ -304,16 +305,7 @@ def _tables(reading: Reading, value: Value, factor: float, role: str) -> Iterato
     if node.kind in ("CONCATENATION", "PACK") and len(node.inputs) < _MOST_TABLES:
         for position in range(len(node.inputs)):
             yield from _tables(reading, node.operand(position), factor * term.factor, role)
-    elif node.kind == "EMBEDDING_LOOKUP" and node.binary:
+    elif node.kind == "EMBEDDING_LOOKUP" and len(node.inputs) == 2:
         yield node, factor * term.factor
     else:
         raise RoleError(f"{role}: expected an EMBEDDING_LOOKUP, found {node.op.label}.")
-
-
-def _table_role(graph: FlatGraph, role: str, node: Node) -> FoundRole:
-    table = handed_on(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
-    if not table.constant or len(table.tensor.shape) != 2:
-        raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
-    quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
-    why = f"the table of {node.op.label}"
-    return FoundRole(role, table.tensor, table.tensor.shape, 1.0, why, (), *quantized, result=node.outputs[0])

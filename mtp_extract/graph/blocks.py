@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import Value
-from mtp_extract.graph.matrices import LARGEST
-from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.reading import LARGEST, Reading
 from mtp_extract.graph.roles import FoundRole, activation_of
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 

@@ -32,6 +32,7 @@ DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType
 _GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
 CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
 REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
+SELECTIONS = frozenset({"SELECT", "SELECT_V2"})
 
 
 def axis_of(axis: int, rank: int) -> int:
@@ -120,11 +121,6 @@ class Call:
         """Ask before a result of ``sizes`` is allocated; UnsupportedError if no drafter has one so large."""
         if math.prod(sizes) > self.largest:
             raise self.refuse(f"makes {math.prod(sizes)} numbers, more than any drafter's")
-
-
-def one(array: Array) -> int:
-    """The integer that an operand of one element holds."""
-    return int(array.reshape(-1)[0])
 
 
 def ints(array: Array) -> list[int]:

@@ -8,7 +8,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.drafter import Layer, Walk
-from mtp_extract.graph.rope import read_rope
+from mtp_extract.graph.rotation import read_rope
 
 
 def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:

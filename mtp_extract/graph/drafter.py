@@ -30,7 +30,6 @@ from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
 from mtp_extract.graph.roles import FoundRole, SetAside, in_order, set_aside
-from mtp_extract.graph.rope import rounding_of
 from mtp_extract.graph.rotation import Rotation, rotation_of
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -68,7 +67,6 @@ class Walk:
     rms_norm_eps: float
     hidden_activation: str
     caches: Mapping[str, Tensor]
-    cache_scales: Mapping[str, float]  # of integers without a scale of their own, what the graph multiplies them by
     coarse: tuple[Value, ...]  # activations on a grid
     reading: Reading = field(repr=False, compare=False)
 
@@ -120,14 +118,13 @@ class _Drafter(Blocks):
             self.one_epsilon(),
             self.one_activation(),
             MappingProxyType({name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}),
-            MappingProxyType(reading.inside.scales),
             tuple(reading.coarse),
             reading,
         )
 
     def _query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of, which is noted."""
-        attention = self.reading.attentions.get(mixed)
+        attention = self.reading.inside.attentions.get(mixed)
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
         self.attentions.append(attention)
@@ -141,7 +138,7 @@ class _Drafter(Blocks):
             raise RoleError(f"{name}: its query and its caches do not fit together.")
         heads, kv_heads = query.size // found.width, 1 if scores.axes[0] is None else shape[scores.axes[0]]
         rotation = rotation_of(name, scores, heads, positions)
-        frequencies, doubt = rotation.frequencies()
+        frequencies, rounding = rotation.measured()
         inputs = {v.input_name for leaf in leaves_of(scores.tree) for v in ancestors(leaf) if v.input_name}
         return Layer(
             scores.key,
@@ -152,7 +149,7 @@ class _Drafter(Blocks):
             masks.window(attention),
             tuple(sorted(filter(is_mask, inputs))),
             frequencies,
-            rounding_of(frequencies, doubt),
+            rounding,
             attention,
             rotation,
             self.scale_of(query),

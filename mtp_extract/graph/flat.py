@@ -103,11 +103,6 @@ class Node:
         """Builtin name; ``COMPOSITE:name`` for a composite without a body, ``CUSTOM:code`` for a custom op."""
         return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
 
-    @property
-    def binary(self) -> bool:
-        """Whether it has two operands, both there."""
-        return len(self.inputs) == 2 and None not in self.inputs
-
     def input(self, position: int) -> Value | None:
         """Input ``position``; None where it is left out."""
         return self.inputs[position] if position < len(self.inputs) else None
@@ -174,12 +169,12 @@ class _Builder:
         self.edges = 0
         self.epsilons: dict[str, float] = {}
         self.handed: list[tuple[Operator, Tensor, Tensor]] = []
-        self.inputs: dict[int, frozenset[int]] = {}
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
         """Add the nodes of subgraph ``index``, its inputs bound to ``arguments``; return its values by tensor."""
         graph = self.model.subgraphs[index]
-        values = dict(arguments)
+        # An input that is left out is a value that nothing computes.
+        values = {i: Value([self.model.tensor(index, i)]) for i in graph.inputs if i >= 0} | arguments
         for op in graph.operators:
             # A composite that is read many times is built many times: a small file can describe a huge graph.
             self.edges += len(op.inputs) + len(op.outputs)
@@ -199,11 +194,8 @@ class _Builder:
         value = values.get(index)
         if value is None:
             tensor = self.model.tensor(subgraph, index)
-            if subgraph not in self.inputs:
-                self.inputs[subgraph] = frozenset(self.model.subgraphs[subgraph].inputs)
-            is_input = index in self.inputs[subgraph]
             # An empty constant (the shape of a scalar) has a buffer of its own with nothing in it.
-            constant = not is_input and (self.model.has_data(tensor) or (tensor.elements == 0 and tensor.buffer > 0))
+            constant = self.model.has_data(tensor) or (tensor.elements == 0 and tensor.buffer > 0)
             if constant and tensor.variable:
                 raise UnsupportedError(f"{tensor.label} is a variable with numbers of its own, which LiteRT refuses.")
             value = values[index] = Value([tensor], constant=constant)

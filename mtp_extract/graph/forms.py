@@ -133,7 +133,7 @@ class Scored:
 
     Attributes:
         stage: "score" (query · K, and what masks do to it), "weights" (SOFTMAX of that, or spelled out), or what stands
-            between the two where a softmax is spelled out: :mod:`mtp_extract.graph.scoring` lists them.
+            between the two where a softmax is spelled out: :mod:`mtp_extract.graph.attention` lists them.
     """
 
     stage: str
@@ -162,7 +162,7 @@ class Attention:
     @property
     def all_windows(self) -> list[Window]:
         """Those of its scores and of its weights."""
-        return sorted({*windows_of(self.scores.tree), *([] if self.window is None else [self.window])})
+        return sorted({part for part in (*parts_of(self.scores.tree), self.window) if isinstance(part, Window)})
 
 
 Inside = Cache | Rotated | Scored
@@ -184,20 +184,15 @@ def broadcast_shape(node: Node, operands: Sequence[Form | None]) -> tuple[int, .
     )
 
 
-def leaves_of(tree: Tree) -> Iterator[Value]:
-    """The values that positions and masks decide, in a tree."""
-    if tree[0] == "leaf":
-        yield tree[1]
-    else:
-        for part in tree[1:]:
-            if isinstance(part, tuple) and not isinstance(part, Window):
-                yield from leaves_of(part)
-
-
-def windows_of(tree: Tree) -> Iterator[Window]:
-    """The windows of a tree."""
-    for part in tree[1:] if tree[0] != "leaf" else ():
-        if isinstance(part, Window):
+def parts_of(tree: Tree) -> Iterator[Value | Window]:
+    """The values that positions and masks decide, in a tree, and its windows."""
+    for part in tree[1:]:
+        if isinstance(part, Value | Window):
             yield part
         elif isinstance(part, tuple):
-            yield from windows_of(part)
+            yield from parts_of(part)
+
+
+def leaves_of(tree: Tree) -> list[Value]:
+    """The values that positions and masks decide, each once."""
+    return list({id(part): part for part in parts_of(tree) if isinstance(part, Value)}.values())

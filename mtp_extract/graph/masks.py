@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.evaluate import evaluate, inputs_of
+from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.forms import Attention, Tree, Window, leaves_of
-from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
 from mtp_extract.graph.positions import Positions, filled
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
@@ -90,7 +89,7 @@ class Masks:
         bits = np.array(list(itertools.product((True, False), repeat=len(either))))
         free = dict(zip(either, np.tile(bits, (len(positions), 1)).T[..., None], strict=True))
         at = np.repeat(positions, len(bits))
-        leaves = list({id(value): value for value in leaves_of(attention.scores.tree)}.values())
+        leaves = leaves_of(attention.scores.tree)
         needed = inputs_of(leaves) if leaves else frozenset()
         shown = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
         fed = self.positions.fed(needed, at)

@@ -16,17 +16,21 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
-from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, Call, axis_of, computing, grid_of
-from mtp_extract.graph.evaluate import evaluate
+from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, SELECTIONS, Call, axis_of, computing, grid_of
+from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
-from mtp_extract.graph.forms import Form, Rotated, Scored, shape_of
-from mtp_extract.graph.kernels import LAYOUT, MOVING, moved
-from mtp_extract.graph.matrices import LARGEST, MATRIX, product_of, weight_of
+from mtp_extract.graph.forms import Cache, Form, Rotated, Scored, shape_of
 from mtp_extract.graph.positions import caches_of
-from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.graph.views import View
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
+MATRIX = "FULLY_CONNECTED"
+LARGEST = 1e6
+"""No number of a drafter is this many times larger or smaller than one of ordinary size."""
+
+_MOST_ROTATED = 1 << 20
 _FUNCTIONS = frozenset({"TANH", "GELU"})
 _ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
     "ADD": lambda made, one, other: made.add(one, other),
@@ -38,12 +42,9 @@ _ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
 }
 _OPERANDS = {
     **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "SOFTMAX", "LOGICAL_NOT"), 1),
-    **dict.fromkeys(
-        ("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"), 2
-    ),
-    **dict.fromkeys(("EQUAL", "BATCH_MATMUL"), 2),
-    **dict.fromkeys(("SELECT", "SELECT_V2"), 3),
+    **dict.fromkeys(("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "EQUAL", "BATCH_MATMUL", *REDUCTIONS), 2),
     **dict.fromkeys(CONVERSIONS, 1),
+    **dict.fromkeys(SELECTIONS, 3),
 }
 """How many operands an operator has, of those that have a number of them."""
 _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
@@ -60,7 +61,7 @@ class Reading:
         first: expression → the first value that is all of it, and the factor there.
         scaled: expression → values that are all of it times constants, in the order of the graph.
         products: expression of a product with a matrix → its operator.
-        attentions: expression of what heads mixed → how.
+        inside: its attentions.
         coarse: values that the file holds on a grid.
     """
 
@@ -77,7 +78,6 @@ class Reading:
         self.products: dict[Expr, Node] = {}
         self.coarse: list[Value] = []
         self.inside = AttentionReader(graph, self.expressions)
-        self.attentions = self.inside.scoring.attentions
         self._read_inputs()
         needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
         for node in graph.nodes:
@@ -94,7 +94,7 @@ class Reading:
             if sizes and not 0 < min(sizes) <= max(sizes) <= _LARGEST_AXIS:
                 raise UnsupportedError(f"The input {value.label} is empty, or larger than any of a drafter.")
             if name in caches and self.whole:
-                self.forms[id(value)] = self.inside.cache(name, value.tensor)
+                self.forms[id(value)] = Cache(name, View.whole(range(4), value.tensor.shape))
             elif value.depends & Depends.DATA:
                 self.keep(value, self.expressions.whole("input", name, size=value.tensor.elements))
 
@@ -125,7 +125,7 @@ class Reading:
             raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
         if node.kind in (*CONVERSIONS, MATRIX, "BATCH_MATMUL"):
             return
-        chosen_by = node.operand(0) if node.kind in ("SELECT", "SELECT_V2") else None
+        chosen_by = node.operand(0) if node.kind in SELECTIONS else None
         if chosen_by is not None and chosen_by.tensor.type_name != "BOOL":
             raise UnreadableError(f"chooses by {chosen_by.tensor.type_name}")
         operands = [node.operand(i) for i in moved if i < len(node.inputs)]
@@ -307,3 +307,80 @@ class Reading:
         made = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
         keeps = Call(self.graph, node).option(0, "?", False)
         return replace(made, ids=made.ids.reshape((*term.ids.shape[:-1], *([1] if keeps else []))))
+
+
+# Products with a matrix of constants: FULLY_CONNECTED of a weight that is stored ``[out, in]``.
+
+
+def weight_of(graph: FlatGraph, node: Node) -> Value:
+    """The constant matrix that ``node`` multiplies by, itself or converted to floats of the same numbers.
+
+    Raises:
+        UnreadableError: it is another value, LiteRT's kernel reads it otherwise, or no drafter has such numbers.
+        UnsupportedError: it is a Hadamard rotation.
+    """
+    value = node.operand(1)
+    maker = value.producer
+    if maker is not None and _makes_floats(maker):
+        value = maker.operand(0)
+    tensor = value.tensor
+    if not value.constant or len(tensor.shape) != 2:
+        raise UnreadableError("multiplies by no matrix of constants")
+    if tensor.type not in FLOAT_TYPES:
+        scales = np.zeros(1) if tensor.quantization is None else np.abs(tensor.quantization.scale)
+        if scales.size and not (np.isfinite(scales).all() and scales.max() < LARGEST):
+            raise UnreadableError("multiplies by numbers that no drafter has")
+        if maker is None:
+            _check_codes(QuantizedTensor.of(graph.model, tensor))
+    if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
+        raise UnsupportedError(
+            f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
+            "weights of the model, and this release does not rotate them back."
+        )
+    return value
+
+
+def _makes_floats(maker: Node) -> bool:
+    """Whether it makes floats of the same numbers. CAST of codes makes others: the codes themselves."""
+    types = {maker.operand(0).tensor.type, maker.outputs[0].tensor.type}
+    floats = maker.outputs[0].tensor.type is TensorType.FLOAT32
+    return floats and (maker.kind == "DEQUANTIZE" or (maker.kind == "CAST" and types <= FLOAT_TYPES))
+
+
+def _check_codes(source: QuantizedTensor) -> None:
+    """LiteRT's kernels take integer weights ``[out, in]``, signed, with a scale an output and no zero points."""
+    label, storage = source.tensor.label, source.storage
+    if source.tensor.type is TensorType.INT16:
+        raise UnreadableError(f"reads {label}, of a type that LiteRT multiplies by nothing")
+    if source.packing is not None and not source.packing.signed:
+        raise UnreadableError(f"reads {label}, which LiteRT takes for signed codes")
+    if storage.kind == "per_channel" and storage.axis != 0:
+        raise UnreadableError(
+            f"reads {label}, whose scales run along axis {storage.axis}: LiteRT takes them for outputs"
+        )
+    if not storage.symmetric:
+        raise UnreadableError(f"reads {label}, whose zero points are not 0: LiteRT ignores them")
+
+
+def _is_hadamard(graph: FlatGraph, matrix: Value) -> bool:
+    """Whether all entries are ±1/√n."""
+    return bool(np.allclose(np.abs(graph.floats(matrix)), matrix.tensor.shape[0] ** -0.5, rtol=1e-2))
+
+
+def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product with what has the shape ``read``.
+
+    Raises:
+        UnreadableError: the operator has a bias or a fused function, or shapes that do not fit.
+    """
+    options, (rows, columns) = node.op.options, matrix.tensor.shape
+    if node.op.activation or (options and options.integer(1, "b")):
+        raise UnreadableError("has a fused activation, or a weight that is stored shuffled")
+    bias = node.input(2)
+    if bias is not None and (bias.depends or bias.producer is not None or np.any(graph.floats(bias))):
+        raise UnreadableError("has a bias, which a drafter's checkpoint has no place for")
+    keeps = bool(options and options.scalar(2, "?", False))
+    count, odd = divmod(int(np.prod(read)), columns)
+    if odd or (keeps and read[-1:] != (columns,)):
+        raise UnreadableError(f"multiplies {list(read)} numbers by a matrix of {columns} columns")
+    return (*read[:-1], rows) if keeps else (count, rows)

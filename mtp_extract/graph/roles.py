@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.errors import FormatError, RoleError
 from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.flat import FlatGraph, Value
-from mtp_extract.graph.kernels import LAYOUT
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
@@ -75,21 +76,16 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
                 raise RoleError(f"{node.op.label} reads {value.label}, which nothing computes: an op was lost.")
     used = {role.key for role in roles}
     found = [
-        SetAside(value.tensor, value.consumers[0][0].op.label if value.consumers else "none", _reason(value))
+        SetAside(
+            value.tensor,
+            value.consumers[0][0].op.label if value.consumers else "none",
+            "a number between the roles" if value.tensor.type in NUMBER_TYPES else "a shape, an axis or an offset",
+        )
         for key, value in graph.constants.items()
         if key not in used
     ]
     found.extend(_unread(graph, roles))
     return tuple(sorted(found, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
-
-
-def _reason(constant: Value) -> str:
-    if constant.tensor.type not in NUMBER_TYPES:
-        return "index arithmetic, a shape or an axis"
-    for node, position in constant.consumers:
-        if position not in LAYOUT.get(node.kind, range(position + 1)):
-            return "a shape, an axis or an offset"
-    return "a number between the roles"
 
 
 def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[SetAside]:
@@ -119,3 +115,50 @@ def activation_of(value: Value) -> Activation | None:
     if not 0 <= grid[0] < np.inf:
         raise FormatError(f"{tensor.label} has a scale of {grid[0]}: the file is damaged.")
     return Activation(tensor.type_name.lower(), *grid)
+
+
+# Names, a cross-check of what the graph says, never more: they change with every export.
+
+# Real names have hundreds of characters; the time a pattern takes grows with the square of the length.
+_LONGEST_NAME = 1 << 13
+
+
+@dataclass(frozen=True)
+class NameCheck:
+    """How the names in the file compare with the roles found in the graph.
+
+    Attributes:
+        confirmed, unrecognised: roles.
+        contradicted: role → the roles whose names its constant carries.
+    """
+
+    confirmed: tuple[str, ...]
+    unrecognised: tuple[str, ...]
+    contradicted: Mapping[str, tuple[str, ...]]
+
+
+def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
+    """Compare every role with the names that its constant, or the result of its op, carries."""
+    roles = {role.name: role for role in roles_of(num_layers)}
+    confirmed, unrecognised, contradicted = [], [], {}
+    for constant in found:
+        is_matrix = len(constant.shape) == 2
+        names = (constant.tensor.name,) if is_matrix and constant.tensor is not None else constant.known_as
+        said = {
+            role.name
+            for role in roles.values()
+            if (role.kind == MATRIX) == is_matrix and _carries(role.published_names, names)
+        }
+        if constant.role in said:
+            confirmed.append(constant.role)
+        elif said and not _carries(roles[constant.role].also_seen, names):
+            contradicted[constant.role] = tuple(sorted(said))
+        else:
+            unrecognised.append(constant.role)
+    return NameCheck(tuple(confirmed), tuple(unrecognised), contradicted)
+
+
+def _carries(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    # Fused operators leave a constant with the names of several, joined by semicolons.
+    pieces = [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
+    return any(re.search(pattern, piece) for pattern in patterns for piece in pieces)

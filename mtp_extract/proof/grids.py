@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -34,23 +33,12 @@ _MOST_CUT_OFF, _MOST_POWER_CUT_OFF = 0.2, 0.3
 _ROWS_AT_ONCE = 1 << 12
 
 
-@dataclass(frozen=True)
-class CoarseActivations:
-    """What of a drafter's activations a file holds in few bits.
-
-    Attributes:
-        types: how many, by type.
-        fewest_codes: of all grids, the fewest codes that lie within one standard deviation; None without grids.
-        cut_off: of all grids, the largest share of numbers of ordinary size beyond one.
-    """
-
-    types: Mapping[str, int]
-    fewest_codes: float | None = None
-    cut_off: float = 0.0
-
-
-def hold_grids(graph: FlatGraph, walk: Walk) -> CoarseActivations:
+def hold_grids(graph: FlatGraph, walk: Walk) -> dict[str, Any]:
     """Hold every grid of an activation.
+
+    Returns:
+        how many are held in each type; of all grids, the fewest codes that lie within one standard deviation, and the
+        largest share of numbers of ordinary size beyond one.
 
     Raises:
         UnsupportedError: one cuts off, or leaves too little of, numbers of ordinary size.
@@ -67,7 +55,11 @@ def hold_grids(graph: FlatGraph, walk: Walk) -> CoarseActivations:
         # Of logits the largest is what counts.
         share, within = _check_grid(value, numbers, exact=id(value) in logits)
         cut_off, codes = max(cut_off, share), [*codes, within]
-    return CoarseActivations(types, min(codes, default=None), cut_off)
+    return {
+        "activations_held_in": types,
+        "fewest_codes": float(f"{min(codes):.2g}") if codes else None,
+        "largest_share_cut_off": float(f"{cut_off:.1g}"),
+    }
 
 
 def _check_grid(value: Value, numbers: npt.NDArray[np.float64], *, exact: bool) -> tuple[float, float]:
@@ -124,7 +116,11 @@ class _Drawn:
         if kind == "sum":
             return np.asarray(sum((f * self.numbers(e) for e, f in expr.terms.items()), start=np.zeros((1, 1))))
         if kind == "function":
-            return applied(parts[0], parts[1] * self.numbers(parts[2]))
+            x = parts[1] * self.numbers(parts[2])
+            # Both GELUs by tanh: they are within 5e-4 of one another.
+            slope = 1.0 if parts[0] == "TANH" else math.sqrt(2 / math.pi) * (1 + 0.044715 * x**2)
+            half = np.tanh(slope * x)
+            return half if parts[0] == "TANH" else np.asarray(0.5 * x * (1 + half))
         inner = self.numbers(parts[0])
         if kind == "groups":
             return np.asarray(inner.reshape(len(inner), -1, parts[1]).sum(-1))
@@ -146,15 +142,4 @@ class _Drawn:
         if tensor.type in FLOAT_TYPES or tensor.type is None:
             return 1.0
         grid = grid_of(tensor)
-        scale = grid[0] if grid is not None else self.walk.cache_scales.get(name, 1.0)
-        return abs(scale) * code_range(tensor.type)[1] / 3**0.5
-
-
-def applied(name: str, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """TANH, or GELU of ``x``: exact, or in its tanh form."""
-    if name == "TANH":
-        return np.tanh(x)
-    if name == "GELU_TANH":
-        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
-    erf = [math.erf(number) for number in (x / math.sqrt(2)).reshape(-1).tolist()]  # NumPy has none.
-    return np.asarray(0.5 * x * (1 + np.reshape(erf, x.shape)))
+        return (1.0 if grid is None else abs(grid[0])) * code_range(tensor.type)[1] / 3**0.5

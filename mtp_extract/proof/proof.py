@@ -9,24 +9,35 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.errors import ProofError, UnsupportedError, escape
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.checkpoint.weight import Weight, row_ranges
+from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import code_range, computing, grid_of
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.litertlm.storage import read_floats
-from mtp_extract.proof.grids import CoarseActivations, hold_grids
-from mtp_extract.proof.numbers import Read, hold_config, hold_tensors
-from mtp_extract.proof.rotations import CoarseTable, hold_rotations
+from mtp_extract.graph.reading import LARGEST
+from mtp_extract.graph.roles import FoundRole
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor, read_floats
+from mtp_extract.litertlm.tflite import TfliteModel
+from mtp_extract.proof.grids import hold_grids
+from mtp_extract.proof.rotations import hold_rotations
 from mtp_extract.proof.slots import SlotsOfLayer
 
-_SAME = 1e-5
+Read = Callable[[str], Weight]
+"""Role → its tensor as written."""
+
+Proof = Mapping[str, Any]
+"""What was held, as ``--json`` prints it; :func:`mtp_extract.checkpoint.record.proof_record` keeps some of it."""
+
+_SAME, _ROUNDING = 1e-5, 1e-6
 _KEY_SIZE = 16.0
 """The largest root mean square of a row of K that is reckoned with where its cache is of floats: K is a normalized row
 times a weight, and published weights are below 1.
@@ -35,53 +46,8 @@ _LARGEST_SCORE = 1e30
 _CACHE_NAME = re.compile(r"kv_cache_([kv])_([0-9]+)")
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What was held.
-
-    Attributes:
-        positions: how many the caches have; rotations were held at each.
-        tables: how many values of the graph rotate queries.
-        rows, alike: rows of masks that were computed, and whether all others are the same as these up to a shift.
-        largest_scores: by layer, the largest |q · K| that is reckoned with.
-        layouts: cache input → its axes of KV heads, slots and dimensions.
-        activations: what of the activations the file holds in few bits.
-        coarse: RoPE tables of the file that are coarser than the config's.
-        rounded: largest share by which a number that was rounded differs; None where nothing was.
-    """
-
-    positions: int
-    tables: int
-    rows: int
-    alike: bool
-    largest_scores: tuple[float, ...]
-    layouts: Mapping[str, tuple[int, int, int]]
-    activations: CoarseActivations
-    coarse: tuple[CoarseTable, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``extraction.json``."""
-        codes = self.activations.fewest_codes
-        return {
-            "positions": self.positions,
-            "position_values": self.tables,
-            "mask_rows": {"computed": self.rows, "of": self.positions, "alike": self.alike},
-            "largest_scores": [float(f"{score:.4g}") for score in self.largest_scores],
-            "cache_axes": {name: list(axes) for name, axes in self.layouts.items()},
-            "activations_held_in": dict(self.activations.types),
-            "fewest_codes": None if codes is None else float(f"{codes:.2g}"),
-            "largest_share_cut_off": float(f"{self.activations.cut_off:.1g}"),
-            "coarse_tables": [{"layer": table.layer, "held_in": table.kind} for table in self.coarse],
-        }
-
-
 @computing("The graph")
-def prove(
-    graph: FlatGraph,
-    walk: Walk,
-    config: DrafterConfig,
-    read: Read,
-) -> Proof:
+def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Proof:
     """Hold the checkpoint of ``config`` and ``read`` against ``graph``.
 
     Args:
@@ -95,18 +61,26 @@ def prove(
         UnsupportedError: the graph does what cannot be told for every input.
         CheckpointError: a tensor does not have the size that the config says.
     """
-    _check_names(walk)
-    hold_config(walk, config)
-    layouts, largest = _layouts(walk), tuple(_largest_score(graph, walk, i) for i in range(len(walk.layers)))
+    positions = walk.reading.inside.positions
+    _hold_names(walk)
+    _hold_config(walk, config)
+    layouts, largest = _layouts(walk), [_largest_score(graph, walk, i) for i in range(len(walk.layers))]
     rows, alike = _hold_slots(graph, walk, config, largest)
     coarse = hold_rotations(graph, walk, config)
-    activations = hold_grids(graph, walk)
-    hold_tensors(graph.model, walk, config, read)
-    positions = walk.reading.inside.positions
-    return Proof(positions.slots, len(positions.rotating), rows, alike, largest, layouts, activations, coarse)
+    grids = hold_grids(graph, walk)
+    _hold_tensors(graph.model, walk, config, read)
+    return {
+        "positions": positions.slots,
+        "position_values": len(positions.rotating),
+        "mask_rows": {"computed": rows, "of": positions.slots, "alike": alike},
+        "largest_scores": [float(f"{score:.4g}") for score in largest],
+        "cache_axes": layouts,
+        **grids,
+        "coarse_tables": coarse,
+    }
 
 
-def _check_names(walk: Walk) -> None:
+def _hold_names(walk: Walk) -> None:
     """The runtime fills caches by their names: what a cache is used for must be what it is called.
 
     Raises:
@@ -125,33 +99,28 @@ def _check_names(walk: Walk) -> None:
             )
 
 
-def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: tuple[float, ...]) -> tuple[int, bool]:
+def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
     """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
     inputs = inputs_of([graph.outputs[LOGITS], graph.outputs[PROJECTED]])
     masks, found = Masks(graph, walk.reading.inside.positions), []
     for index, layer in enumerate(walk.layers):
-        amplitude = layer.rotation.amplitude / layer.query_factor
-        slots = SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(amplitude))
-        found.append(slots.hold())
-        _check_scale(index, amplitude, config)
+        scale = layer.rotation.amplitude / layer.query_factor
+        found.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).hold())
+        if not abs(scale / config.attention_scale - 1) <= _SAME:
+            raise ProofError(
+                f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
+                f"{config.attention_scale:g}. Nothing is written. Please report the file."
+            )
     return max(rows for rows, _ in found), all(alike for _, alike in found)
 
 
-def _check_scale(index: int, scale: float, config: DrafterConfig) -> None:
-    if not abs(scale / config.attention_scale - 1) <= _SAME:
-        raise ProofError(
-            f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
-            f"{config.attention_scale:g}. Nothing is written. Please report the file."
-        )
-
-
-def _layouts(walk: Walk) -> dict[str, tuple[int, int, int]]:
+def _layouts(walk: Walk) -> dict[str, list[int]]:
     """Cache input → its axes of KV heads, slots and dimensions, which all layers must agree on."""
-    found: dict[str, tuple[int, int, int]] = {}
+    found: dict[str, list[int]] = {}
     for index, layer in enumerate(walk.layers):
         for name, axes in ((layer.key, layer.attention.scores.axes), (layer.value, layer.attention.axes)):
             head, slot, dimension = axes
-            own = ({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension
+            own = [({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension]
             if found.setdefault(name, own) != own:
                 raise ProofError(f"layers.{index}.attention: {name} is read in two ways. Nothing is written.")
     return found
@@ -164,8 +133,92 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     tensor = graph.inputs[layer.key].tensor
     grid, row, key = grid_of(tensor), math.sqrt(layer.head_dim), _KEY_SIZE
-    if tensor.type is not None and layer.key in walk.cache_scales:
-        grid = abs(walk.cache_scales[layer.key]), 0
     if grid is not None and tensor.type is not None:
         key = max(abs(end - grid[1]) * grid[0] for end in code_range(tensor.type))
     return min((row * weight * (1 + 1e-5) or 1.0) * row * key, _LARGEST_SCORE)
+
+
+# What is written, number by number, against what the graph holds.
+
+
+def _hold_config(walk: Walk, config: DrafterConfig) -> None:
+    """Hold the numbers of ``config`` that no attention has.
+
+    Raises:
+        ProofError: one is another than the graph's.
+    """
+    heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers]
+    written = [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
+    for name, one, other in (
+        ("rms_norm_eps", walk.rms_norm_eps, config.rms_norm_eps),
+        ("final_logit_softcap", walk.soft_cap, config.final_logit_softcap),
+        ("hidden_activation", walk.hidden_activation, config.hidden_activation),
+        ("heads", heads, written),
+    ):
+        if one != other:
+            raise ProofError(f"{name}: the graph has {one}, the config {other}. Nothing is written.")
+
+
+def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
+    """Hold every tensor against the constant that plays its role, some rows at a time.
+
+    Raises:
+        ProofError: a number is another one, or none that a drafter has.
+        CheckpointError: a tensor has another size.
+    """
+    roles = {role.role: role for role in walk.roles}
+    for wanted, shape in shapes_of(config).items():
+        name, weight, role = wanted.name, read(wanted.name), roles.get(wanted.name)
+        if math.prod(weight.shape) != math.prod(shape):
+            raise CheckpointError(f"{name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
+        stored = _numbers_of(model, role)
+        # Of integers the scales were held when they were read.
+        integers = role is not None and role.tensor is not None and role.tensor.type not in FLOAT_TYPES
+        for first, last in row_ranges(weight):
+            at, other = first * weight.columns, weight.floats(first, last).reshape(-1)
+            one = stored(at, at + other.size)
+            if (integers or float(np.abs(one).max()) < LARGEST) and np.array_equal(one, other):
+                continue
+            wrong = ~((np.abs(one - other) <= np.float32(_ROUNDING) * np.abs(one)) & (np.abs(one) < LARGEST))
+            if wrong.any():
+                where = int(wrong.argmax())
+                raise ProofError(
+                    f"{name}: the graph and the checkpoint part here: number {at + where} is {one[where]:.6g} in the "
+                    f"graph and {other[where]:.6g} in the checkpoint. Nothing is written."
+                )
+
+
+def _numbers_of(model: TfliteModel, role: FoundRole | None) -> Callable[[int, int], Floats]:
+    """Numbers ``[begin, end)`` of a weight, flat: stored = factor × weight, solved for it."""
+    if role is None or role.tensor is None:
+        return lambda begin, end: np.ones(end - begin, np.float32)
+    source, factor = QuantizedTensor.of(model, role.tensor), np.float32(role.factor)
+    read = source.floats
+    if role.tensor.elements == 1:
+        whole = np.broadcast_to(source.floats(), math.prod(role.shape))
+
+        def read(begin: int = 0, end: int | None = None) -> Floats:
+            return whole[begin:end]
+
+    return read if role.factor == 1 else lambda begin, end: read(begin, end) / factor
+
+
+def in_words(proof: Mapping[str, Any]) -> list[str]:
+    """What the ``proof`` of a record says, in sentences: what was held, and what is not the checkpoint's."""
+    rows = proof["mask_rows"]
+    masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else ", which are alike up to a shift")
+    said = [
+        f"every operator was read as a drafter's; RoPE holds at all {proof['positions']} positions, masks in {masks}, "
+        "and every number of every tensor"
+    ]
+    said += [
+        f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}; the exact "
+        "theta is written"
+        for table in proof["coarse_tables"]
+    ]
+    if held := proof["activations_held_in"]:
+        kinds = ", ".join(f"{escape(count)} in {escape(kind)}" for kind, count in held.items())
+        said.append(
+            f"in real numbers: the file's own kernels round activations ({kinds}), a checkpoint of floats does not"
+        )
+    return said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,9 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.call import CONVERSIONS
 from mtp_extract.graph.drafter import Layer, Walk
+from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.kernels import LAYOUT
-from mtp_extract.graph.rope import frequencies
+from mtp_extract.graph.rotation import frequencies
 from mtp_extract.litertlm.tflite import TensorType
 
 _OF_A_COSINE, _OF_AN_ANGLE = 2e-6, 3.5e-8
@@ -28,21 +28,11 @@ _SHARES: dict[TensorType | None, float] = {TensorType.FLOAT16: 2.0**-12 * 1.001,
 _LARGEST_TABLE = 1 << 20
 
 
-@dataclass(frozen=True)
-class CoarseTable:
-    """A RoPE table that a file stores in half precision, and that is written as exact theta.
+def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
+    """Hold how every layer rotates its queries.
 
-    Attributes:
-        layer: whose it is.
-        kind: the types of half precision.
-    """
-
-    layer: int
-    kind: str
-
-
-def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> tuple[CoarseTable, ...]:
-    """Hold how every layer rotates its queries; returns what is coarser than the config.
+    Returns:
+        the layers whose RoPE table the file stores in half precision, which are written as exact theta, and its types.
 
     Raises:
         ProofError: a query is rotated otherwise than by the config's RoPE.
@@ -54,8 +44,8 @@ def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> tuple
         if key not in held:
             held[key] = _hold(graph, index, layer, frequencies(config.layers[index].rope, layer.head_dim))
         if held[key]:
-            found.append(CoarseTable(index, held[key]))
-    return tuple(found)
+            found.append({"layer": index, "held_in": held[key]})
+    return found
 
 
 def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.float64]) -> str:

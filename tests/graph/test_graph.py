@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,7 @@ from seam import (
 )
 from seam import RopeConfig as Rope
 
-from mtp_extract.graph.names import check_names
-from mtp_extract.graph.rope import read_rope
+from mtp_extract.graph.rotation import read_rope
 
 MADE = sorted(set(VARIANTS) - REFUSED)
 USUAL = {
@@ -152,16 +150,6 @@ def test_published_names_confirm(sample: Path) -> None:
     # A layer scalar is an anonymous factor; everything else carries its published name.
     assert set(names.unrecognised) == {f"layers.{i}.layer_scalar" for i in range(4)}
     assert (len(names.confirmed), names.contradicted) == (44, {})
-
-
-def test_names_of_another_role_are_a_contradiction(sample: Path) -> None:
-    roles = list(read(sample).walk.roles)
-    by_name = {r.role: r for r in roles}
-    gate, up = by_name["layers.1.gate_proj"], by_name["layers.1.up_proj"]
-    tensors = {gate.role: up.tensor, up.role: gate.tensor}
-    names = check_names([replace(r, tensor=tensors.get(r.role, r.tensor)) for r in roles], 4)
-    assert names.contradicted == {gate.role: (up.role,), up.role: (gate.role,)}
-    assert len(names.confirmed) == 42
 
 
 def test_unknown_names_neither_confirm_nor_contradict() -> None:

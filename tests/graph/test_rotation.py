@@ -60,7 +60,7 @@ def test_frequencies_and_amplitude_are_recovered(theta: float, share: float, amp
     wanted = np.where(np.arange(half) < share * half, theta ** (-np.arange(half) / half), 0)
     found = rotation(scores(amplitude), np.arange(SLOTS)[:, None] * wanted)
     assert found.amplitude == pytest.approx(amplitude)
-    frequencies, doubt = found.frequencies()
+    frequencies, doubt = found.measured()
     assert (np.abs(frequencies - wanted) <= doubt + 1e-7 * wanted).all()
     assert (frequencies[wanted == 0] == 0).all()
     for positions, (low, high, down, up) in found.at():
@@ -99,7 +99,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_ours() -> None:
     angles = np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4)
     angles[64] = np.nan
     with pytest.raises(MtpExtractError):
-        rotation(scores(), angles).frequencies()
+        rotation(scores(), angles).measured()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 17])
