@@ -103,7 +103,7 @@ def cases(family: str, changes: Mapping[str, Change], *shows: Sample, **others: 
 
 
 def at(g: Graph, place: str) -> int:
-    """The tensor called ``place``: ``"0.scores"`` of a layer, a norm's input ``"x final_norm"`` or result, an input…"""
+    """The tensor called ``place``: ``"0.scores"`` of a layer, an input, an output, a projection…"""
     if place in ("activations", "input_pos", "mask", "param_tensor"):
         return g.input(place)
     if place in ("logits", "projected_activations"):

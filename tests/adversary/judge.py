@@ -24,8 +24,8 @@ from seam import MtpExtractError
 
 from adversary.edits import Case, Sample, sized
 from mtp_extract import extract
-from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import DraftArguments
 
 __all__ = ["APART", "SAME", "Verdict", "apart", "changed", "computed", "inputs_of", "original", "try_case", "written"]
 

@@ -1,7 +1,6 @@
 """Whatever is done to a drafter's graph, extraction refuses it or writes what it computes.
 
-Half of the mutations and rewrites are tried here, each in one of the two styles; which, its name decides.
-``adversary.report`` tries all of them in both and prints what became of each.
+Every mutation and rewrite is tried in one of the two exporters' styles; which, its name decides.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ ACCEPTED = frozenset((Path(__file__).parent / "accepted.txt").read_text().splitl
 
 
 def tried(cases: tuple[Case, ...], family: str) -> Iterator[tuple[Case, str]]:
-    """The cases of ``family`` that are tried, each with its style."""
+    """The cases of ``family``, each with its style."""
     for case in cases:
-        drawn = zlib.crc32(case.label.encode())
-        if case.family == family and drawn & 1:
-            style = list(STYLES)[drawn >> 1 & 1]
+        if case.family == family:
+            style = list(STYLES)[zlib.crc32(case.label.encode()) >> 1 & 1]
             # What exists in one style only is tried in that one.
             yield case, style if case.apply(style) is not None else next(s for s in STYLES if s != style)
 
@@ -58,10 +56,7 @@ def test_a_rewrite_is_refused_or_the_same_function(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_WORDS])
 def test_what_google_computes_changes_or_does_not(family: str) -> None:
-    """The interpreter says so of one in eight of those tried, unless the case says why it cannot.
-
-    ``adversary.report --google`` asks it of all.
-    """
+    """The interpreter says so of one in eight, unless the case says why it cannot."""
     mutated = family in FAMILIES
     for case, style in list(tried(MUTATIONS if mutated else REWRITES, family))[::8]:
         graph = case.apply(style)

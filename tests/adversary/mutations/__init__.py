@@ -8,38 +8,17 @@ same function as the changed file.
 from __future__ import annotations
 
 from adversary.edits import Case, Change
-from adversary.mutations.along import ALONG
-from adversary.mutations.composites import COMPOSITES, NAMES, RUNTIME
-from adversary.mutations.declared import DECLARED
-from adversary.mutations.gelu import GELU
-from adversary.mutations.grids import GRIDS
-from adversary.mutations.heads import HEADS
-from adversary.mutations.inputs import INPUTS
-from adversary.mutations.interfaces import INTERFACES
-from adversary.mutations.kinds import KINDS
-from adversary.mutations.loudness import LOUDNESS
-from adversary.mutations.masks import MASKS
-from adversary.mutations.mistakes import MISTAKES
-from adversary.mutations.norms import NORMS
-from adversary.mutations.number_types import NUMBER_TYPES
-from adversary.mutations.operators import OPERATORS, UNKNOWN
-from adversary.mutations.order import ORDER
-from adversary.mutations.outputs import OUTPUTS
-from adversary.mutations.positions import POSITIONS
-from adversary.mutations.residuals import RESIDUALS
-from adversary.mutations.rope import ROPE
-from adversary.mutations.scores import SCORES
+from adversary.mutations.attention import ALONG, HEADS, MASKS, ORDER, SCORES, WINDOWS
+from adversary.mutations.blocks import GELU, NORMS, OUTPUTS, RESIDUALS
+from adversary.mutations.files import COMPOSITES, DECLARED, INPUTS, INTERFACES, NAMES, RUNTIME
+from adversary.mutations.numbers import GRIDS, NOT_SEEN, NUMBER_TYPES, OPERATORS, UNKNOWN, WEIGHTS
+from adversary.mutations.positions import KINDS, POSITIONS, ROPE, TABLES
+from adversary.mutations.quiet import LOUDNESS, MISTAKES, SMOOTH, SUBTLE
 from adversary.mutations.second import SECOND
-from adversary.mutations.smooth import SMOOTH
-from adversary.mutations.subtle import SUBTLE
-from adversary.mutations.tables import TABLES
-from adversary.mutations.third_files import THIRD_FILES
+from adversary.mutations.third_files import THIRD_FILES, THIRD_READERS
 from adversary.mutations.third_numbers import THIRD_NUMBERS
-from adversary.mutations.third_readers import THIRD_READERS
 from adversary.mutations.third_slots import THIRD_SLOTS
 from adversary.mutations.third_weights import THIRD_WEIGHTS
-from adversary.mutations.weights import NOT_SEEN, WEIGHTS
-from adversary.mutations.windows import WINDOWS
 
 __all__ = ["MUTATIONS"]
 

@@ -1,16 +1,143 @@
-"""What happens at some positions alone: between those that a sample asks for."""
+"""What depends on the position: rotations, single positions, tables, and other kinds of masks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import WINDOW, Case, Change, Edit, Sample, add, chosen, edge, mul, unary, with_number
-from adversary.mutations.heads import cache_edit
-from adversary.mutations.masks import both, compare, slots, visible
-from adversary.mutations.rope import angle, position
+from adversary.edits import (
+    WINDOW,
+    Case,
+    Change,
+    Edit,
+    Sample,
+    add,
+    chosen,
+    edge,
+    halves,
+    mul,
+    parameters,
+    turn,
+    unary,
+    with_number,
+)
+from adversary.mutations.attention import both, compare, masked_value, slots, visible
+
+
+def angle(edit: Edit, layer: int = 0) -> Change:
+    return edge(f"{layer}.angle", edit)
+
+
+def table(edit: Callable[[np.ndarray], np.ndarray], layer: int = 0) -> Change:
+    """Another table, shape kept."""
+
+    def change(g: Graph) -> None:
+        found = frequencies(g, layer)
+        g.set_value(found, edit(g.value(found).reshape(-1)))
+
+    return change
+
+
+def frequencies(g: Graph, layer: int) -> int:
+    operators = [*g.before(g.layer(layer).cos)]
+    constants = {int(i) for op in operators for i in op.inputs if g.kind(op) == "MUL" and g.is_constant(int(i))}
+    (found,) = constants
+    return found
+
+
+def position(edit: Edit) -> Change:
+    """Another position, for the angles alone: of what is cast to floats."""
+
+    def change(g: Graph) -> None:
+        (cast,) = [op for op in g.ops if g.kind(op) == "CAST" and op in list(g.before(g.layer(0).angle))]
+        g.insert(int(cast.outputs[0]), lambda x: edit(g, x))
+
+    return change
+
+
+def rotated_by(build: Callable[[Graph, int, int, int], int], layer: int = 0) -> Change:
+    """Another rotation: ``build(g, q, cos, sin)`` with cos and sin of half the head's width."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(layer)
+        half = g.shape(place.query_normed)[-1] // 2
+        cos, sin = (g.part(t, 0, half) for t in (place.cos, place.sin))
+        g.insert(place.rotated, lambda _: build(g, place.query_normed, cos, sin))
+
+    return change
+
+
+def interleaved(g: Graph, q: int, cos: int, sin: int) -> int:
+    width = g.shape(q)[-1]
+    even, odd = (g.gather(q, range(start, width, 2), -1) for start in (0, 1))
+    left, right = turn(g, even, odd, cos, sin)
+    order = [i // 2 + (i % 2) * width // 2 for i in range(width)]
+    return g.gather(g.join([left, right]), order, -1)
+
+
+def heads_rotated(g: Graph, q: int, cos: int, sin: int) -> int:
+    """The first two heads alone are rotated."""
+    full = g.join(turn(g, *halves(g, q), cos, sin))
+    return g.join([g.part(full, 0, 2, 2), g.part(q, 2, 2, 2)], 2)
+
+
+def cos_and_sin(edit: Callable[[Graph, int, int], tuple[int, int]], layer: int = 0) -> Change:
+    def change(g: Graph) -> None:
+        place = g.layer(layer)
+        readers = g.readers(place.cos), g.readers(place.sin)
+        for old, new, into in zip((place.cos, place.sin), edit(g, place.cos, place.sin), readers, strict=True):
+            g.rewire(old, new, into)
+
+    return change
+
+
+def weight_after_rotation(g: Graph) -> None:
+    """The q norm's weight is multiplied after RoPE, not before."""
+    norm = g.norm("layers.0.q_norm")
+    rotated = g.layer(0).rotated
+    width = g.shape(rotated)[-1]
+    g.rewire(norm.out, int(norm.scale.outputs[0]))
+    weight = g.value(norm.weight).reshape(width)
+    g.insert(rotated, lambda x: g.mul(x, weight))
+
+
+ROPE: dict[str, Change] = {
+    "theta_100": table(lambda t: 100 ** (-np.arange(16) / 16)),
+    "theta_of_full_layer_in_sliding": table(lambda t: 1e6 ** (-np.arange(16) / 16)),
+    "half_of_the_head": table(lambda t: np.where(np.arange(t.size) < 8, t, 0)),
+    "table_one_frequency": table(lambda t: np.where(np.arange(t.size) == 3, t * 1.5, t)),
+    "angle_doubled": angle(mul(2.0)),
+    "angle_shifted": angle(add(0.5)),
+    "angle_negated": angle(unary("NEG")),
+    "angle_by_dimension": angle(
+        lambda g, x: g.mul(x, np.resize(np.linspace(1, 1.2, 16), g.shape(x)).astype(np.float32))
+    ),
+    "angle_squared": angle(lambda g, x: g.mul(x, x)),
+    "position_modulo_64": position(with_number("FLOOR_MOD", 64.0)),
+    "no_rotation": rotated_by(lambda g, q, cos, sin: q),
+    "interleaved": rotated_by(interleaved),
+    "first_half_only": rotated_by(
+        lambda g, q, cos, sin: g.join([turn(g, *halves(g, q), cos, sin)[0], halves(g, q)[1]])
+    ),
+    "reflected": rotated_by(
+        lambda g, q, cos, sin: g.join([turn(g, *halves(g, q), cos, sin)[0], g.neg(turn(g, *halves(g, q), cos, sin)[1])])
+    ),
+    "two_heads_only": rotated_by(heads_rotated),
+    "twice": rotated_by(lambda g, q, cos, sin: g.join(turn(g, *turn(g, *halves(g, q), cos, sin), cos, sin))),
+    "sin_doubled": cos_and_sin(lambda g, cos, sin: (cos, g.mul(sin, 2.0))),
+    "both_scaled": cos_and_sin(lambda g, cos, sin: (g.mul(cos, 1.1), g.mul(sin, 1.1))),
+    "cos_is_1": cos_and_sin(lambda g, cos, sin: (g.constant(np.ones(g.shape(cos))), sin)),
+    "sin_is_its_angle": cos_and_sin(lambda g, cos, sin: (cos, g.layer(0).angle)),
+    "table_of_other_layer": cos_and_sin(
+        lambda g, cos, sin: (g.part(g.layer(1).cos, 0, g.shape(cos)[-1]), g.part(g.layer(1).sin, 0, g.shape(sin)[-1]))
+    ),
+    "weight_after_rotation": weight_after_rotation,
+    "added_to_the_query": rotated_by(lambda g, q, cos, sin: g.add(q, g.join([cos, sin]))),
+}
+
 
 Where = Callable[[Graph], int]
 
@@ -42,17 +169,6 @@ def when(where: Where, then: Edit) -> Edit:
     return chosen(lambda g, x: where(g), then)
 
 
-def bump(row: int, height: float, width: float = 0.5) -> Edit:
-    """Plus a bell around ``row``: no operator that chooses."""
-
-    def edit(g: Graph, x: int) -> int:
-        far = g.mul(g.sub(number(g), np.float32(row)), np.float32(1 / width))
-        bell = g.exp(g.neg(g.mul(far, far)))
-        return g.add(x, g.mul(bell, np.float32(height)))
-
-    return edit
-
-
 def vanishing(rows: Sequence[int], height: float) -> Edit:
     """Plus a polynomial of the position that is zero at ``rows``."""
 
@@ -74,11 +190,6 @@ def whole(g: Graph, name: str, x: int, other: int) -> int:
     return g.call(name, x, np.array([other], np.int32))
 
 
-def looked_up(values: np.ndarray) -> Edit:
-    """Plus a number from a table with a row a position."""
-    return lambda g, x: g.add(x, g.call("GATHER", g.constant(values), g.input("input_pos"), shape=[1], axis=0))
-
-
 def reset(size: int, shift: int) -> Edit:
     """The mask within a window of ``size`` that begins ``shift`` slots late."""
     return lambda g, x: both(
@@ -96,68 +207,293 @@ SAMPLED = (1, 8, 15, 16, 111, 255)
 _ROWS: dict[int, dict[str, Change]] = {
     37: {
         "angle_at_37": angle(when(is_at(37), add(1.0))),
-        "angle_bump_at_37": angle(bump(37, 1.0)),
         "cos_negated_at_37": edge("0.cos", when(is_at(37), unary("NEG"))),
-        "sin_bump_at_37": edge("1.sin", bump(37, -0.3, 2.0)),
         "scores_halved_at_37": edge("1.scores", when(is_at(37), mul(0.5))),
-        "stream_shifted_at_37": edge("1.stream", when(is_at(37), add(0.25))),
-        "mask_hides_0_at_37": visible(1, when(is_at(37), hides(0))),
         "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
         "window_late_at_37": visible(0, when(is_at(37), reset(WINDOW, 1))),
-        "logits_by_table_at_37": edge("lm_head", looked_up(np.where(np.arange(256) == 37, np.nan, 0.0))),
     },
     2: {
         "sin_at_2": edge("0.sin", when(is_at(2), mul(-1.0))),
-        "value_halved_at_2": cache_edit("value", when(is_at(2), mul(np.linspace(0.5, 1, 32).reshape(1, 1, 1, 32)))),
         "residue_of_13": angle(when(rest_is(13, 2), add(0.3))),
     },
     0: {
-        "angle_at_0": angle(when(is_at(0), add(1.0)), 1),
         "full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_))),
-        "activations_cleared_at_0": edge(
-            "activations", when(is_at(0), mul(np.tile([1.0, 0.0], 64).reshape(1, 1, 128)))
-        ),
     },
     254: {
-        "angle_at_254": angle(when(is_at(254), add(1.0))),
         "query_at_254": edge("1.query_normed", when(is_at(254), unary("NEG"))),
         "position_254_is_253": shifted(lambda g, p: g.mul(g.cast(is_at(254)(g), np.int32), np.array([-1], np.int32))),
     },
     140: {
         "theta_from_120_to_250": angle(when(between(120, 250), mul(0.9))),
         "sin_negated_from_120_to_250": edge("0.sin", when(between(120, 250), unary("NEG"))),
-        "window_of_32_from_120_to_250": visible(0, when(between(120, 250), reset(2 * WINDOW, 0))),
-        "full_layer_slides_from_120_to_250": visible(
-            1, when(between(120, 250), lambda g, x: both(g, x, compare("LESS", 64)(g)))
-        ),
         "position_clipped_at_120_until_250": position(when(between(120, 250), lambda g, x: g.minimum(x, 120.0))),
-        "position_plus_1_from_120_to_250": shifted(lambda g, p: g.cast(between(120, 250)(g), np.int32)),
-        "steps_of_111": shifted(lambda g, p: whole(g, "FLOOR_DIV", whole(g, "FLOOR_MOD", p, 111), 20)),
         "keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), mul(1.5))),
-        "token_favoured_from_120_to_250": edge(
-            "logits", when(between(120, 250), add(np.eye(1, 512, 7).reshape(1, 1, 512)))
-        ),
-        "scalar_from_120_to_250": edge("0.out", when(between(120, 250), mul(1.1))),
-        "gate_from_120_to_250": edge("0.gate", when(between(120, 250), mul(1.1))),
     },
     200: {
         "position_clipped_at_230": position(with_number("MINIMUM", 230.0)),
         "positions_above_200_clipped": position(
             when(between(200, 254), lambda g, x: g.constant(np.full(g.shape(x), 199.0)))
         ),
-        "polynomial_angle": angle(vanishing(SAMPLED, 0.02)),
         "polynomial_cos": edge("1.cos", vanishing(SAMPLED, 0.01)),
-        "polynomial_stream": edge("1.stream", vanishing(SAMPLED, 0.01)),
-        "polynomial_logits": edge("projected_activations", vanishing(SAMPLED, 0.05)),
-        "position_of_7_bits_until_250": position(when(between(128, 250), add(-128.0))),
-        "no_mask_from_200_to_250": visible(
-            0, when(between(200, 250), lambda g, x: both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g)))
-        ),
     },
 }
 
 POSITIONS = tuple(
     Case("positions", name, change, shows=(Sample(row, mask="all"), Sample(min(row + 50, 254))))
     for row, changes in _ROWS.items()
+    for name, change in changes.items()
+)
+
+
+def floats(g: Graph) -> int:
+    return g.cast(g.input("mask"), np.float32)
+
+
+def counted(g: Graph) -> int:
+    """How many slots the mask shows, [1, 1, 1, 1]."""
+    return g.reduce("SUM", floats(g), 3)
+
+
+def holes(g: Graph) -> int:
+    """How many of the past's slots the mask hides."""
+    past = g.reshape(g.cast(compare("GREATER_EQUAL", 0)(g), np.float32), [1, 1, 1, 256])
+    return g.reduce("SUM", g.mul(past, g.sub(1.0, floats(g))), 3)
+
+
+def slot(g: Graph, at: int) -> int:
+    """Whether the mask shows the slot ``at``."""
+    return g.slice(g.input("mask"), [0, 0, 0, at], [1, 1, 1, 1])
+
+
+def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
+    return chosen(lambda g, x: g.reshape(condition(g), [1] * len(g.shape(x))), then)
+
+
+def no_holes(g: Graph) -> int:
+    return g.equal(holes(g), 0.0)
+
+
+def hidden_scores(build: Callable[[Graph, Any], int], layers: tuple[int, ...] = (0, 1)) -> Change:
+    """Another score for what is hidden: ``build(g, layer)``."""
+
+    def change(g: Graph) -> None:
+        for index in layers:
+            layer = g.layer(index)
+            made = g.call("SELECT_V2", layer.visible, layer.scores, build(g, layer), shape=g.shape(layer.scores))
+            g.set_input(layer.softmax, 0, made)
+
+    return change
+
+
+def or_slots(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    return lambda g, x: g.logical_or(x, g.constant(pick(slots(g)), np.bool_))
+
+
+def rolled(g: Graph, x: int) -> int:
+    """The last hundred slots' mask, one slot late."""
+    codes = g.cast(x, np.int32)
+    late = g.join([g.part(codes, 0, 150), g.part(codes, 149, 106)])
+    return g.cast(late, np.bool_)
+
+
+def first_shown(g: Graph, x: int) -> int:
+    """One more for the first slot that is shown."""
+    first = g.call("ARG_MAX", floats(g), np.array(3, np.int32), shape=[1, 1, 1], dtype=np.int32, outputType=2)
+    chosen_ = g.cast(g.equal(g.reshape(first, [1, 1, 1, 1]), slots(g)), np.float32)
+    return g.add(x, chosen_)
+
+
+ORDINARY: dict[str, Change] = {
+    "first_slot_shown_halves_scores": edge("1.scores", where(lambda g: slot(g, 0), mul(0.5))),
+    "count_scales_scores": edge("1.scores", lambda g, x: g.mul(x, g.mul(counted(g), 0.01))),
+    "first_shown_favoured": edge("1.scores", first_shown),
+    "one_row_negated": visible(1, when(is_at(40), lambda g, x: g.logical_not(x))),
+    "last_slot_always": visible(1, or_slots(lambda s: s == 255)),
+    "slot_77_never": visible(1, lambda g, x: both(g, x, g.constant(slots(g) != 77, np.bool_))),
+    "late_slots_shifted": visible(1, rolled),
+    "largest_of_16_slots": edge(
+        "0.rotated", lambda g, x: g.mul(x, g.add(1.0, g.reduce("REDUCE_MAX", g.part(floats(g), 0, 16), 3)))
+    ),
+}
+LIKE_RUNTIMES: dict[str, Change] = {
+    "no_holes_other_window": visible(
+        0, where(no_holes, lambda g, x: both(g, x, g.reshape(compare("LESS", WINDOW - 1)(g), g.shape(x))))
+    ),
+    "all_of_16_shown": edge(
+        "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), mul(0.5))
+    ),
+}
+LOUD: dict[str, Change] = {
+    "minus_100": masked_value(-100.0),
+}
+
+KINDS = tuple(
+    Case("mask kinds", name, change, shows=shows, rounding=rounding)
+    for changes, shows, rounding in (
+        (ORDINARY, (Sample(40, mask="past"), Sample(201, mask="past")), 0.0),
+        (LIKE_RUNTIMES, (Sample(40, mask="past"), Sample(201, mask="past")), 0.0),
+        (
+            LOUD,
+            (Sample(40, keys=40.0), Sample(40, keys=400.0), *(Sample(p, keys=400.0, mask="one") for p in (40, 41))),
+            0.01,
+        ),
+    )
+    for name, change in changes.items()
+)
+
+
+Array = np.ndarray
+Rows = Callable[[Array], Array]
+
+
+def angles(g: Graph, layer: int) -> Array:
+    """F32 angles of every position, [256, width of cos]."""
+    table = g.value(frequencies(g, layer)).reshape(-1).astype(np.float32)
+    made = np.arange(256, dtype=np.float32)[:, None] * table
+    width = g.shape(g.layer(layer).cos)[-1]
+    return np.tile(made, width // made.shape[1])
+
+
+def row(g: Graph, table: int, how: str = "GATHER") -> int:
+    """The position's row of ``table``, [1, width]."""
+    shape = [1, g.shape(table)[1]]
+    if how == "EMBEDDING_LOOKUP":
+        return g.call(how, g.input("input_pos"), table, shape=shape, dtype=np.float32)
+    if how == "SLICE":
+        start = g.join([g.input("input_pos"), g.constant(np.zeros(1), np.int32)], 0)
+        return g.call(how, table, start, np.array(shape, np.int32), shape=shape)
+    if how == "ONE_HOT":
+        hot = g.call(
+            how, g.input("input_pos"), np.array(256, np.int32), 1.0, 0.0, shape=[1, 256],
+            dtype=np.float32, axis=-1,
+        )  # fmt: skip
+        return g.call("BATCH_MATMUL", hot, table, shape=shape)
+    return g.call("GATHER", table, g.input("input_pos"), shape=shape, axis=0)
+
+
+def stored(g: Graph, values: Array, kind: str) -> Callable[[str], int]:
+    """A table as FP16, INT8, INT16 or floats; returns what reads a row of it as floats."""
+    if kind == "float":
+        return lambda how: row(g, g.constant(values), how)
+    dtype: Any = {"fp16": np.float16, "int8": np.int8, "int16": np.int16}[kind]
+    if kind == "fp16":
+        half = g.constant(values.astype(np.float16), np.float16)
+        return lambda how: g.cast(row(g, half, how), np.float32)
+    largest = np.iinfo(dtype).max
+    codes = g.constant(np.round(values * largest), dtype)
+    g.main.tensors[codes].quantization = parameters(1 / largest)
+
+    def read(how: str) -> int:
+        picked = row(g, codes, how)
+        g.main.tensors[picked].quantization = parameters(1 / largest)
+        return g.call("DEQUANTIZE", picked, dtype=np.float32)
+
+    return read
+
+
+def tabled(
+    cos: Rows = lambda t: t, sin: Rows = lambda t: t, angle: Rows = lambda t: t, *, layers: tuple[int, ...] = (0, 1),
+    kind: str = "float", how: str = "GATHER",
+) -> Change:  # fmt: skip
+    """cos and sin by tables; ``angle``, ``cos`` and ``sin`` change their rows."""
+
+    def change(g: Graph) -> None:
+        for layer in layers:
+            place, all_angles = g.layer(layer), angle(angles(g, layer)).astype(np.float32)
+            readers = g.readers(place.cos), g.readers(place.sin)
+            for old, values, into in zip(
+                (place.cos, place.sin), (cos(np.cos(all_angles)), sin(np.sin(all_angles))), readers, strict=True
+            ):
+                g.rewire(old, g.reshape(stored(g, values, kind)(how), g.shape(old)), into)
+
+    return change
+
+
+def rows(first: int, last: int, then: Rows) -> Rows:
+    """``then`` of the rows ``first`` … ``last``."""
+
+    def edit(t: Array) -> Array:
+        made = t.copy()
+        made[first : last + 1] = then(t[first : last + 1])
+        return made
+
+    return edit
+
+
+def order(pick: Callable[[Array], Array]) -> Rows:
+    """Rows in another order."""
+    return lambda t: t[pick(np.arange(256))]
+
+
+def exchanged(a: int, b: int) -> Rows:
+    return order(lambda p: np.where(p == a, b, np.where(p == b, a, p)))
+
+
+def windows(g: Graph, edit: Callable[[Array, Array], Array]) -> int:
+    """The window as a table of bool, a row a position."""
+    p, s = np.arange(256)[:, None], np.arange(256)[None]
+    table = edit((s <= p) & (s > p - WINDOW), p - s + 0 * s)
+    return g.reshape(row(g, g.constant(table, np.bool_)), g.shape(g.input("mask")))
+
+
+def window_table(edit: Callable[[Array, Array], Array]) -> Change:
+    return visible(0, lambda g, _: both(g, g.input("mask"), windows(g, edit)))
+
+
+def one(at: int, column: int, value: float) -> Rows:
+    def edit(t: Array) -> Array:
+        made = t.copy()
+        made[at, column] = value
+        return made
+
+    return edit
+
+
+def clear(first: int, last: int, distance: int) -> Callable[[Array, Array], Array]:
+    """A slot so far back is not seen from some rows."""
+
+    def edit(seen: Array, far: Array) -> Array:
+        made = seen.copy()
+        made[first : last + 1] &= far[first : last + 1] != distance
+        return made
+
+    return edit
+
+
+_ROWS_OF_TABLES: dict[int, dict[str, Change]] = {
+    37: {
+        "row_37_of_cos_is_1": tabled(cos=rows(37, 37, np.ones_like)),
+        "rows_37_and_73_exchanged": tabled(angle=exchanged(37, 73)),
+        "one_entry_of_row_37": tabled(sin=one(37, 0, 0.0)),
+        "one_entry_by_lookup": tabled(cos=one(37, 1, 0.5), how="EMBEDDING_LOOKUP"),
+        "row_37_not_a_number": tabled(cos=rows(37, 37, lambda t: t * np.nan)),
+        "fp16_with_a_wrong_row": tabled(cos=rows(37, 37, lambda t: -t), kind="fp16"),
+        "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
+        "window_table_row_37": window_table(clear(37, 37, 3)),
+        "window_table_of_row_36_at_37": window_table(
+            lambda seen, far: seen[np.where(np.arange(256) == 37, 36, np.arange(256))]
+        ),
+    },
+    180: {
+        "angles_of_rows_120_to_250_a_row_late": tabled(
+            angle=order(lambda p: np.where((p > 119) & (p < 251), p + 1, p))
+        ),
+        "sin_of_rows_120_to_250_negated": tabled(sin=rows(120, 250, np.negative)),
+        "other_theta_in_rows_120_to_250": tabled(angle=rows(120, 250, lambda t: t * 0.8)),
+        "rows_repeat_from_128_to_250": tabled(angle=order(lambda p: np.where((p > 127) & (p < 251), p - 128, p))),
+        "window_table_of_15_from_120_to_250": window_table(clear(120, 250, 15)),
+        "window_table_lies_from_120_to_250": window_table(clear(120, 250, 0)),
+    },
+}
+
+TABLES = tuple(
+    Case(
+        "tables",
+        name,
+        change,
+        shows=(Sample(position, mask="past"), Sample(position)),
+        rounding=0.02 if "int8" in name else 1e-3 if "fp16" in name else 0.0,
+    )
+    for position, changes in _ROWS_OF_TABLES.items()
     for name, change in changes.items()
 )

@@ -16,16 +16,28 @@ from helpers.surgery import Graph, sound
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample
-from adversary.mutations.heads import cache_edit
-from adversary.mutations.kinds import counted, floats
-from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
-from adversary.mutations.norms import eps, normed_by
-from adversary.mutations.outputs import recapped
-from adversary.mutations.positions import between, is_at, number, rest_is, when
-from adversary.mutations.rope import angle, frequencies, position, rotated_by, table
-from adversary.mutations.smooth import bell, less, plus, times
-from adversary.mutations.tables import angles, row, rows, tabled, window_table
-from adversary.mutations.weights import stored_weight, weight
+from adversary.mutations.attention import both, cache_edit, compare, hidden_sum, slots, summed, visible
+from adversary.mutations.blocks import eps, normed_by, recapped
+from adversary.mutations.numbers import stored_weight, weight
+from adversary.mutations.positions import (
+    angle,
+    angles,
+    counted,
+    floats,
+    frequencies,
+    is_at,
+    number,
+    position,
+    rest_is,
+    rotated_by,
+    row,
+    rows,
+    table,
+    tabled,
+    when,
+    window_table,
+)
+from adversary.mutations.quiet import less, times
 
 Array = np.ndarray
 EVERY = np.arange(256)
@@ -42,10 +54,6 @@ def times_number(build: Callable[[Graph], int]) -> Edit:
 
 def plus_number(build: Callable[[Graph], int]) -> Edit:
     return lambda g, x: g.add(x, scalar(g, build(g), x))
-
-
-def affine(build: Callable[[Graph], int], slope: float, shift: float) -> Callable[[Graph], int]:
-    return lambda g: g.add(g.mul(build(g), np.float32(slope)), np.float32(shift))
 
 
 def by_row(values: Array) -> Callable[[Graph], int]:
@@ -110,59 +118,6 @@ def exchanged(a: int, b: int) -> list[int]:
     return [int(i) for i in order]
 
 
-def of_slot(which: str, slot: int, number: int = 3) -> Callable[[Graph], int]:
-    """A cache's slot, [1, heads, 1, width]."""
-
-    def build(g: Graph) -> int:
-        tensor = g.input(f"kv_cache_{which}_{number}")
-        if which == "v":
-            tensor = g.transpose(tensor, [0, 1, 3, 2])
-        return g.part(tensor, slot, 1, 2)
-
-    return build
-
-
-def to_attended(build: Callable[[Graph], int], factor: float) -> Change:
-    return e.edge("1.attended", lambda g, x: g.add(x, g.mul(build(g), np.float32(factor))))
-
-
-def slots_scaled(which: str, slot: int, factor: float, layer: int = 1) -> Change:
-    scale = np.where(slot == EVERY, factor, 1.0).reshape(1, 1, 256, 1)
-    return cache_edit(which, e.mul(scale), layer)
-
-
-def blended(build: Callable[[Graph, Any], int], share: float, layer: int = 1) -> Change:
-    """Probabilities, and a share of others."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(layer)
-        other = build(g, place)
-        g.insert(
-            place.probabilities,
-            lambda p: g.add(g.mul(p, np.float32(1 - share)), g.mul(other, np.float32(share))),
-            [place.mix],
-        )
-
-    return change
-
-
-def softmax(g: Graph, x: int) -> int:
-    return g.call("SOFTMAX", x, beta=1.0)
-
-
-def v_scores(g: Graph, x: int) -> int:
-    """Scores plus a little of what V holds."""
-    value = g.input("kv_cache_v_3")
-    heads = g.shape(value)[1]
-    means = g.reshape(g.reduce("MEAN", value, 2), [1, heads, 1, 256])
-    return g.add(x, g.mul(means, 0.02))
-
-
-def means_of_all(g: Graph) -> int:
-    """The mean of V over all slots, [1, heads, 1, width]."""
-    return g.reduce("MEAN", g.transpose(g.input("kv_cache_v_3"), [0, 1, 3, 2]), 2)
-
-
 def mixed_by_slots(factor: float) -> Edit:
     """Every slot plus a little of the next."""
     return lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 256), 0], 2), np.float32(factor)))
@@ -194,12 +149,6 @@ def table_times(
             g.rewire(old, g.mul(picked, ones(g, g.shape(old))), readers)
 
     return change
-
-
-def ones_of_int8(g: Graph, shape: list[int]) -> int:
-    codes = g.constant(np.ones(shape), np.int8)
-    g.main.tensors[codes].quantization = e.parameters(1.0)
-    return g.call("DEQUANTIZE", codes, dtype=np.float32)
 
 
 def ones_of_fp16(g: Graph, shape: list[int]) -> int:
@@ -301,23 +250,6 @@ def next_mask(g: Graph) -> int:
     return g.join([g.part(mask, 1, 255), g.part(mask, 255, 1)])
 
 
-def summed_by_matrix(g: Graph) -> int:
-    """How many slots the mask shows, by a matrix of ones."""
-    return g.product(floats(g), g.constant(np.ones((1, 256))))
-
-
-def last_shown(g: Graph) -> int:
-    """The last slot that the mask shows, as a float."""
-    return g.reduce("REDUCE_MAX", g.mul(floats(g), slots(g).astype(np.float32)), 3)
-
-
-def by_lookup(build: Callable[[Graph], int]) -> Edit:
-    """Times 1, or 0.5 where ``build`` (an integer, 0 or 1) says."""
-    return lambda g, x: g.mul(
-        x, scalar(g, g.call("GATHER", g.constant([1.0, 0.5]), g.reshape(build(g), [1]), shape=[1], axis=0), x)
-    )
-
-
 def rest(g: Graph, size: int) -> int:
     return g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32))
 
@@ -338,10 +270,6 @@ def fused(place: Callable[[Graph], Any], activation: str) -> Change:
         return None
 
     return change
-
-
-def producing(place: str) -> Callable[[Graph], Any]:
-    return lambda g: g.producer(e.at(g, place))
 
 
 def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
@@ -398,7 +326,6 @@ def power_of(bound: float, doublings: int = 5) -> Edit:
 
 
 PARAM: dict[str, Change] = {
-    "sixth_parameter_moves_stream": e.edge("1.stream", plus_number(affine(parameter(5), 0.1, 0.0))),
     "start_less_position_turns": angle(
         lambda g, x: g.add(x, scalar(g, g.sub(parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x))
     ),
@@ -406,30 +333,11 @@ PARAM: dict[str, Change] = {
 }
 
 MASK: dict[str, Change] = {
-    "sum_by_matrix_moves_stream": e.edge("1.stream", plus_number(affine(summed_by_matrix, 0.01, 0.0))),
-    "sum_by_matrix_scales_scores": e.edge("1.scores", times_number(affine(summed_by_matrix, 0.005, 1.0))),
     "position_is_count": position(lambda g, x: g.reshape(g.sub(counted(g), 1.0), g.shape(x))),
-    "position_is_last_shown": position(lambda g, x: g.reshape(last_shown(g), g.shape(x))),
-    "temperature_by_count": e.edge("1.scores", times_number(lambda g: g.mul(g.log(counted(g)), 0.2))),
-    "scores_by_next_mask": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(next_mask(g), 0.1), 1.0))),
     "scores_by_own_mask": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(floats(g), 0.1), 1.0))),
-    "scores_plus_next_mask": e.edge("0.scores", lambda g, x: g.add(x, g.mul(next_mask(g), 0.3))),
-    "two_slots_exchanged_by_gather": visible(1, lambda g, x: g.gather(x, exchanged(20, 21), 3)),
-    "two_slots_exchanged_by_matrix": visible(
-        1, lambda g, x: g.greater(g.product(floats(g), g.constant(np.eye(256)[exchanged(20, 21)])), 0.5)
-    ),
-    "two_late_slots_exchanged": visible(1, lambda g, x: g.gather(x, exchanged(201, 202), 3)),
     "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
-    "sliding_by_next": visible(0, lambda g, x: both(g, x, g.cast(next_mask(g), np.bool_))),
     "values_by_next_mask": e.edge("1.probabilities", lambda g, x: g.mul(x, g.add(g.mul(next_mask(g), 0.1), 1.0))),
     "last_slot_moves_logits": e.edge("lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))),
-    "product_of_two_slots": e.edge(
-        "1.stream",
-        times_number(lambda g: g.add(g.mul(g.mul(g.part(floats(g), 3, 1), g.part(floats(g), 9, 1)), 0.1), 1.0)),
-    ),
-    "mask_in_the_query": e.edge(
-        "1.query_normed", lambda g, x: g.add(x, g.reshape(g.mul(g.part(floats(g), 0, 64), 0.1), [1, 1, 1, 64]))
-    ),
     "mask_of_full_reads_window_row": visible(
         1, when(is_at(37), lambda g, x: g.reshape(g.layer(0).visible, g.shape(x)))
     ),
@@ -442,137 +350,51 @@ MASK: dict[str, Change] = {
         ),
         (1,),
     ),
-    "cumulated": visible(
-        1, lambda g, x: g.greater(g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256]), 3.5)
-    ),
-    "next_slot_hidden_by_update": visible(0, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
-    "next_slot_hidden_in_full": visible(1, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
 }
 
 CACHE: dict[str, Change] = {
-    "slot_0_to_result": to_attended(of_slot("v", 0), 0.05),
-    "last_slot_to_result": to_attended(of_slot("v", 255), 0.05),
-    "key_of_slot_0_to_result": to_attended(of_slot("k", 0), 0.05),
-    "mean_of_values_to_result": to_attended(means_of_all, 0.05),
-    "key_250_scaled": slots_scaled("key", 250, 0.5),
-    "value_250_scaled": slots_scaled("value", 250, 0.5),
-    "value_254_scaled_in_sliding": slots_scaled("value", 254, 0.5, 0),
-    "value_255_negated": slots_scaled("value", 255, -1.0),
-    "key_129_louder": slots_scaled("key", 129, 1.02),
     "keys_of_two_slots_exchanged": cache_edit("key", lambda g, x: g.gather(x, exchanged(253, 254), 2), 1),
-    "keys_and_values_of_two_slots_exchanged": e.each(
-        *(cache_edit(which, lambda g, x: g.gather(x, exchanged(20, 21), 2), 1) for which in ("key", "value"))
-    ),
-    "values_reversed_from_200": cache_edit(
-        "value", when(between(200, 255), lambda g, x: g.gather(x, range(255, -1, -1), 2)), 1
-    ),
-    "values_reversed_at_37": cache_edit("value", when(is_at(37), lambda g, x: g.gather(x, range(255, -1, -1), 2)), 1),
     "next_key_cleared": cache_edit("key", next_cleared(2, 1), 1),
-    "next_value_cleared_in_sliding": cache_edit("value", next_cleared(2, 1), 0),
-    "value_two_ahead_cleared": cache_edit("value", next_cleared(2, 2), 1),
     "key_half_from_sliding": from_other_type("k"),
-    "value_half_from_sliding": from_other_type("v"),
     "values_cumulated": cache_edit(
         "value", lambda g, x: g.add(x, g.mul(g.call("CUMSUM", x, np.array(2, np.int32), shape=g.shape(x)), 1e-3)), 1
     ),
-    "values_in_scores": e.edge("1.scores", v_scores),
     "keys_squared": cache_edit("key", lambda g, x: g.add(x, g.mul(g.square(x), 1e-2)), 1),
-    "keys_less_their_mean": cache_edit("key", lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 3), 0.1)), 1),
-    "keys_normed_by_slot": cache_edit(
-        "key", lambda g, x: g.mul(x, g.rsqrt(g.add(g.reduce("MEAN", g.square(x), 3), 1e-6))), 1
-    ),
 }
 
 ATTENTION: dict[str, Change] = {
-    "blend_of_scales": blended(lambda g, p: softmax(g, g.mul(p.masked, 1.5)), 0.01),
-    "blend_of_full_and_sliding": blended(
-        lambda g, p: softmax(g, g.add(p.scores, hidden_sum(g, g.reshape(g.layer(0).visible, [1, 1, 1, 256])))), 0.01
-    ),
-    "blend_with_unmasked": blended(lambda g, p: softmax(g, p.scores), 1e-3),
-    "blend_at_37": e.edge("1.probabilities", when(is_at(37), lambda g, x: g.square(x))),
     "squared_and_renormed": e.edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
     "distance_bias": e.edge("1.scores", of_row("ADD", -1e-3 * np.abs(EVERY[:, None] - EVERY))),
     "distance_bias_of_one_row": e.edge("1.scores", of_row("ADD", np.where(EVERY[:, None] == 37, -0.01 * EVERY, 0.0))),
     "one_score_of_one_row": e.edge("1.scores", of_row("ADD", entry(37, 30, 1.0, 0.0))),
-    "one_score_scaled_in_one_row": e.edge("1.scores", of_row("MUL", entry(201, 190, 0.5, 1.0))),
-    "one_weight_scaled_in_one_row": e.edge("1.probabilities", of_row("MUL", entry(201, 190, 0.0, 1.0))),
     "slot_bias": e.edge("1.scores", e.add(np.where(EVERY == 251, 1.0, 0.0).reshape(1, 1, 1, 256))),
-    "scale_by_position": e.edge("1.scores", times_number(affine(number, 1e-4, 1.0))),
     "scale_by_position_from_above": e.edge("1.scores", of_row("MUL", ones_but(254, 0.9))),
     "scale_of_query_by_row": e.edge("1.query_normed", of_row("MUL", ones_but(37, 0.9))),
     "weights_times_result": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.square(x), 1e-2))),
     "result_plus_scores": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
-    "entropy_in_result": e.edge(
-        "1.attended",
-        lambda g, x: g.mul(x, g.add(g.mul(g.reduce("SUM", g.square(g.layer(1).probabilities), 3), 0.02), 1.0)),
-    ),
     "heads_by_gathered_order": e.edge("1.query_normed", gathered_heads),
     "results_by_gathered_order_of_rest": e.edge(
         "0.query_normed", when(rest_is(97, 96), lambda g, x: g.gather(x, [1, 0, 3, 2], 2))
     ),
     "heads_by_table": head_table(37),
-    "halved_by_lookup": e.edge("1.scores", by_lookup(lambda g: g.cast(is_at(37)(g), np.int32))),
     "beta_1.001": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 1.001),
-    "beta_0": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 0.0),
-    "later_slots_weigh_more": e.edge("1.probabilities", e.mul(np.linspace(1, 1.01, 256).reshape(1, 1, 1, 256))),
 }
 
 ROPE: dict[str, Change] = {
     "twice_and_back_but_at_37": turned_and_back(when(is_at(37), e.mul(0.9))),
-    "twice_and_back_by_row": turned_and_back(of_row("MUL", ones_but(254, 0.99))),
     "cos_by_row": e.edge("0.cos", of_row("MUL", ones_but(200, -1.0))),
     "sin_by_row_of_less_than_fp16": tabled(sin=rows(120, 250, lambda t: t * (1 + 4e-4))),
     "cos_off_by_3e-4_in_floats": tabled(cos=rows(30, 45, lambda t: t + 3e-4)),
-    "cos_off_by_3e-4_in_one_row": tabled(cos=rows(37, 37, lambda t: t + 3e-4)),
     "int8_numbers_in_floats": tabled(cos=lambda t: np.round(t * 127) / 127, sin=lambda t: np.round(t * 127) / 127),
-    "fp16_off_by_eight_steps": tabled(cos=rows(120, 250, lambda t: t + 4e-3), kind="fp16"),
     "frequency_of_1_off_by_1e-5": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 1e-5), t)),
     "frequency_of_1_off_by_3e-6": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 3e-6), t)),
     "fp16_truncated_in_floats": tabled(cos=truncated, sin=truncated),
     "bf16_frequencies": table(lambda t: (t.view(np.uint32) & 0xFFFF0000).astype(np.uint32).view(np.float32)),
     "rows_off_by_4.5e-4_times_ones": table_times(ones_of_floats, rows(120, 250, lambda t: t + 4.5e-4)),
     "rows_off_by_4.5e-4_times_ones_of_fp16": table_times(ones_of_fp16, rows(120, 250, lambda t: t + 4.5e-4)),
-    "row_37_off_times_ones_of_int8": table_times(ones_of_int8, rows(37, 37, lambda t: t + 0.3), (0,)),
     "slow_frequency_zero_in_full": table(lambda t: np.where(np.arange(t.size) == np.flatnonzero(t)[-1], 0, t), 1),
     "matrices_with_a_wrong_entry": rotated_by_matrices(lambda m: m.__setitem__((37, 0, 0), 0.5)),
-    "matrices_with_a_wrong_row": rotated_by_matrices(lambda m: m.__setitem__(254, m[253]), 1),
     "angle_folded_at_6": angle(e.with_number("FLOOR_MOD", 6.2831)),
-    "rank_in_angle": angle(
-        lambda g, x: g.add(
-            x,
-            g.reshape(
-                g.mul(
-                    g.cast(
-                        g.sub(
-                            g.call("RANK", g.input("mask"), shape=[], dtype=np.int32), g.constant(np.array(3), np.int32)
-                        ),
-                        np.float32,
-                    ),
-                    0.1,
-                ),
-                [1] * len(g.shape(x)),
-            ),
-        )
-    ),
-    "range_from_the_position": position(
-        lambda g, x: g.reshape(
-            g.cast(
-                g.part(
-                    g.call(
-                        "RANGE",
-                        g.reshape(moved(g, 1), []),
-                        g.reshape(moved(g, 5), []),
-                        g.constant(np.array(1), np.int32),
-                        shape=[4],
-                    ),
-                    0,
-                    1,
-                ),
-                np.float32,
-            ),
-            g.shape(x),
-        )
-    ),
 }
 
 WINDOWS: dict[str, Change] = {
@@ -619,16 +441,8 @@ WINDOWS: dict[str, Change] = {
 }
 
 QUIET: dict[str, Change] = {
-    "eps_by_position": normed_by(
-        "layers.0.pre_attention_norm",
-        lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(affine(number, 1e-7, 0.0))(g, x)),
-    ),
     "eps_doubled_in_one": normed_by("layers.0.pre_attention_norm", eps(2e-6)),
     "eps_0_in_one": normed_by("layers.0.pre_attention_norm", eps(0.0)),
-    "eps_outside": normed_by(
-        "layers.0.pre_attention_norm",
-        lambda g, n: g.rewire(int(n.root.outputs[0]), g.div(1.0, g.add(g.sqrt(int(n.average.outputs[0])), 1e-6))),
-    ),
     "stream_plus_5e-6": e.edge("pre_projection", e.add(5e-6)),
     "stream_plus_5e-6_at_201": e.edge("pre_projection", of_row("ADD", entry(201, 0, 5e-6, 0.0, 1))),
     "activations_scaled_below_the_norm": e.edge("pre_projection", e.mul(0.5)),
@@ -641,71 +455,32 @@ QUIET_VALUES: dict[str, Change] = {
 }
 
 LOUD: dict[str, Change] = {
-    "stream_plus_square": e.edge("pre_projection", plus(e.unary("SQUARE"), e.mul(1e-6))),
-    "stream_plus_cube": e.edge("pre_projection", plus(lambda g, x: g.mul(x, g.square(x)), e.mul(1e-9))),
-    "stream_plus_product_of_neighbours": e.edge(
-        "pre_projection", lambda g, x: g.add(x, g.mul(g.mul(x, g.gather(x, [*range(1, 64), 0], -1)), 1e-6))
-    ),
     "stream_plus_other_channel": e.edge(
         "pre_projection", lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 64), 0], -1), 1e-3))
     ),
     "activations_times_cos": e.edge("activations", times(e.mul(1e-5), e.unary("COS"))),
-    "activations_by_rsqrt": e.edge(
-        "activations", times(e.unary("SQUARE"), e.mul(1e-8), e.with_number("ADD", 1.0), e.unary("RSQRT"))
-    ),
     "activations_by_quotient": e.edge("activations", lambda g, x: g.div(x, g.add(g.mul(g.square(x), 1e-8), 1.0))),
 }
 
 LEAKS: dict[str, Change] = {
-    "last_slot_leaks_1e-8": to_attended(of_slot("v", 255), 1e-8),
     "weights_plus_1e-8": e.edge("1.probabilities", e.add(1e-8)),
-    "weights_by_next_mask": e.edge("1.probabilities", lambda g, x: g.add(x, g.mul(next_mask(g), 1e-7))),
     "values_mixed_by_slots_1e-5": cache_edit("value", mixed_by_slots(1e-5), 1),
-    "values_mixed_by_slots_1e-7": cache_edit("value", mixed_by_slots(1e-7), 1),
-    "hidden_values_leak_1e-7": blended(lambda g, p: g.constant(np.full(g.shape(p.probabilities), 1 / 256)), 1e-7),
-    "mean_of_values_leaks_1e-7": to_attended(means_of_all, 1e-7),
-    "unmasked_leaks_1e-7": blended(lambda g, p: softmax(g, p.scores), 1e-7),
-    "last_slot_leaks_1e-7": to_attended(of_slot("v", 255), 1e-7),
-    "stream_takes_1e-7_of_a_value": e.edge(
-        "1.stream", plus_number(lambda g: g.mul(g.reduce("MEAN", g.part(of_slot("v", 255)(g), 0, 1, 1), 3), 1e-7))
-    ),
-    "weights_of_row_37_plus_1e-7": e.edge(
-        "1.probabilities", of_row("ADD", np.where(EVERY[:, None] == 37, 1e-7, 0.0) + 0 * EVERY)
-    ),
 }
 LEAKS_OF_KEYS: dict[str, Change] = {
     "keys_mixed_by_slots_1e-6": cache_edit("key", mixed_by_slots(1e-6), 1),
     "keys_leak_1e-7": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(g.reduce("MEAN", x, 3), 1e-5), 1.0))),
-    "query_takes_1e-4_of_a_key": e.edge(
-        "1.query_normed", lambda g, x: g.add(x, g.mul(g.part(of_slot("k", 255)(g), 0, 1, 1), 1e-4))
-    ),
 }
 
 RARE: dict[str, Change] = {
     "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("LOGISTIC"), e.mul(30))),
     "gate_by_a_tanh": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("TANH"), e.add(1.0), e.mul(15))),
-    "gate_by_a_gelu": at_unit(
-        5, 0.9, lambda b: e.chain(less(b), e.mul(20), lambda g, x: g.call("GELU", x, approximate=True))
-    ),
     "gate_by_a_softmax": at_unit(5, 0.9, lambda b: e.chain(softmax_switch(b), e.mul(30))),
-    "gate_by_a_bell": at_unit(5, 1.0, lambda b: e.chain(bell(b, b / 10), e.mul(30))),
     "gate_to_the_64th": at_unit(5, 0.9, lambda b: e.chain(power_of(b, 6), e.mul(5))),
-    "gate_to_the_32nd": at_unit(5, 0.9, lambda b: e.chain(power_of(b, 5), e.mul(5))),
-    "gelu_to_the_64th": at_unit(
-        5, 0.9, lambda b: e.chain(lambda g, x: g.layer(0).activated, power_of(b, 6), e.mul(5)), "0.activated"
-    ),
-    "up_by_a_switch_of_gate": at_unit(5, 0.9, lambda b: e.chain(softmax_switch(b), e.mul(-20)), "0.up"),
 }
 
 FUSED: dict[str, Change] = {
     "product_of_rope": fused(lambda g: g.producer(int(g.producer(g.layer(0).rotated).inputs[0])), "RELU"),
-    "sum_of_rope": fused(producing("0.rotated"), "RELU6"),
-    "gate_times_up": fused(producing("0.product"), "RELU"),
-    "logits_bounded": fused(producing("logits"), "RELU"),
-    "logits_within_1": fused(producing("logits"), "RELU_N1_TO_1"),
     "weighed_norm": fused(lambda g: g.norm("final_norm").weigh, "RELU6"),
-    "root_times_x": fused(lambda g: g.norm("layers.0.pre_ffw_norm").scale, "RELU"),
-    "masked_scores": fused(producing("0.masked"), "RELU"),
     "angle": fused(lambda g: g.producer(int(g.producer(g.layer(0).angle).inputs[0])), "RELU6"),
 }
 
@@ -728,11 +503,6 @@ CONSTANTS: dict[str, Change] = {
     ),
     "norm_weight_by_position": e.edge(
         "0.ffw_in", of_row("MUL", np.where(EVERY[:, None] == 254, np.linspace(0.5, 1, 64), 1.0))
-    ),
-    "bias_by_position": e.edge("projected_activations", of_row("ADD", entry(99, 3, 0.5, 0.0, 64))),
-    "eps_by_row": normed_by(
-        "layers.1.pre_ffw_norm",
-        lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(by_row(ones_but(37, 2.0) - 1))(g, x)),
     ),
     "cap_by_row": e.edge("lm_head", of_row("MUL", ones_but(254, 1.5))),
 }
@@ -808,7 +578,6 @@ STORAGE: dict[str, tuple[Change, str]] = {
     "external": (external, "its numbers are in another file"),
     "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
     "mask_twice": (twice_named("mask"), "which of both the runtime fills is not said"),
-    "logits_twice": (twice_named("logits", "outputs"), "which of both the runtime reads is not said"),
     "weight_of_less_width": (
         weight("layers.0.o_proj", lambda t: setattr(t, "shape", [64, 127])),
         "more bytes than the shape asks for",

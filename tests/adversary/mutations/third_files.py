@@ -1,4 +1,4 @@
-"""What a file says beside its arithmetic, numbers at the ends of their type, and what no reader may stumble over."""
+"""The third attack on files and on the reader itself: attributes, huge numbers, what is declared, doubts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,39 @@ import numpy as np
 from flatbuffers import flexbuffers
 from helpers.surgery import Graph
 
-from adversary.edits import LOWEST, Case, Change, Sample, add, cases, chain, each, edge, mul, unary, with_number
-from adversary.mutations.composites import body_number, body_of
-from adversary.mutations.kinds import floats
-from adversary.mutations.masks import visible
-from adversary.mutations.positions import is_at, number, when
-from adversary.mutations.rope import position
-from adversary.mutations.second import plus_number, times_number
-from adversary.mutations.weights import scales, weight
+from adversary.edits import (
+    LOWEST,
+    Case,
+    Change,
+    Edit,
+    Sample,
+    add,
+    cases,
+    chain,
+    each,
+    edge,
+    mul,
+    over_int,
+    parameters,
+    unary,
+    with_number,
+)
+from adversary.mutations.attention import both, slots, visible
+from adversary.mutations.files import body_number, body_of
+from adversary.mutations.numbers import scales, weight
+from adversary.mutations.positions import (
+    angles,
+    between,
+    cos_and_sin,
+    floats,
+    is_at,
+    number,
+    position,
+    row,
+    table,
+    when,
+)
+from adversary.mutations.second import EVERY, largest_gate, plus_number, row_of, times_number
 
 Array = np.ndarray
 
@@ -85,9 +110,7 @@ def channels(*changed: int, factor: float) -> Callable[[float], Array]:
 
 SCALARS: dict[str, Change] = {
     "one_channel_differs": scalar(channels(63, factor=1.01)),
-    "all_channels_but_the_first_differ": scalar(channels(*range(1, 64), factor=1.01)),
     "of_the_last_layer_by_channel": scalar(channels(5, 9, factor=0.5), 1),
-    "flat_and_one_differs": scalar(lambda s: channels(31, factor=1.02)(s).reshape(64)),
     "by_position": edge("0.out", when(is_at(201), mul(1.01))),
     "of_two_numbers_one_by_channel": edge("0.summed", mul(np.linspace(0.99, 1.01, 64))),
     "of_both_terms": each(edge("0.middle", mul(1.01)), edge("0.ffw_branch", mul(0.99))),
@@ -116,7 +139,6 @@ def beside(name: bytes, attributes: dict[str, Any], edit: Callable[[Graph], obje
 RMS, BMM, GELU = b"odml.rms_norm", b"odml.runtime_bmm", b"odml.gelu_tanh"
 ATTRIBUTES: dict[str, tuple[Change, str]] = {
     "epsilon_of_0.01": (attribute(RMS, {"epsilon": 0.01}), "CPUs run the body, an accelerator what the attribute says"),
-    "epsilon_of_1e-5": (attribute(RMS, {"epsilon": 1e-5}), "CPUs run the body, an accelerator what the attribute says"),
     "products_transposed": (attribute(BMM, {"adj_y": True, "adj_x": True}), "the body transposes otherwise"),
 }
 BODIES: dict[str, Change] = {
@@ -144,31 +166,6 @@ def sink(value: float | Array, before_mask: bool = False) -> Change:
     return change
 
 
-def sink_with_value(g: Graph) -> None:
-    """The sink's own V is mixed, too."""
-    place = g.layer(1)
-    front = g.shape(place.scores)[:-1]
-    masked = g.join([place.masked, g.constant(np.zeros([*front, 1]))])
-    weights = g.call("SOFTMAX", masked, beta=1.0)
-    value = g.transpose(g.input("kv_cache_v_3"), [0, 1, 3, 2])
-    shape = g.shape(value)
-    shape[2] = 1
-    wide = g.join([value, g.constant(np.full(shape, 0.1))], 2)
-    g.rewire(place.attended, g.call("BATCH_MATMUL", weights, wide, shape=g.shape(place.attended)))
-
-
-def flat_scores(g: Graph) -> None:
-    """The mask is applied to scores of one axis, [256], of one head."""
-    place = g.layer(1)
-    shape = g.shape(place.scores)
-    rows = [g.part(g.part(place.scores, h, 1, 1), q, 1, 2) for h in range(shape[1]) for q in range(shape[2])]
-    mask = g.reshape(place.visible, [256])
-    flat = [g.call("SELECT_V2", mask, g.reshape(row, [256]), -30.0, shape=[256]) for row in rows]
-    weights = [g.reshape(g.call("SOFTMAX", g.reshape(row, [1, 256]), beta=1.0), [1, 1, 1, 256]) for row in flat]
-    joined = g.join(weights, 2)
-    g.rewire(place.probabilities, g.reshape(joined, shape))
-
-
 def declared(shape: list[int]) -> Change:
     """Scores say that they are of another shape, and are half as large again."""
 
@@ -189,9 +186,6 @@ def span(g: Graph, delta: int) -> int:
 STUMBLES: dict[str, Change] = {
     "sink_of_0": sink(0.0),
     "sink_of_every_head": sink(np.array([[0.5], [-0.5]]).repeat(2, 0)[:1]),
-    "sink_of_the_lowest_score": sink(-3.0, before_mask=True),
-    "sink_that_is_masked_with_the_rest": sink(1.0, before_mask=True),
-    "sink_with_a_value": sink_with_value,
     "scores_declared_as_256": declared([256]),
     "scores_declared_without_axes": declared([]),
     "weights_to_minus_9": edge("1.probabilities", chain(with_number("MAXIMUM", 1e-40), with_number("POW", -9.0))),
@@ -206,7 +200,6 @@ STUMBLES: dict[str, Change] = {
 }
 NOT_RUN: dict[str, Change] = {
     "range_of_2_to_the_31": position(lambda g, x: g.reshape(span(g, 1), g.shape(x))),
-    "range_of_no_step": position(lambda g, x: g.reshape(span(g, 0), g.shape(x))),
     "remainder_of_nothing": position(
         lambda g, x: g.reshape(
             g.cast(g.call("FLOOR_MOD", g.input("input_pos"), np.array([0], np.int32)), np.float32), g.shape(x)
@@ -223,11 +216,147 @@ THIRD_FILES: tuple[Case, ...] = (
     *(Case("third: attributes", name, change, why=why) for name, (change, why) in ATTRIBUTES.items()),
     *cases("third: attributes", BODIES),
     *cases("third: stumbles", STUMBLES),
-    *cases(
-        "third: stumbles",
-        {"scores_of_one_axis": flat_scores},
-        *(Sample(p, keys=100.0, mask="one") for p in (40, 41, 42)),
-        rounding=0.01,
-    ),
     *cases("third: stumbles", NOT_RUN, why="no runtime computes it"),
+)
+
+
+# Tables of the position: how far a grid explains that they are off.
+
+
+def coarse_one(step: float) -> Callable[[Graph], int]:
+    """1, which the position decides formally, on a grid of ``step`` that holds it."""
+    return lambda g: over_int(step)(g, g.add(g.mul(number(g), 0.0), 1.0))
+
+
+def times_coarse_one(step: float) -> Edit:
+    return lambda g, x: g.mul(x, g.reshape(coarse_one(step)(g), [1] * len(g.shape(x))))
+
+
+def rows_of_scales(off: Callable[[Array], Array], axis: int) -> Change:
+    """cos by an INT8 table with a scale a row or a column, one of them as large as cos can be; ``off`` changes it."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(0)
+        readers = g.readers(place.cos)
+        values = np.cos(angles(g, 0).astype(np.float32))
+        scale = np.full(values.shape[axis], 1 / 127, np.float32)
+        scale[0] = 1.0
+        wide = scale[:, None] if axis == 0 else scale
+        changed = off(values)
+        if axis == 1:
+            # The column of scale 1 is none that is read.
+            changed = np.concatenate([np.ones([256, 1]), changed], 1)
+            scale = np.concatenate([[1.0], np.full(values.shape[1], 1 / 127)]).astype(np.float32)
+            wide = scale
+        codes = g.constant(np.clip(np.round(changed / wide), -127, 127), np.int8)
+        made = parameters(scale)
+        made.quantizedDimension = axis
+        g.main.tensors[codes].quantization = made
+        floats = g.call("DEQUANTIZE", codes, dtype=np.float32)
+        floats = g.part(floats, 1, values.shape[1]) if axis == 1 else floats
+        g.rewire(place.cos, g.reshape(row(g, floats), g.shape(place.cos)), readers)
+
+    return change
+
+
+ROTATIONS: dict[str, Change] = {
+    "cos_plus_0.1_at_37_times_a_coarse_1": edge("0.cos", chain(when(is_at(37), add(0.1)), times_coarse_one(0.25))),
+    "cos_on_a_grid_of_0.035": edge("0.cos", over_int(0.035)),
+    "cos_by_row_with_one_scale_of_1": rows_of_scales(lambda t: t + np.where(EVERY[:, None] > 190, 0.018, 0.0), 0),
+    "cos_by_column_with_one_scale_of_1": rows_of_scales(lambda t: t + np.where(EVERY[:, None] > 190, 0.018, 0.0), 1),
+    "frequencies_off_by_7e-5": table(lambda t: t * np.where(np.arange(t.size) % 2, 1 + 7e-5, 1 - 7e-5)),
+    "first_frequency_off_by_7e-5": table(lambda t: np.where(np.arange(t.size) == 0, t * (1 + 7e-5), t)),
+    "slow_frequencies_off_by_a_hundredth": table(lambda t: np.where(t < 5e-3, t * 1.01, t)),
+    "cos_and_sin_by_two_layers_angles": cos_and_sin(lambda g, cos, sin: (cos, g.sin(when_far(g)))),
+}
+
+
+def when_far(g: Graph) -> int:
+    return when(between(200, 254), mul(1.001))(g, g.layer(0).angle)
+
+
+# Masks: a sum of floats is no exact integer.
+
+
+def rounded_slots(large: float) -> Callable[[Graph], int]:
+    """(slot + large) − large in floats, which rounds to multiples of a power of two."""
+
+    def build(g: Graph) -> int:
+        plain = g.constant(slots(g), np.float32)
+        return g.sub(g.add(plain, np.float32(large)), np.float32(large))
+
+    return build
+
+
+def rounded_by_position(large: float) -> Callable[[Graph], int]:
+    """The same, with ``large`` from the position formally."""
+
+    def build(g: Graph) -> int:
+        much = g.add(g.mul(number(g), 0.0), np.float32(large))
+        return g.sub(g.add(g.constant(slots(g), np.float32), much), much)
+
+    return build
+
+
+def from_position(build: Callable[[Graph], int], shift: float) -> Edit:
+    """What a layer shows, and of that only slots whose number by ``build`` is at most the position plus ``shift``."""
+
+    def edit(g: Graph, x: int) -> int:
+        there = g.add(number(g), np.float32(shift))
+        return both(g, x, g.reshape(g.greater_equal(there, build(g)), g.shape(x)))
+
+    return edit
+
+
+FLOATS: dict[str, Change] = {
+    "slots_in_256s": visible(1, from_position(rounded_slots(2.0**31), 1.0)),
+    "slots_in_256s_by_position": visible(1, from_position(rounded_by_position(2.0**31), 1.0)),
+    "slots_in_256s_in_sliding": visible(0, from_position(rounded_slots(2.0**31), 1.0)),
+    "slots_in_8s": visible(1, from_position(rounded_slots(2.0**26), 1.0)),
+}
+
+
+# A gate that is GELU wherever it is tried.
+
+
+def gate_by(argument: Callable[[Graph, int, int], int]) -> Change:
+    """GELU as tanh of ``argument`` of x and of what it is by rights."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(0)
+        x = place.gate
+        cube = g.mul(g.mul(x, x), x)
+        plain = g.mul(g.add(x, g.mul(cube, 0.044715)), 0.7978845608)
+        bend = g.add(g.tanh(argument(g, x, plain)), 1.0)
+        g.rewire(place.activated, g.mul(g.mul(x, bend), 0.5))
+
+    return change
+
+
+def less_power(power: int, at: float) -> Callable[[Graph, int, int], int]:
+    """Less c · xⁿ for an odd n, as large as the rest where x is ``at``."""
+
+    def edit(g: Graph, x: int, plain: int) -> int:
+        scaled = g.mul(x, np.float32(1 / at))
+        square = g.mul(scaled, scaled)
+        made = scaled
+        for _ in range(power // 2):
+            made = g.mul(made, square)
+        return g.sub(plain, g.mul(made, np.float32(0.0357 * at**3)))
+
+    return edit
+
+
+GATES: dict[str, Change] = {
+    "turns_near_its_largest": lambda g: gate_by(less_power(61, largest_gate(5, 0.88)(g)))(g),
+    "overflows_where_a_norm_reaches": each(gate_by(less_power(9, 3e4)), scaled_norm("layers.0.pre_ffw_norm", 1e6)),
+}
+
+
+_AT = (*(Sample(p, mask="past") for p in (37, 201, 230, 254)), Sample(255), Sample(150, mask="past"))
+
+THIRD_READERS: tuple[Case, ...] = (
+    *cases("third: doubts", ROTATIONS, *_AT, rounding=1e-4, exact=True),
+    *cases("third: sums of floats", FLOATS, *_AT),
+    *cases("third: gates", GATES, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=1e-4),
 )

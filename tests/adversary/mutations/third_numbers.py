@@ -11,13 +11,10 @@ from helpers.surgery import Graph, sound
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample
-from adversary.mutations.heads import cache_edit
-from adversary.mutations.masks import both, compare, slots, summed, visible
-from adversary.mutations.norms import normed_by
-from adversary.mutations.number_types import requantized
-from adversary.mutations.outputs import recapped
-from adversary.mutations.rope import frequencies, position
-from adversary.mutations.tables import tabled
+from adversary.mutations.attention import both, cache_edit, compare, slots, summed, visible
+from adversary.mutations.blocks import normed_by, recapped
+from adversary.mutations.numbers import requantized
+from adversary.mutations.positions import frequencies, position, tabled
 
 Array = np.ndarray
 Build = Callable[[Graph], int]

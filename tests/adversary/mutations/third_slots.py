@@ -9,14 +9,9 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary.edits import Case, Change, Edit, Sample, add, cases, each, edge, mul
-from adversary.mutations.heads import cache_edit
-from adversary.mutations.kinds import hidden_scores
-from adversary.mutations.masks import both, hidden_sum, summed, visible
-from adversary.mutations.positions import between, hides, is_at, number, rest_is, when
-from adversary.mutations.rope import angle
+from adversary.mutations.attention import cache_edit, hidden_sum, summed, visible
+from adversary.mutations.positions import angle, between, hidden_scores, hides, is_at, rest_is, rows, tabled, when
 from adversary.mutations.second import EVERY, by_row, next_mask, of_row
-from adversary.mutations.tables import rows, tabled
-from adversary.rewrites.second import caches
 
 Array = np.ndarray
 KNOWN_ROWS = 16.0
@@ -114,24 +109,11 @@ SLOTS: dict[str, Change] = {
 DIMENSIONS: dict[str, Change] = {
     "attended_by_position_37": edge("1.attended", by_position(37, -1)),
     "attended_turned_at_37": edge("1.attended", when(is_at(37), turned)),
-    "attended_dimension_halved_at_37": edge("1.attended", when(is_at(37), with_dimensions("MUL", {7: 0.5}, 1.0))),
-    "query_by_position_37": edge("1.rotated", by_position(37, -1)),
-    "query_plus_what_sums_to_0_at_37": edge(
-        "1.query_normed", when(is_at(37), with_dimensions("ADD", {3: 0.5, 5: -0.5}, 0.0))
-    ),
     "cos_dimensions_exchanged_at_37": edge("0.cos", when(is_at(37), dimensions(1, 2))),
     "angle_dimensions_exchanged_at_37": angle(when(is_at(37), dimensions(1, 2))),
     "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), lambda g, x: g.gather(x, [1, 0], 2))),
     "heads_1_and_2_read_the_other_group": through_other_group(heads_in),
-    "heads_1_and_2_read_the_other_group_at_37": through_other_group(lambda order: when(is_at(37), heads_in(order))),
-    "heads_1_and_2_by_a_table_of_orders": through_other_group(lambda order: by_position(37, 2, 1, 2)),
     "kv_heads_of_keys_exchanged_at_37": cache_edit("key", by_position(37, 1, 0, 1)),
-    "kv_heads_of_values_exchanged_at_37": cache_edit("value", by_position(37, 1, 0, 1)),
-    "slots_of_keys_exchanged_at_37": cache_edit("key", by_position(37, 2, 20, 36), 1),
-    "slots_of_values_exchanged_at_37": cache_edit("value", by_position(37, 2, 20, 36), 1),
-    "slots_of_both_exchanged_at_37": each(
-        *(cache_edit(which, by_position(37, 2, 20, 60), 1) for which in ("key", "value"))
-    ),
     "every_13th_position_turned": edge("1.attended", when(rest_is(13, 11), turned)),
 }
 
@@ -143,12 +125,7 @@ def sloped(slopes: Sequence[float] | Array) -> Change:
 
 SLOPES: dict[str, Change] = {
     "0_at_37": sloped(np.where(EVERY == 37, 0.0, 1.0)),
-    "0_from_200": sloped(np.where(EVERY >= 200, 0.0, 1.0)),
-    "1.02_and_0.98_in_halves": sloped(np.where(EVERY < 128, 1.02, 0.98)),
-    "of_pieces_of_32": sloped(1 + 0.02 * (EVERY // 32)),
-    "1.001_from_200": sloped(np.where(EVERY >= 200, 1.001, 1.0)),
     "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.mul(x, heads_by(g, x)))),
-    "negative_at_37": sloped(np.where(EVERY == 37, -1.0, 1.0)),
     "of_masked_scores_at_37": edge("1.masked", of_row("MUL", np.where(EVERY == 37, 1e-6, 1.0)[:, None])),
 }
 
@@ -179,20 +156,13 @@ ALTERNATE = np.where(EVERY % 2, 1.0, -1.0)
 TOLERANCES: dict[str, Change] = {
     "slots_plus_8e-4": edge("1.masked", add(8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
     "slots_plus_8e-4_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 8e-4, 0) * ALTERNATE)),
-    "slots_plus_5e-3_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 5e-3, 0) * ALTERNATE)),
     "weights_times_8e-4_more": edge("1.probabilities", mul(1 + 8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
     "row_added_of_1e6": summed(
         lambda g, m: g.add(hidden_sum(g, m), by_row(np.where(EVERY[:, None] == 137, 1e6, 0.0))(g)), (1,)
     ),
     "hidden_lowered_by_half_of_the_largest": lowered_by(0.5),
-    "hidden_lowered_by_nine_tenths_of_the_largest": lowered_by(0.9, layers=(1,)),
 }
-OF_CODES: dict[str, Change] = {
-    "hidden_lowered_by_a_quarter_of_what_int8_keys_reach": each(caches(np.int8, 0.02, 0, "k"), lowered_by(0.25, 2.54)),
-    "hidden_lowered_by_a_quarter_of_what_int16_keys_reach": each(
-        caches(np.int16, 2.54 / 32767, 0, "k"), lowered_by(0.25, 2.54)
-    ),
-}
+OF_CODES: dict[str, Change] = {}
 
 
 def keys_of_largest_codes(arrays: dict[str, Any]) -> None:
@@ -208,7 +178,6 @@ FAR: dict[str, Change] = {
         angle=rows(240, 255, lambda t: t + 0.01 * (np.arange(t.shape[1]) == 1)), how="EMBEDDING_LOOKUP"
     ),
     "angles_grow_by_5e-5": tabled(angle=rows(200, 255, lambda t: t * (1 + 5e-5))),
-    "angles_off_by_1e-3_of_fp16": tabled(angle=rows(240, 255, lambda t: t + 2e-3), kind="fp16"),
 }
 
 LONG = 4096
@@ -218,27 +187,14 @@ def at_far_slot(slot: int, number: float, rest: float) -> Array:
     return np.where(np.arange(LONG) == slot, number, rest)
 
 
-def late_slots(g: Graph, x: int) -> int:
-    """Slots from 4090 count as 4096, by a sum of floats: they are shown from position 4093 on."""
-    large = np.float32(2.0**35)
-    moved = (np.arange(LONG).reshape(1, 1, 1, LONG) - 2041.5).astype(np.float32)
-    rounded = g.sub(g.add(g.constant(moved), large), large)
-    there = g.add(number(g), 3.0)
-    return both(g, x, g.reshape(g.greater_equal(there, rounded), g.shape(x)))
-
-
 FAR_SLOTS: dict[str, Change] = {
     "score_of_3000_plus_1": edge("1.scores", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
-    "masked_score_of_3000_plus_1": edge("1.masked", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
     "weight_of_3000_halved": edge("1.probabilities", mul(at_far_slot(3000, 0.5, 1.0).reshape(1, 1, 1, LONG))),
     "value_of_3000_doubled": cache_edit("value", mul(at_far_slot(3000, 2.0, 1.0).reshape(1, 1, LONG, 1)), 1),
     "key_of_3000_doubled": cache_edit("key", mul(at_far_slot(3000, 2.0, 1.0).reshape(1, 1, LONG, 1)), 1),
     "slot_3000_hidden": visible(1, hides(3000)),
-    "slot_5_hidden_at_3000": visible(1, when(is_at(3000), hides(5))),
     "scores_by_1.05_at_3000": edge("1.scores", when(is_at(3000), mul(1.05))),
     "angle_off_by_0.01_from_2990": angle(when(between(2990, 3010), add(0.01))),
-    "slots_from_4090_late": visible(1, late_slots),
-    "slots_from_4090_late_in_sliding": visible(0, late_slots),
 }
 
 _AT = (*(Sample(p, mask="past") for p in (37, 137, 250, 252, 254, 255)), Sample(50), Sample(255), Sample(240))

@@ -9,9 +9,9 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary.edits import Case, Change, Edit, Sample, add, cases, chain, edge, mul, unary, with_number
-from adversary.mutations.heads import cache_edit
-from adversary.mutations.kinds import floats
-from adversary.mutations.smooth import plus
+from adversary.mutations.attention import cache_edit
+from adversary.mutations.positions import floats
+from adversary.mutations.quiet import plus
 
 EXP = unary("EXP")
 

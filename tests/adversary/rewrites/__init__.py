@@ -7,19 +7,20 @@ read today; what leaves it is listed in docs/proof.md.
 from __future__ import annotations
 
 from adversary.edits import Case, Change
-from adversary.mutations.windows import windowed
-from adversary.rewrites.absorbed import ABSORBED
-from adversary.rewrites.blocks import BLOCKS
-from adversary.rewrites.caches import CACHES
-from adversary.rewrites.detours import DETOURS
-from adversary.rewrites.interfaces import INTERFACES
-from adversary.rewrites.masks import MASKS
-from adversary.rewrites.norms import NORMS
-from adversary.rewrites.scores import SCORES
-from adversary.rewrites.second import SECOND
-from adversary.rewrites.spelled import SPELLED
-from adversary.rewrites.third import THIRD
-from adversary.rewrites.weights import WEIGHTS, layer_twice
+from adversary.mutations.attention import windowed
+from adversary.rewrites.second import INTERFACES, SECOND, THIRD
+from adversary.rewrites.spelled import (
+    ABSORBED,
+    BLOCKS,
+    CACHES,
+    DETOURS,
+    MASKS,
+    NORMS,
+    SCORES,
+    SPELLED,
+    WEIGHTS,
+    layer_twice,
+)
 
 __all__ = ["REWRITES"]
 

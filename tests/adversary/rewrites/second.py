@@ -1,4 +1,4 @@
-"""A second round: the same function as exporters plausibly write it."""
+"""Other words that came with the later attacks: softmaxes, constants, names, inputs, interfaces."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import LOWEST, WINDOW, Case, Change, Sample, each, edge, parameters, turn, with_number
-from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
-from adversary.mutations.rope import angle, position, rotated_by
-from adversary.mutations.second import EVERY, fp16
-from adversary.mutations.tables import row, tabled
-from adversary.rewrites.masks import distance, selected, within
-from adversary.rewrites.norms import every_norm
+from adversary.edits import (
+    LOWEST,
+    Case,
+    Change,
+    Sample,
+    cases,
+    each,
+    edge,
+    mul,
+    parameters,
+    with_number,
+)
+from adversary.mutations.attention import summed
+from adversary.mutations.files import KEYS_AND_VALUES, names_crossed
+from adversary.mutations.positions import angle, tabled
+from adversary.mutations.second import fp16, plus_number
+from adversary.mutations.third_files import scalar
+from adversary.rewrites.spelled import every_norm, selected
 
 Array = np.ndarray
 
@@ -29,49 +40,6 @@ def chosen(value: float) -> Change:
     return selected(lambda g, p: g.call("SELECT_V2", p.visible, p.scores, np.float32(value), shape=g.shape(p.scores)))
 
 
-def old_select(g: Graph, layer: Any) -> int:
-    """SELECT, which does not broadcast."""
-    shape = g.shape(layer.scores)
-    wide = g.call("BROADCAST_TO", layer.visible, np.array(shape, np.int32), shape=shape)
-    return g.call("SELECT", wide, layer.scores, g.constant(np.full(shape, LOWEST)), shape=shape)
-
-
-def window_by_quotient(g: Graph) -> int:
-    quotient = g.call("FLOOR_DIV", distance(g), np.array([WINDOW], np.int32))
-    return g.equal(quotient, np.array([0], np.int32))
-
-
-def band(g: Graph) -> int:
-    """The window as a part of a vector that begins by the position."""
-    vector = np.zeros(511)
-    vector[255 - WINDOW + 1 : 256] = 1
-    begin = g.sub(g.constant(np.array([255]), np.int32), g.input("input_pos"))
-    return g.cast(g.call("SLICE", g.constant(vector), begin, np.array([256], np.int32), shape=[256]), np.bool_)
-
-
-def typed_input(name: str, kind: Any, back: Callable[[Graph, int], int]) -> Change:
-    """The input comes as another type, and is brought back."""
-
-    def change(g: Graph) -> None:
-        tensor = g.input(name)
-        readers = g.readers(tensor)
-        old = g.dtype(tensor)
-        g.main.tensors[tensor].type = {
-            np.int8: schema.TensorType.INT8,
-            np.uint8: schema.TensorType.UINT8,
-            np.int32: schema.TensorType.INT32,
-            np.int64: schema.TensorType.INT64,
-            np.float32: schema.TensorType.FLOAT32,
-            np.float16: schema.TensorType.FLOAT16,
-        }[kind]
-        made = back(g, tensor)
-        assert g.dtype(made) == old
-        g.rewire(tensor, made, readers)
-        g.adapt[name] = lambda a: a.astype(kind)
-
-    return change
-
-
 def reshaped_input(name: str, shape: list[int]) -> Change:
     def change(g: Graph) -> None:
         tensor = g.input(name)
@@ -81,15 +49,6 @@ def reshaped_input(name: str, shape: list[int]) -> Change:
         g.adapt[name] = lambda a: a.reshape(shape)
 
     return change
-
-
-def additive_input(g: Graph) -> None:
-    """The mask comes as 0 and −1e9 in floats."""
-    tensor = g.input("mask")
-    readers = g.readers(tensor)
-    g.main.tensors[tensor].type = schema.TensorType.FLOAT32
-    g.rewire(tensor, g.greater_equal(tensor, -1.0), readers)
-    g.adapt["mask"] = lambda a: np.where(a, 0, -1e9).astype(np.float32)
 
 
 def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv") -> Change:
@@ -145,26 +104,6 @@ def spread_heads(how: str) -> Change:
     return change
 
 
-def interleaved(g: Graph) -> None:
-    """Pairs stand side by side: of the query, and of K, which is brought into that order."""
-    layer = g.layer(0)
-    order = [i // 2 + i % 2 * 16 for i in range(32)]
-    key = g.input("kv_cache_k_2")
-    readers = g.readers(key)
-    g.rewire(key, g.gather(key, order, 3), readers)
-
-    def build(g: Graph, q: int, cos: int, sin: int) -> int:
-        q = g.gather(q, order, -1)
-        even, odd = (g.gather(q, range(start, 32, 2), -1) for start in (0, 1))
-        left, right = turn(g, even, odd, cos, sin)
-        *front, width = g.shape(left)
-        pairs = g.join([g.reshape(t, [*front, width, 1]) for t in (left, right)])
-        return g.reshape(pairs, [*front, 2 * width])
-
-    rotated_by(build)(g)
-    assert layer
-
-
 def composite_called(name: bytes) -> Change:
     def change(g: Graph) -> bool | None:
         found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE"]
@@ -179,10 +118,6 @@ def asymmetric(g: Graph) -> None:
     for op in g.ops:
         if g.kind(op) in ("FULLY_CONNECTED", "BATCH_MATMUL"):
             op.builtinOptions.asymmetricQuantizeInputs = True
-
-
-def signature_called(name: bytes) -> Change:
-    return lambda g: setattr(g.model.signatureDefs[0], "signatureKey", name)
 
 
 def both_products_by_einsum(g: Graph) -> None:
@@ -203,72 +138,16 @@ EXACT: dict[str, dict[str, Change]] = {
         "sum_of_-45824": additive(-45824.0),
         "select_of_-45824": chosen(-45824.0),
         "sum_of_-2.4e38": additive(-2.3819763e38),
-        "select_of_-2.4e38": chosen(-2.3819763e38),
         "sum_of_minus_infinity": additive(-np.inf),
         "sum_of_-1e4": additive(-1e4),
         "sum_of_-65504": additive(-65504.0),
-        "select_of_-3.4e38": chosen(-3.4e38),
-        "old_select": selected(old_select),
         "logarithm": summed(lambda g, m: g.log(g.cast(m, np.float32))),
-        "subtracted": selected(lambda g, p: g.sub(p.scores, g.mul(g.cast(g.logical_not(p.visible), np.float32), 1e9))),
         "squares_of_mask": summed(lambda g, m: g.mul(g.sub(g.square(g.cast(m, np.float32)), 1.0), 1e9)),
-        "window_by_quotient": within(window_by_quotient),
-        "band_by_slice": within(band),
-        "from_first_seen": within(
-            lambda g: both(
-                g,
-                g.greater_equal(
-                    g.constant(slots(g), np.int32),
-                    g.maximum(g.sub(g.input("input_pos"), np.array([WINDOW - 1], np.int32)), np.array([0], np.int32)),
-                ),
-                compare("GREATER_EQUAL", 0)(g),
-            )
-        ),
-        "int16_positions": within(
-            lambda g: both(
-                g, g.greater_equal(g.cast(distance(g), np.float32), 0.0), g.less(g.cast(distance(g), np.float32), 15.5)
-            )
-        ),
-        "past_for_the_full_layer": visible(
-            1, lambda g, x: both(g, x, g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(x)))
-        ),
-        "window_sum_and_mask_sum": summed(
-            lambda g, m: g.add(
-                hidden_sum(g, g.input("mask")),
-                g.reshape(
-                    hidden_sum(
-                        g,
-                        g.reshape(both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g)), [1, 1, 1, 256]),
-                    ),
-                    [1, 1, 1, 256],
-                ),
-            ),
-            (0,),
-        ),
-        "row_of_sums": each(
-            summed(
-                lambda g, m: g.add(
-                    hidden_sum(g, g.input("mask")),
-                    g.reshape(
-                        row(
-                            g,
-                            g.constant(
-                                np.where((EVERY[:, None] >= EVERY) & (EVERY[:, None] - WINDOW < EVERY), 0.0, -1e9)
-                            ),
-                        ),
-                        [1, 1, 1, 256],
-                    ),
-                ),
-                (0,),
-            )
-        ),
     },
     "scores": {"scaled_by_1": edge("1.scores", with_number("DIV", 1.0))},
     "caches": {"spread_by_broadcast": spread_heads("BROADCAST_TO"), "five_axes": both_products_by_einsum},
     "rope": {
-        "interleaved": interleaved,
         "angle_negated_twice": angle(lambda g, x: g.neg(g.neg(x))),
-        "position_plus_1_minus_1": position(lambda g, x: g.sub(g.add(x, 1.0), 1.0)),
     },
     "norms": {
         "power_by_three_steps": every_norm(
@@ -276,17 +155,10 @@ EXACT: dict[str, dict[str, Change]] = {
         )
     },
     "inputs": {
-        "position_int64": typed_input("input_pos", np.int64, lambda g, x: g.cast(x, np.int32)),
         "position_scalar": reshaped_input("input_pos", []),
         "position_1x1": reshaped_input("input_pos", [1, 1]),
-        "mask_int8": typed_input("mask", np.int8, lambda g, x: g.cast(x, np.bool_)),
-        "mask_int32": typed_input("mask", np.int32, lambda g, x: g.not_equal(x, np.array(0, np.int32))),
-        "mask_of_sums": additive_input,
         "mask_flat": reshaped_input("mask", [256]),
         "mask_of_two_axes": reshaped_input("mask", [1, 256]),
-        "activations_of_two_axes": reshaped_input("activations", [1, 128]),
-        "activations_flat": reshaped_input("activations", [128]),
-        "signature_called_otherwise": signature_called(b"mtp_drafter"),
     },
     "kinds": {"composites_of_other_names": composite_called(b"some.function"), "asymmetric_inputs": asymmetric},
 }
@@ -294,11 +166,7 @@ ROUNDED: dict[float, dict[str, Change]] = {
     # Numbers of half precision that a converter made floats: read, and said to be coarse.
     0.05: {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)},
     2e-3: {"caches_fp16": caches(np.float16, 1.0), "caches_int16": caches(np.int16, 80 / 32767)},
-    0.1: {
-        "caches_int8": caches(np.int8, 0.05),
-        "caches_int8_off_centre": caches(np.int8, 0.05, 3),
-        "values_int8": caches(np.int8, 0.05, 0, "v"),
-    },
+    0.1: {},
 }
 
 SECOND = (
@@ -313,3 +181,119 @@ SECOND = (
         for name, change in changes.items()
     ),
 )
+
+
+LAYERS = (0, 1)
+
+
+# Softmaxes that are safe where a row shows nothing.
+
+
+def safe(dead: Callable[[Graph, int, int], int], lowest: float = -np.inf) -> Change:
+    """0 for the rows that ``dead(g, mask, masked scores)`` says show nothing, else the softmax."""
+
+    def change(g: Graph) -> None:
+        for index in LAYERS:
+            place = g.layer(index)
+            shape = g.shape(place.scores)
+            mask = g.call("SELECT_V2", place.visible, 0.0, np.float32(lowest), shape=g.shape(place.visible))
+            masked = g.add(place.scores, mask)
+            weights = g.call("SOFTMAX", masked, beta=1.0)
+            nothing = dead(g, place.visible, masked)
+            g.rewire(place.probabilities, g.call("SELECT_V2", nothing, 0.0, weights, shape=shape))
+
+    return change
+
+
+def all_lowest(g: Graph, mask: int, masked: int) -> int:
+    """torch's own: whether every score of the row is −∞."""
+    alive = g.logical_not(g.equal(masked, np.float32(-np.inf)), dtype=np.bool_)
+    return g.logical_not(g.reduce("REDUCE_ANY", alive, 3), dtype=np.bool_)
+
+
+SOFTMAXES: dict[str, Change] = {"safe_by_scores": safe(all_lowest)}
+
+
+# Caches as codes.
+
+
+# Constants, ones, and bounds that are none.
+
+
+def eps_by(build: Callable[[Graph], int]) -> Callable[[Graph, Any], object]:
+    def edit(g: Graph, norm: Any) -> None:
+        index = next(n for n, i in enumerate(norm.add.inputs) if g.is_constant(int(i)))
+        g.set_input(norm.add, index, build(g))
+
+    return edit
+
+
+def every_eps(build: Callable[[Graph], int]) -> Change:
+    return every_norm(eps_by(build))
+
+
+CONSTANTS: dict[str, Change] = {
+    "eps_of_two_thousandths": every_eps(lambda g: g.mul(g.constant(1e-3), g.constant(1e-3))),
+    "scalar_of_one_number_in_three_axes": scalar(lambda s: np.full([1, 1, 1], s)),
+    "query_plus_what_overflows": edge("1.query_normed", plus_number(lambda g: g.div(1.0, g.pow(1e-5, -9.0)))),
+    "query_larger_and_scores_smaller": each(edge("1.queries", mul(8.0)), edge("1.scores", mul(0.125))),
+}
+
+
+# Names.
+
+
+def named(rename: Callable[[int, bytes, int], bytes]) -> Change:
+    """Tensors get the name that ``rename(index, name, count)`` says."""
+
+    def change(g: Graph) -> None:
+        count = len(g.main.tensors)
+        for index, tensor in enumerate(g.main.tensors):
+            tensor.name = rename(index, tensor.name, count)
+
+    return change
+
+
+def exchanged(*pairs: tuple[bytes, bytes]) -> Change:
+    def rename(index: int, name: bytes, count: int) -> bytes:
+        for a, b in pairs:
+            name = name.replace(a, b"\0").replace(b, a).replace(b"\0", b)
+        return name
+
+    return named(rename)
+
+
+NAMES: dict[str, Change] = {
+    "of_another_layer": exchanged((b"layer_0", b"layer_1")),
+    "gate_called_up": exchanged((b"gate", b"up")),
+    "key_called_value": exchanged((b"_k_", b"_v_"), (b"key", b"value")),
+    "query_called_output": exchanged((b"q_", b"o_"), (b"query", b"output")),
+}
+
+_SHOWS = (Sample(230, mask="past"), Sample(40, keys=3.0))
+
+THIRD = (
+    *cases("same: third softmaxes", SOFTMAXES, *_SHOWS),
+    *cases("same: third constants", CONSTANTS, *_SHOWS),
+    *cases("same: third names", NAMES),
+)
+
+
+def second_options(g: Graph) -> bool | None:
+    """An ADD carries a composite's options in its second field."""
+    found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE"]
+    if not found:
+        return False
+    add = g.layer(0).first
+    add.builtinOptions2, add.builtinOptions2Type = found[0].builtinOptions2, found[0].builtinOptions2Type
+    return None
+
+
+INTERFACES: dict[str, Change] = {
+    "key_and_value_called_crosswise": names_crossed(*KEYS_AND_VALUES),
+    "sliding_and_full_called_crosswise": names_crossed(
+        ("kv_cache_k_2", "kv_cache_k_3"), ("kv_cache_v_2", "kv_cache_v_3")
+    ),
+    "mask_called_position": names_crossed(("mask", "input_pos")),
+    "second_options_on_a_sum": second_options,
+}

@@ -1,4 +1,4 @@
-"""The same function in operators that an exporter or an optimizer may choose, each with what its rounding may move."""
+"""Other words for the same drafter, by block."""
 
 from __future__ import annotations
 
@@ -8,22 +8,339 @@ from typing import Any
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import WINDOW, Case, Change, Edit, Sample, chain, each, edge, over_int, unary, with_number
-from adversary.mutations.heads import cache_edit
-from adversary.mutations.masks import both, compare, slots, summed, visible
-from adversary.mutations.rope import cos_and_sin, frequencies, position
-from adversary.mutations.tables import tabled, window_table
-from adversary.rewrites.detours import turned_twice
-from adversary.rewrites.masks import floats, selected, within
-from adversary.rewrites.norms import axis_of, every_norm, rebuilt
-from adversary.rewrites.scores import spelled
-from adversary.rewrites.weights import every_weight
+from adversary.edits import (
+    LOWEST,
+    WINDOW,
+    Case,
+    Change,
+    Edit,
+    Sample,
+    at,
+    chain,
+    each,
+    edge,
+    halves,
+    over_int,
+    parameters,
+    quantized,
+    turn,
+    unary,
+    with_number,
+)
+from adversary.mutations.attention import (
+    both,
+    bounded,
+    compare,
+    hidden_sum,
+    laid_out,
+    slots,
+    summed,
+    visible,
+)
+from adversary.mutations.blocks import normed_by
+from adversary.mutations.numbers import real_weight, stored_weight
+from adversary.mutations.positions import cos_and_sin, frequencies, position, tabled, window_table
+
+
+def every_norm(edit: Callable[[Graph, Any], object]) -> Change:
+    def change(g: Graph) -> None:
+        for role in [role for role in g.roles if role.endswith("_norm")]:
+            normed_by(role, edit)(g)
+
+    return change
+
+
+def axis_of(g: Graph, norm: Any) -> int:
+    return len(g.shape(norm.x)) - 1
+
+
+def variance(g: Graph, norm: Any) -> int:
+    return g.add(g.reduce("MEAN", g.mul(norm.x, norm.x), axis_of(g, norm)), 1e-6)
+
+
+def rebuilt(build: Callable[[Graph, Any], int]) -> Callable[[Graph, Any], object]:
+    """x over its root, written otherwise; the product with the weight stays."""
+    return lambda g, norm: g.rewire(int(norm.scale.outputs[0]), build(g, norm))
+
+
+def squares_by(name: str) -> Callable[[Graph, Any], object]:
+    def edit(g: Graph, norm: Any) -> None:
+        old = int(norm.square.outputs[0])
+        x = norm.x if g.shape(norm.x) == g.shape(old) else g.reshape(norm.x, g.shape(old))
+        numbers = {"POW": [2.0], "SQUARED_DIFFERENCE": [0.0], "MUL": [g.abs(x)]}
+        g.rewire(old, g.call(name, g.abs(x) if name == "MUL" else x, *numbers.get(name, [])))
+
+    return edit
+
+
+def root_times_weight(g: Graph, norm: Any) -> None:
+    root = int(norm.root.outputs[0])
+    factor = g.mul(root, norm.weight)
+    g.rewire(norm.out, g.mul(norm.x, factor, shape=g.shape(norm.out)))
+
+
+NORMS: dict[str, Change] = {
+    "square": every_norm(squares_by("SQUARE")),
+    "divided_by_root": every_norm(rebuilt(lambda g, n: g.div(n.x, g.sqrt(variance(g, n))))),
+    "inverse_of_root": every_norm(rebuilt(lambda g, n: g.mul(n.x, g.div(1.0, g.sqrt(variance(g, n)))))),
+    "root_times_weight": every_norm(root_times_weight),
+    "eps_on_the_left": every_norm(lambda g, n: setattr(n.add, "inputs", list(n.add.inputs)[::-1])),
+}
+
+
+def capped(build: Callable[[Graph, int], int]) -> Change:
+    return lambda g: g.rewire(g.output("logits"), build(g, at(g, "lm_head")))
+
+
+BLOCKS: dict[str, Change] = {
+    "cap_divides": capped(lambda g, x: g.mul(g.tanh(g.div(x, 30.0)), 30.0)),
+    "cap_multiplies": capped(lambda g, x: g.mul(30.0, g.tanh(g.mul(np.float32(1 / 30), x)))),
+    "cap_divides_twice": capped(lambda g, x: g.div(g.tanh(g.div(x, 30.0)), np.float32(1 / 30))),
+    "cap_in_steps": capped(lambda g, x: g.mul(g.tanh(g.div(g.div(x, 5.0), 6.0)), 30.0)),
+    "cap_bound_in_steps": capped(lambda g, x: g.mul(g.mul(g.tanh(g.div(x, 30.0)), 5.0), 6.0)),
+}
+
+
+ABSORBED: dict[str, Change] = {
+    "result_doubled": edge("0.attended", with_number("MUL", 2.0)),
+    "attention_out_halved": edge("0.attention_out", with_number("MUL", 0.5)),
+    "up_scaled": edge("0.up", with_number("MUL", 3.0)),
+}
+
+
+def every_weight(make: Callable[[str], Change]) -> Change:
+    def change(g: Graph) -> None:
+        for role in [role for role in g.roles if role.endswith(("_proj", "_projection", "lm_head"))]:
+            make(role)(g)
+
+    return change
+
+
+def half_norms(g: Graph) -> None:
+    """Norm weights at FP16 precision, behind a CAST or DEQUANTIZE."""
+    for index, role in enumerate([role for role in g.roles if role.endswith("_norm")]):
+        weight = g.roles[role]
+        stored = g.constant(g.value(weight).astype(np.float16), np.float16)
+        real = g.tensor(g.shape(weight))
+        g.emit(("CAST", "DEQUANTIZE")[index % 2], [stored], [real])
+        g.rewire(weight, real)
+
+
+def scalar_quantized(g: Graph) -> None:
+    """A layer's scalar as an INT8 code and its scale."""
+    scalar = g.roles["layers.0.layer_scalar"]
+    value = float(g.value(scalar).reshape(-1)[0])
+    stored = g.constant(np.full(g.shape(scalar), 127), np.int8)
+    g.main.tensors[stored].quantization = parameters(value / 127)
+    real = g.tensor(g.shape(scalar))
+    g.emit("DEQUANTIZE", [stored], [real])
+    g.rewire(scalar, real)
+
+
+def layer_twice(g: Graph) -> None:
+    """Layer 1 of these three is layer 0 again, with the same constants."""
+    for role, tensor in g.roles.items():
+        if role.startswith("layers.1."):
+            g.rewire(tensor, g.roles[role.replace("layers.1.", "layers.0.")])
+
+
+def exact(role: str) -> Change:
+    return stored_weight(role, lambda g, w: w)
+
+
+WEIGHTS: dict[str, Change] = {
+    "dequantized_by_an_operator": every_weight(lambda role: real_weight(role, lambda g, w: w)),
+    "floats_of_one": exact("layers.0.o_proj"),
+    "fp16_norms": half_norms,
+    "quantized_scalar": scalar_quantized,
+}
+
+
+def spelled(g: Graph, x: int) -> int:
+    powers = g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 3)))
+    return g.div(powers, g.reduce("SUM", powers, 3))
+
+
+def rotated(build: Callable[[Graph, int, int, int], int]) -> Change:
+    """RoPE written otherwise, in every layer."""
+
+    def change(g: Graph) -> None:
+        for index in range(2):
+            layer = g.layer(index)
+            half = g.shape(layer.query_normed)[-1] // 2
+            cos, sin = (g.part(t, 0, half) for t in (layer.cos, layer.sin))
+            g.rewire(layer.rotated, build(g, layer.query_normed, cos, sin))
+
+    return change
+
+
+def strided_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
+    shape, half = g.shape(q), g.shape(q)[-1] // 2
+    parts = []
+    for start in (0, half):
+        begin, end = np.array([0, 0, 0, start], np.int32), np.array([*shape[:3], start + half], np.int32)
+        parts.append(g.call("STRIDED_SLICE", q, begin, end, np.ones(4, np.int32), shape=[*shape[:3], half]))
+    return g.join(turn(g, *parts, cos, sin))
+
+
+def split_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
+    shape = [*g.shape(q)[:-1], g.shape(q)[-1] // 2]
+    parts = [g.tensor(shape), g.tensor(shape)]
+    g.emit("SPLIT", [g.constant(np.array(3), np.int32), q], parts, numSplits=2)
+    return g.join(turn(g, *parts, cos, sin))
+
+
+SCORES: dict[str, Change] = {
+    "scale_and_back": each(edge("0.queries", with_number("MUL", 0.25)), edge("0.scores", with_number("MUL", 4.0))),
+    "key_scaled_and_back": each(edge("0.queries", with_number("DIV", 8.0)), edge("0.scores", with_number("MUL", 8.0))),
+    "rope_strided": rotated(strided_rotation),
+    "rope_split": rotated(split_rotation),
+}
+
+
+def repeated_heads(g: Graph) -> bool | None:
+    """Every query head has a KV head of its own: the caches' heads are repeated."""
+    layer = g.layer(0)
+    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
+    wide = [g.gather(t, [0, 0, 1, 1], 1) for t in (key, value)]
+    query = g.reshape(layer.queries, [1, 4, 1, 32])
+    scores = g.call("BATCH_MATMUL", query, wide[0], shape=[1, 4, 1, 256], adjY=True)
+    hidden = g.call("SELECT_V2", layer.visible, scores, LOWEST, shape=[1, 4, 1, 256])
+    weights = g.call("SOFTMAX", hidden, beta=1.0)
+    mixed = g.call("BATCH_MATMUL", weights, wide[1], shape=[1, 4, 1, 32], adjY=True)
+    g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
+    return None
+
+
+def by_unpack(g: Graph) -> None:
+    """The query's heads by UNPACK, and PACK."""
+    layer = g.layer(0)
+    readers = g.readers(layer.query_normed)
+    parts = [g.tensor([1, 1, 32]) for _ in range(4)]
+    g.emit("UNPACK", [layer.query_normed], parts, num=4, axis=2)
+    packed = g.call("PACK", *parts, shape=[1, 1, 4, 32], valuesCount=4, axis=2)
+    g.rewire(layer.query_normed, packed, readers)
+
+
+CACHES: dict[str, Change] = {
+    "key_transposed": laid_out("k", [0, 1, 3, 2]),
+    "key_by_slot": laid_out("k", [0, 2, 1, 3]),
+    "heads_repeated": repeated_heads,
+    "heads_by_unpack": by_unpack,
+}
+
+
+def selected(build: Callable[[Graph, Any], int], layers: Sequence[int] = (0, 1)) -> Change:
+    """Another way to choose between scores and a number far below."""
+
+    def change(g: Graph) -> None:
+        for index in layers:
+            layer = g.layer(index)
+            g.set_input(layer.softmax, 0, build(g, layer))
+
+    return change
+
+
+def within(build: Callable[[Graph], int]) -> Change:
+    """Another way to say the window, beside the mask input."""
+    return visible(0, lambda g, _: both(g, g.input("mask"), build(g)))
+
+
+def distance(g: Graph) -> int:
+    return g.sub(g.input("input_pos"), slots(g))
+
+
+def floats(g: Graph) -> int:
+    return g.cast(g.input("input_pos"), np.float32)
+
+
+MASKS: dict[str, Change] = {
+    "float_sum": summed(lambda g, m: g.call("SELECT_V2", m, 0.0, LOWEST, shape=g.shape(m))),
+    "one_minus_mask": summed(hidden_sum),
+    "mask_minus_one": summed(lambda g, m: g.mul(g.sub(g.cast(m, np.float32), 1.0), 1e9)),
+    "mask_spread_over_heads": selected(
+        lambda g, p: g.call(
+            "SELECT_V2",
+            g.call("BROADCAST_TO", p.visible, np.array(g.shape(p.scores), np.int32), shape=g.shape(p.scores)),
+            p.scores,
+            g.constant(np.full(g.shape(p.scores), LOWEST)),
+        )
+    ),
+    "not_or": within(lambda g: g.logical_not(g.logical_or(compare("LESS", 0)(g), compare("GREATER_EQUAL", WINDOW)(g)))),
+    "strict": bounded(compare("GREATER", -1), compare("LESS_EQUAL", WINDOW - 1)),
+    "two_sided": within(lambda g: g.less(g.abs(distance(g)), np.array([WINDOW], np.int32))),
+    "two_sided_by_bounds": bounded(compare("GREATER", -WINDOW), compare("LESS", WINDOW)),
+    "two_sums": summed(lambda g, m: g.add(hidden_sum(g, g.input("mask")), hidden_sum(g, m)), (0,)),
+}
+
+
+def turned_twice(g: Graph, x: int) -> int:
+    order = list(range(len(g.shape(x))))[::-1]
+    return g.transpose(g.transpose(x, order), order)
+
+
+def there_and_back(g: Graph, x: int) -> int:
+    return g.reshape(g.reshape(x, [int(np.prod(g.shape(x)))]), g.shape(x))
+
+
+def squeezed(g: Graph, x: int) -> int:
+    shape = g.shape(x)
+    narrow = g.call("SQUEEZE", x, shape=shape[1:], squeezeDims=[0])
+    return g.call("EXPAND_DIMS", narrow, np.array([0], np.int32), shape=shape)
+
+
+def cut_and_joined(g: Graph, x: int) -> int:
+    return g.join(halves(g, x))
+
+
+def reversed_twice(g: Graph, x: int) -> int:
+    order = range(g.shape(x)[-1] - 1, -1, -1)
+    return g.gather(g.gather(x, order, -1), order, -1)
+
+
+def on_a_grid(scale: float, zero_point: int = 0) -> Edit:
+    """INT8 activations, statically quantized: what the numbers are meant to be does not change."""
+    return lambda g, x: g.call("DEQUANTIZE", quantized(g, x, scale, zero_point), dtype=np.float32)
+
+
+PLACES = (
+    "activations",
+    "pre_projection",
+    "1.stream",
+    "0.query",
+    "0.scores",
+    "0.merged",
+    "0.product",
+    "state",
+    "logits",
+)
+NOTHING: dict[str, Edit] = {
+    "times_1": with_number("MUL", 1.0),
+    "plus_0": with_number("ADD", 0.0),
+    "minus_0": with_number("SUB", 0.0),
+    "over_1": with_number("DIV", 1.0),
+    "negated_twice": chain(unary("NEG"), unary("NEG")),
+    "bounded_far_out": with_number("MAXIMUM", -3e38),
+    "turned_twice": turned_twice,
+    "reshaped_and_back": there_and_back,
+    "squeezed": squeezed,
+    "cut_and_joined": cut_and_joined,
+    "reversed_twice": reversed_twice,
+}
+
+DETOURS: dict[str, Change] = {
+    **{
+        f"{name}_{PLACES[(index + shift) % len(PLACES)]}": edge(PLACES[(index + shift) % len(PLACES)], edit)
+        for index, (name, edit) in enumerate(NOTHING.items())
+        for shift in (0, 4)
+    },
+    "state_quantized": edge("state", on_a_grid(0.1)),
+    "product_quantized_off_centre": edge("0.product", on_a_grid(0.05, 20)),
+    "composites_opened": lambda g: g.open_all(),
+}
+
 
 LAYERS = (0, 1)
-
-
-def in_layers(change: Callable[[int], Change]) -> Change:
-    return each(*map(change, LAYERS))
 
 
 def softmax_of(*layers: int, build: Callable[[Graph, int], int] = spelled) -> Change:
@@ -34,11 +351,6 @@ def softmax_of(*layers: int, build: Callable[[Graph, int], int] = spelled) -> Ch
             for index in layers
         )
     )
-
-
-def shifted_maximum(g: Graph, x: int) -> int:
-    powers = g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 3)))
-    return g.mul(powers, g.div(1.0, g.reduce("SUM", powers, 3)))
 
 
 def by_sine(layer: int) -> Change:
@@ -56,45 +368,6 @@ def outer_product(g: Graph) -> None:
         g.rewire(angle, g.reshape(made, g.shape(angle)))
 
 
-def by_convolution(role: str) -> Change:
-    """A convolution of one by one, in place of FULLY_CONNECTED."""
-
-    def change(g: Graph) -> None:
-        op = g.linear(role)
-        values = g.floats(g.roles[role])
-        rows, columns = values.shape
-        x, out = int(op.inputs[0]), int(op.outputs[0])
-        kernel, bias = g.constant(values.reshape(rows, 1, 1, columns)), g.constant(np.zeros(rows))
-        made = g.tensor([1, 1, 1, rows])
-        g.emit("CONV_2D", [g.reshape(x, [1, 1, 1, columns]), kernel, bias], [made], strideW=1, strideH=1)
-        g.rewire(out, g.reshape(made, g.shape(out)))
-
-    return change
-
-
-def biased(zero: float) -> Callable[[str], Change]:
-    def made(role: str) -> Change:
-        def change(g: Graph) -> None:
-            op = g.linear(role)
-            rows = g.shape(int(op.outputs[0]))[-1]
-            op.inputs = [*(int(i) for i in op.inputs[:2]), g.constant(np.full(rows, zero))]
-
-        return change
-
-    return made
-
-
-def size(g: Graph, norm: Any) -> int:
-    return g.shape(norm.x)[-1]
-
-
-def mean_of_quotients(g: Graph, norm: Any) -> int:
-    """The sum of x · (x / n)."""
-    quotients = g.mul(norm.x, g.mul(norm.x, np.float32(1 / size(g, norm))))
-    mean = g.add(g.reduce("SUM", quotients, axis_of(g, norm)), 1e-6)
-    return g.mul(norm.x, g.rsqrt(mean))
-
-
 def position_through(*types: Any) -> Change:
     """The position of the angles through other types that hold it exactly."""
 
@@ -107,64 +380,24 @@ def position_through(*types: Any) -> Change:
     return position(edit)
 
 
-def everywhere(places: Sequence[str], edit: Edit) -> Change:
-    return each(*(edge(place, edit) for place in places))
-
-
 EXACT: dict[str, Change] = {
-    "cos_by_sine": in_layers(by_sine),
     "cos_by_sine_in_one": by_sine(0),
     "softmax_spelled_in_sliding": softmax_of(0),
-    "softmax_spelled_in_full": softmax_of(1),
-    "softmax_by_inverse": softmax_of(0, 1, build=shifted_maximum),
-    "never_below_1e30": everywhere(("1.stream", "0.query", "activations"), with_number("MAXIMUM", -1e30)),
     "never_below_lowest_float": edge("0.attended", with_number("MAXIMUM", float(np.finfo(np.float32).min))),
-    "bias_of_minus_0": every_weight(biased(-0.0)),
-    "norm_by_quotients": every_norm(rebuilt(mean_of_quotients)),
     "angles_by_outer_product": outer_product,
     "position_by_int64": position_through(np.int64),
-    "position_by_int16": position_through(np.int16),
-    "position_by_uint8": position_through(np.uint8),
     "rope_tables": tabled(),
     "rope_tables_by_slice": tabled(how="SLICE"),
     "rope_table_of_one_layer": tabled(layers=(1,)),
     "window_table": window_table(lambda seen, far: seen),
-    "window_by_not_less": within(
-        lambda g: both(
-            g,
-            g.logical_not(compare("LESS", 0)(g)),
-            g.not_equal(compare("GREATER_EQUAL", WINDOW)(g), g.constant(np.ones(256), np.bool_)),
-        )
-    ),
-    "window_by_integer_product": within(
-        lambda g: g.cast(
-            g.mul(*(g.cast(compare(*c)(g), np.int32) for c in (("GREATER_EQUAL", 0), ("LESS", WINDOW)))), np.bool_
-        )
-    ),
-    "mask_not_not": in_layers(lambda i: visible(i, chain(unary("LOGICAL_NOT"), unary("LOGICAL_NOT")))),
-    "mask_of_minus_infinity": selected(
-        lambda g, p: g.call("SELECT_V2", p.visible, p.scores, np.float32(-np.inf), shape=g.shape(p.scores))
-    ),
-    "mask_sum_of_lowest_float": summed(
-        lambda g, m: g.call("SELECT_V2", m, 0.0, np.float32(np.finfo(np.float32).min), shape=g.shape(m))
-    ),
     "mask_by_floats": visible(1, lambda g, x: g.greater(g.cast(x, np.float32), 0.5)),
-    "caches_turned_twice": each(*(cache_edit(which, turned_twice, i) for which in ("key", "value") for i in LAYERS)),
-    "slots_added_and_removed": visible(
-        1,
-        lambda g, x: both(g, g.logical_or(x, g.constant(slots(g) < 0, np.bool_)), g.constant(slots(g) >= 0, np.bool_)),
-    ),
 }
 ROUNDED: dict[float, dict[str, Change]] = {
     2e-3: {
         "fp16_rope_tables": tabled(kind="fp16"),
         "logits_by_int16_codes": edge("logits", over_int(30 / 32767, 0, np.int16)),
     },
-    0.04: {
-        "stream_by_int16_codes": edge("1.stream", over_int(0.003, 0, np.int16)),
-        "query_input_by_int8_codes": edge("0.query_in", over_int(0.06)),
-        "logits_by_int8_codes": edge("logits", over_int(30 / 127)),
-    },
+    0.04: {},
 }
 
 SPELLED = (

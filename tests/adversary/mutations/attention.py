@@ -1,0 +1,459 @@
+"""What attentions compute: masks, windows of slots, heads and caches, the order of operators, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from helpers.surgery import Graph
+
+from adversary.edits import (
+    LOWEST,
+    WINDOW,
+    Case,
+    Change,
+    Edit,
+    Sample,
+    add,
+    cases,
+    edge,
+    halves,
+    mul,
+    put,
+    unary,
+    with_number,
+)
+
+
+def slots(g: Graph) -> np.ndarray:
+    return np.arange(g.shape(g.input("mask"))[-1], dtype=np.int32).reshape(1, 1, 1, -1)
+
+
+def visible(layer: int, edit: Edit) -> Change:
+    """Let ``layer`` select by ``edit`` of its mask."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(layer)
+        g.insert(place.visible, lambda x: edit(g, x), [place.select])
+
+    return change
+
+
+def compare(name: str, offset: int) -> Callable[[Graph], int]:
+    """``input_pos`` compared with slot + offset."""
+    return lambda g: g.call(name, g.input("input_pos"), slots(g) + np.int32(offset))
+
+
+def both(g: Graph, a: int, b: int) -> int:
+    return g.logical_and(a, b)
+
+
+def bounded(lower: Callable[[Graph], int], upper: Callable[[Graph], int], layer: int = 0) -> Change:
+    """The mask input within two bounds, in place of the layer's own mask."""
+    return visible(layer, lambda g, _: both(g, g.input("mask"), both(g, lower(g), upper(g))))
+
+
+def window(size: int, *, layer: int = 0) -> Change:
+    return bounded(compare("GREATER_EQUAL", 0), compare("LESS", size), layer)
+
+
+def masked_value(value: float) -> Change:
+    """Hidden scores get ``value`` more instead of −1e9 (added in torch style, set in place in JAX style)."""
+
+    def change(g: Graph) -> None:
+        for index in range(2):
+            layer = g.layer(index)
+            if layer.select is layer.masker:
+                g.set_input(layer.select, 2, g.add(layer.scores, value))
+            else:
+                g.set_input(layer.select, 2, g.constant(value))
+
+    return change
+
+
+def by_distance(name: str, size: int) -> Edit:
+    """The mask, where slots of the same group of ``size`` (or of the same rest) as the position are."""
+
+    def edit(g: Graph, x: int) -> int:
+        position = g.call(name, g.input("input_pos"), np.array([size], np.int32))
+        kept = slots(g) // size if name == "FLOOR_DIV" else slots(g) % size
+        return both(g, x, g.equal(position, kept.astype(np.int32)))
+
+    return edit
+
+
+def constant_mask(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    return lambda g, x: both(g, x, g.constant(pick(slots(g)), np.bool_))
+
+
+def after_softmax(g: Graph) -> None:
+    """Everything is scored; what is hidden is cleared from the probabilities."""
+    layer = g.layer(0)
+    g.set_input(layer.softmax, 0, layer.scores)
+    kept = g.cast(layer.visible, np.float32)
+    g.insert(layer.probabilities, lambda p: g.mul(p, kept), [layer.mix])
+
+
+def multiplied_mask(g: Graph) -> None:
+    layer = g.layer(0)
+    kept = g.cast(layer.visible, np.float32)
+    g.set_input(layer.softmax, 0, g.mul(layer.scores, kept))
+
+
+def summed(build: Callable[[Graph, int], int], layers: Sequence[int] = (0, 1)) -> Change:
+    """Scores plus ``build`` of the mask."""
+
+    def change(g: Graph) -> None:
+        for index in layers:
+            layer = g.layer(index)
+            g.set_input(layer.softmax, 0, g.add(layer.scores, build(g, layer.visible)))
+
+    return change
+
+
+def hidden_sum(g: Graph, mask: int) -> int:
+    """(1 − mask) · (−1e9)."""
+    return g.mul(g.sub(1.0, g.cast(mask, np.float32)), LOWEST)
+
+
+def group_sees_all(axis: int) -> Change:
+    """The first of two KV heads (axis 1) or queries (axis 2) sees by the mask, the second everything in the past."""
+
+    def change(g: Graph) -> bool | None:
+        layer = g.layer(0)
+        past = g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(layer.visible))
+        joined = g.cast(g.join([g.cast(layer.visible, np.int32), g.cast(past, np.int32)], axis), np.bool_)
+        hidden = g.call("SELECT_V2", joined, layer.scores, -1e9, shape=g.shape(layer.scores))
+        g.set_input(layer.softmax, 0, hidden)
+        return None
+
+    return change
+
+
+def comparison(old: str, new: str) -> Change:
+    """Another comparison of the position with the slots."""
+
+    def change(g: Graph) -> None:
+        (op,) = [op for op in g.ops if g.kind(op) == old]
+        g.recode(op, new)
+
+    return change
+
+
+def compared_with(old: str, number: Callable[[Graph], int]) -> Change:
+    """A comparison of something else than ``input_pos``."""
+
+    def change(g: Graph) -> None:
+        for op in [op for op in g.ops if g.kind(op) == old]:
+            g.set_input(op, 0, g.reshape(number(g), g.shape(int(op.inputs[0]))))
+
+    return change
+
+
+def end_param(g: Graph) -> int:
+    """One past the last slot, where ``param_tensor`` is [start, end, end, …]."""
+    return g.reshape(g.slice(g.input("param_tensor"), [0, 0, 0, 1], [1, 1, 1, 1]), [1])
+
+
+MASKS: dict[str, Change] = {
+    "window_plus_1": window(WINDOW + 1),
+    "window_on_full_layer": window(WINDOW, layer=1),
+    "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -WINDOW)),
+    "window_xor_mask": visible(0, lambda g, x: g.not_equal(x, g.input("mask"))),
+    "mask_ignored_full": visible(1, lambda g, _: compare("GREATER_EQUAL", 0)(g)),
+    "mask_negated_full": visible(1, lambda g, x: g.logical_not(x)),
+    "causal_is_reversed": comparison("GREATER_EQUAL", "LESS_EQUAL"),
+    "value_minus_5": masked_value(-5.0),
+    "after_softmax": after_softmax,
+    "multiplied": multiplied_mask,
+    "even_slots": visible(1, constant_mask(lambda s: s % 2 == 0)),
+    "without_first_slot": visible(1, constant_mask(lambda s: s > 0)),
+    "shifted_by_a_slot": visible(
+        1,
+        lambda g, x: g.cast(
+            g.join([g.part(g.cast(x, np.int32), 1, slots(g).size - 1), g.part(g.cast(x, np.int32), 0, 1)]), np.bool_
+        ),
+    ),
+    "second_kv_head_sees_all": group_sees_all(1),
+    "dilated": visible(1, by_distance("FLOOR_MOD", 2)),
+    "causal_by_param_tensor": compared_with("LESS", end_param),
+}
+
+
+REACH = 31
+"""How far before the position such a window begins: twice as far as a sliding layer sees."""
+
+
+def cut(g: Graph, x: int, size: int, begin: int) -> int:
+    """``size`` slots of ``x`` from the position less ``begin`` on."""
+    shape = g.shape(x)
+    at = shape.index(256)
+    shape[at] = size
+    return g.call("SLICE", x, start(g, at, begin, size), np.array(shape, np.int32), shape=shape)
+
+
+def start(g: Graph, axis: int, begin: int, size: int) -> int:
+    far = g.maximum(g.sub(g.input("input_pos"), np.array([begin], np.int32)), np.array([0], np.int32))
+    first, zero = g.minimum(far, np.array([256 - size], np.int32)), g.constant(np.zeros(1), np.int32)
+    return g.join([first if i == axis else zero for i in range(4)], 0)
+
+
+def weighed(g: Graph, size: int, begin: int, layer: int = 0) -> int | None:
+    """What the layer mixes of some slots alone."""
+    place = g.layer(layer)
+    if place.mix.builtinOptions is None:
+        return None
+    weights, values = cut(g, place.probabilities, size, begin), cut(g, place.value, size, begin)
+    flip = bool(place.mix.builtinOptions.adjY)
+    return g.call("BATCH_MATMUL", weights, values, shape=g.shape(place.attended), adjY=flip)
+
+
+def windowed(scored: int, mixed: int, begin: int = REACH) -> Change:
+    """The sliding layer scores ``scored`` slots and weighs ``mixed``, both from the position less ``begin`` on."""
+
+    def change(g: Graph) -> bool | None:
+        place = g.layer(0)
+        if place.score.builtinOptions is None:
+            return False
+        shape, flip = [*g.shape(place.scores)[:-1], scored], bool(place.score.builtinOptions.adjY)
+        some = g.call("BATCH_MATMUL", place.queries, cut(g, place.key, scored, begin), shape=shape, adjY=flip)
+        around = g.constant(np.full(g.shape(place.scores), -1e9))
+        placed = g.call("DYNAMIC_UPDATE_SLICE", around, some, start(g, 3, begin, scored), shape=g.shape(place.scores))
+        readers = g.readers(place.scores)
+        part = weighed(g, mixed, begin)
+        g.rewire(place.scores, placed, readers)
+        g.rewire(place.attended, part)
+        return None
+
+    return change
+
+
+def last_head_in_a_window(layer: int) -> Change:
+    """One head of V meets the weights of 8 slots, the other those of all."""
+
+    def change(g: Graph) -> bool | None:
+        place = g.layer(layer)
+        readers, some = g.readers(place.attended), weighed(g, 8, 7, layer)
+        if some is None:
+            return False
+        g.rewire(place.attended, g.join([g.part(place.attended, 0, 1, 1), g.part(some, 1, 1, 1)], 1), readers)
+        return None
+
+    return change
+
+
+WINDOWS: tuple[Case, ...] = cases(
+    "windows of slots",
+    {
+        "fewer_scored_than_weighed": windowed(24, 32),
+        "first_slots_left_out": windowed(14, 14, 13),
+        "right_at_the_last_position_alone": windowed(32, 32, 10),
+        "own_slot_left_out": windowed(31, 31),
+        "last_head_alone_in_sliding": last_head_in_a_window(0),
+    },
+    *(Sample(position, mask="past") for position in (40, 201, 255)),
+)
+"""A window that is too short for some positions, of both products or of one."""
+
+
+def beside(g: Graph, scores: int, edit: Callable[[int, list[int]], int], kept: int) -> int:
+    """``scores`` repeated along an axis as long as the slots, edited there, of which one row is kept."""
+    shape = g.shape(scores)
+    slots, heads = shape[-1], int(np.prod(shape[:-1]))
+    wide = [1, heads, slots, slots]
+    x = g.call("BROADCAST_TO", g.reshape(scores, [1, heads, slots, 1]), np.array(wide, np.int32), shape=wide)
+    return g.reshape(g.part(edit(x, wide), kept, 1), shape)
+
+
+def by_one_entry(entry: int) -> Change:
+    """One entry of the mask hides or shows every slot."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(1)
+        shape = g.shape(place.scores)
+
+        def masked(x: int, wide: list[int]) -> int:
+            return g.call("SELECT_V2", g.input("mask"), x, -1e9, shape=wide)
+
+        x = beside(g, place.scores, masked, entry)
+        slots = np.arange(shape[-1], dtype=np.int32).reshape(1, 1, 1, -1)
+        past = g.call("GREATER_EQUAL", g.input("input_pos"), slots)
+        g.set_input(place.softmax, 0, g.call("SELECT_V2", past, x, -1e9, shape=shape))
+
+    return change
+
+
+def by_numbers(g: Graph) -> None:
+    """A select whose condition is of floats, which LiteRT has none of."""
+    place = g.layer(1)
+    shape = g.shape(place.masked)
+    g.insert(
+        place.masked,
+        lambda x: g.call("SELECT_V2", g.constant(np.ones((1, 1, 1, shape[-1]))), x, -1e9, shape=shape),
+        [place.softmax],
+    )
+
+
+ALONG: tuple[Case, ...] = cases(
+    "masks along another axis",
+    {
+        "mask_entry_0": by_one_entry(0),
+        "condition_of_floats": by_numbers,
+    },
+    *(Sample(position, mask="past") for position in (40, 201, 255)),
+)
+
+
+def cache_edit(which: str, edit: Edit, layer: int = 0) -> Change:
+    """``edit`` of a cache, as [1, heads, slots, width] for keys and values alike."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(layer)
+        number = 2 if layer == 0 else 3
+        tensor = g.input(f"kv_cache_{'k' if which == 'key' else 'v'}_{number}")
+        readers = g.readers(tensor)
+        if which == "value":
+            upright = g.transpose(tensor, [0, 1, 3, 2])
+            new = g.transpose(edit(g, upright), [0, 1, 3, 2])
+        else:
+            new = edit(g, tensor)
+        assert g.shape(new) == g.shape(tensor) and place
+        g.rewire(tensor, new, readers)
+
+    return change
+
+
+def laid_out(name: str, order: Sequence[int]) -> Change:
+    """The cache ``name`` comes with its axes in ``order``, and is brought back."""
+
+    def change(g: Graph) -> None:
+        for number in (2, 3):
+            tensor = g.input(f"kv_cache_{name}_{number}")
+            shape = g.shape(tensor)
+            readers = g.readers(tensor)
+            g.main.tensors[tensor].shape = [shape[i] for i in order]
+            g.rewire(tensor, g.transpose(tensor, list(np.argsort(order))), readers)
+            g.adapt[f"kv_cache_{name}_{number}"] = lambda array: np.ascontiguousarray(array.transpose(order))
+
+    return change
+
+
+def from_other(which: str) -> Change:
+    """K in place of V, or V in place of K."""
+
+    def change(g: Graph) -> None:
+        key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
+        old, new = (key, value) if which == "key" else (value, key)
+        readers = g.readers(old)
+        g.rewire(old, g.transpose(new, [0, 1, 3, 2]), readers)
+
+    return change
+
+
+def both_exchanged(g: Graph) -> None:
+    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
+    readers = g.readers(key), g.readers(value)
+    g.rewire(key, g.transpose(value, [0, 1, 3, 2]), readers[0])
+    g.rewire(value, g.transpose(key, [0, 1, 3, 2]), readers[1])
+
+
+def of_full_layer(which: str) -> Change:
+    """The sliding layer reads a part of the full layer's cache."""
+
+    def change(g: Graph) -> bool | None:
+        mine, theirs = (g.input(f"kv_cache_{which}_{n}") for n in (2, 3))
+        if g.shape(mine)[1] != g.shape(theirs)[1]:
+            return False
+        readers = g.readers(mine)
+        g.rewire(mine, g.slice(theirs, [0, 0, 0, 0], g.shape(mine)), readers)
+        return None
+
+    return change
+
+
+def updated_slot(g: Graph) -> None:
+    """The newest slot of the keys is overwritten."""
+    key = g.input("kv_cache_k_3")
+    readers = g.readers(key)
+    update = g.constant(np.full([1, g.shape(key)[1], 1, 64], 0.5))
+    zero = np.zeros(1, np.int32)
+    start = g.join(
+        [g.constant(zero, np.int32), g.constant(zero, np.int32), g.input("input_pos"), g.constant(zero, np.int32)]
+    )
+    g.rewire(key, g.call("DYNAMIC_UPDATE_SLICE", key, update, start, shape=g.shape(key)), readers)
+
+
+HEADS: dict[str, Change] = {
+    "value_is_key": from_other("value"),
+    "key_and_value_exchanged": both_exchanged,
+    "key_of_full_layer": of_full_layer("k"),
+    "key_heads_swapped": cache_edit("key", lambda g, x: g.gather(x, [1, 0], 1)),
+    "kv_heads_swapped": lambda g: [
+        cache_edit(which, lambda g, x: g.gather(x, [1, 0], 1))(g) for which in ("key", "value")
+    ],
+    "first_key_head_twice": cache_edit("key", lambda g, x: g.gather(x, [0, 0], 1)),
+    "query_heads_permuted": edge("0.rotated", lambda g, x: g.gather(x, [1, 2, 3, 0], 2)),
+    "query_heads_averaged": edge("0.rotated", lambda g, x: g.add(g.reduce("MEAN", x, 2), g.mul(x, 0.0))),
+    "query_halves_swapped": edge("0.query", lambda g, x: g.join(halves(g, x)[::-1])),
+    "key_slots_reversed": cache_edit("key", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
+    "value_slots_reversed": cache_edit("value", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
+    "key_width_reversed": cache_edit("key", lambda g, x: g.gather(x, range(31, -1, -1), 3)),
+    "key_halves_swapped": cache_edit("key", lambda g, x: g.join(halves(g, x)[::-1])),
+    "key_scaled": cache_edit("key", mul(0.5)),
+    "value_plus_key": cache_edit("value", lambda g, x: g.add(x, g.input("kv_cache_k_2"))),
+    "newest_key_overwritten": updated_slot,
+    "result_minus_query": edge("0.attended", lambda g, x: g.sub(x, g.layer(0).queries)),
+}
+
+
+def permuted(place: str, order: Callable[[int], Sequence[int]]) -> Change:
+    return edge(place, lambda g, x: g.gather(x, order(g.shape(x)[-1]), -1))
+
+
+reverse = lambda size: range(size - 1, -1, -1)  # noqa: E731
+swap_halves = lambda size: [*range(size // 2, size), *range(size // 2)]  # noqa: E731
+
+ORDER: dict[str, Change] = {
+    "hidden_before_embedding": permuted("activations", swap_halves),
+    "stream_reversed": permuted("pre_projection", reverse),
+    "query_reversed_within_heads": permuted("0.query_normed", reverse),
+    "merged_reversed": permuted("0.merged", reverse),
+    "gate_reversed": permuted("0.gate", reverse),
+    "up_halves_swapped": permuted("0.up", swap_halves),
+    "state_reversed": permuted("state", reverse),
+    "state_for_head_rolled": put(
+        "state", lambda g, x: g.join([g.part(x, 1, 63), g.part(x, 0, 1)]), lambda g: g.linear("lm_head")
+    ),
+    "logits_reversed": permuted("logits", reverse),
+}
+
+
+def softmax_spelled(power: Callable[[Graph, int], int]) -> Change:
+    def change(g: Graph) -> None:
+        layer = g.layer(0)
+        over = g.sub(layer.masked, g.reduce("REDUCE_MAX", layer.masked, 3))
+        powers = power(g, over)
+        g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
+
+    return change
+
+
+scores = lambda edit, layer=0: edge(f"{layer}.scores", edit)  # noqa: E731
+probabilities = lambda edit, layer=0: edge(f"{layer}.probabilities", edit)  # noqa: E731
+
+SCORES: dict[str, Change] = {
+    "by_root_of_width": scores(mul(32**-0.5)),
+    "doubled": scores(lambda g, x: g.add(x, x)),
+    "divided_by_2": scores(with_number("DIV", 2.0)),
+    "query_scaled": edge("0.queries", mul(0.25)),
+    "minus": scores(unary("NEG")),
+    "leaky": scores(lambda g, x: g.maximum(x, g.mul(x, 0.1))),
+    "bias_by_slot": scores(add(np.linspace(-2, 2, 256).reshape(1, 1, 1, 256)), 1),
+    "minus_mean": scores(lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),
+    "softmax_base_2": softmax_spelled(lambda g, x: g.pow(2.0, x)),
+    "softmax_plus_1": softmax_spelled(lambda g, x: g.add(g.exp(x), 1e-3)),
+    "softmax_twice": probabilities(lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
+    "probabilities_squared": probabilities(lambda g, x: g.mul(x, x)),
+    "probabilities_of_other_head": probabilities(lambda g, x: g.gather(x, [1, 0], 1)),
+    "probabilities_of_other_query": probabilities(lambda g, x: g.gather(x, [1, 0], 2)),
+}

@@ -1,0 +1,342 @@
+"""What a file says beside its operators: composites, inputs, signatures, declared types and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+from helpers.surgery import Graph
+
+from adversary.edits import Case, Change, Edit, Sample, add, at, chain, edge, mul, unary, with_number
+from adversary.mutations.attention import both, end_param, slots, visible
+
+
+def body_of(name: bytes, edit: Callable[[Graph], object]) -> Change:
+    """``edit`` of the bodies of every composite called ``name``; their names go on to say what they were."""
+
+    def change(g: Graph) -> bool | None:
+        ops = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
+        if not ops:
+            return False
+        for op in ops:
+            edit(g.body(op))
+        return None
+
+    return change
+
+
+def body_number(old: float, new: float) -> Callable[[Graph], object]:
+    def edit(g: Graph) -> None:
+        for index, tensor in enumerate(g.main.tensors):
+            floating = tensor.type == schema.TensorType.FLOAT32 and g.is_constant(index)
+            if floating and g.value(index).size == 1 and np.isclose(g.value(index).item(), old, rtol=1e-5, atol=0):
+                g.set_value(index, np.full(g.value(index).shape, new))
+
+    return edit
+
+
+def body_result(edit: Edit) -> Callable[[Graph], object]:
+    """``edit`` of what the composite returns."""
+
+    def change(g: Graph) -> None:
+        (old,) = (int(i) for i in g.main.outputs)
+        g.main.outputs = [edit(g, old)]
+
+    return change
+
+
+COMPOSITES: dict[str, Change] = {
+    "bmm_scaled": body_of(b"odml.runtime_bmm", body_result(mul(0.5))),
+    "bmm_plus": body_of(b"odml.runtime_bmm", body_result(add(0.1))),
+    "bmm_tanh": body_of(b"odml.runtime_bmm", body_result(unary("TANH"))),
+    "norm_doubled": body_of(b"odml.rms_norm", body_result(mul(2.0))),
+    "norm_shifted": body_of(b"odml.rms_norm", body_result(add(0.1))),
+    "norm_eps": body_of(b"odml.rms_norm", body_number(1e-6, 1e-2)),
+    "norm_without_root": body_of(
+        b"odml.rms_norm", lambda g: [g.recode(op, "SQRT") for op in g.ops if g.kind(op) == "RSQRT"]
+    ),
+    "norm_of_a_sum": body_of(b"odml.rms_norm", body_number(1 / 64, 1.0)),
+    "gelu_cubic": body_of(b"odml.gelu_tanh", body_number(0.044715, 0.1)),
+    "gelu_relu": body_of(b"odml.gelu_tanh", lambda g: setattr(g.main, "outputs", [g.relu(int(g.main.inputs[0]))])),
+}
+
+
+def renamed(names: dict[str, str], which: str = "inputs") -> Change:
+    """The signature calls its tensors otherwise."""
+
+    def change(g: Graph) -> None:
+        for entry in getattr(g.model.signatureDefs[0], which):
+            entry.name = names.get(entry.name.decode(), entry.name.decode()).encode()
+
+    return change
+
+
+NAMES: dict[str, Change] = {
+    "key_and_value": renamed({"kv_cache_k_2": "kv_cache_v_2", "kv_cache_v_2": "kv_cache_k_2"}),
+    "no_mask": renamed({"mask": "attention_bias"}),
+}
+RUNTIME = "the runtime fills the signature by these names: it would pass something else, or nothing"
+
+
+def half(which: int, edit: Edit) -> Change:
+    """``edit`` of the embedding (0) or the hidden state (1)."""
+
+    def change(g: Graph, x: int) -> int:
+        parts = [g.part(x, 0, 64), g.part(x, 64, 64)]
+        parts[which] = edit(g, parts[which])
+        return g.join(parts)
+
+    return edge("activations", change)
+
+
+def position_everywhere(edit: Edit) -> Change:
+    return edge("input_pos", edit)
+
+
+INPUTS: dict[str, Change] = {
+    "activations_doubled": edge("activations", mul(2.0)),
+    "activations_tanh": edge("activations", unary("TANH")),
+    "activations_bounded": edge("activations", with_number("MINIMUM", 1.0)),
+    "activations_normed": edge("activations", lambda g, x: g.mul(x, g.rsqrt(g.reduce("MEAN", g.mul(x, x), 2)))),
+    "embedding_halved": half(0, mul(0.5)),
+    "embedding_cleared": half(0, mul(0.0)),
+    "hidden_is_embedding": edge("activations", lambda g, x: g.join([g.part(x, 0, 64), g.part(x, 0, 64)])),
+    "embedding_plus_hidden": half(0, lambda g, x: g.add(x, g.part(g.input("activations"), 64, 64))),
+    "position_plus_1": position_everywhere(lambda g, x: g.add(x, np.array([1], np.int32))),
+    "position_minus_1": position_everywhere(lambda g, x: g.sub(x, np.array([1], np.int32))),
+    "position_modulo_64": position_everywhere(lambda g, x: g.call("FLOOR_MOD", x, np.array([64], np.int32))),
+    "position_bounded": position_everywhere(lambda g, x: g.minimum(x, np.array([100], np.int32))),
+    "position_doubled": position_everywhere(lambda g, x: g.add(x, x)),
+    "position_is_param_tensor": position_everywhere(lambda g, x: end_param(g)),
+    "logits_plus_param_tensor": edge("logits", lambda g, x: g.add(x, g.cast(end_param(g), np.float32))),
+    "stream_plus_key": edge(
+        "1.stream",
+        lambda g, x: g.add(x, g.reshape(g.slice(g.input("kv_cache_k_3"), [0] * 4, [1, 1, 1, 64]), [1, 1, 64])),
+    ),
+    "mask_of_param_tensor": visible(1, lambda g, x: both(g, x, g.greater(end_param(g), slots(g) + np.int32(8)))),
+}
+
+
+def entries(g: Graph, which: str = "inputs") -> dict[str, Any]:
+    return {entry.name.decode(): entry for entry in getattr(g.model.signatureDefs[0], which)}
+
+
+def names_crossed(*pairs: tuple[str, str]) -> Change:
+    """Tensors are called what the other is; the signature is right."""
+
+    def change(g: Graph) -> None:
+        for one, other in pairs:
+            a, b = (g.main.tensors[g.input(name)] for name in (one, other))
+            a.name, b.name = b.name, a.name
+
+    return change
+
+
+def points_at(output: str, place: Callable[[Graph], int]) -> Change:
+    """The signature's output is another tensor; the one that is called so stays an output of the graph."""
+
+    def change(g: Graph) -> None:
+        made = g.reshape(place(g), g.shape(g.output(output)))
+        entries(g, "outputs")[output].tensorIndex = made
+        g.main.outputs = [*map(int, g.main.outputs), made]
+
+    return change
+
+
+def decoy(name: str, other: str, readers: Callable[[Graph], list[Any]] | None = None) -> Change:
+    """The signature's ``name`` is a tensor that ``readers`` read (default: nobody), the rest read ``other``."""
+
+    def change(g: Graph) -> None:
+        real = g.input(name)
+        into = [] if readers is None else readers(g)
+        made = g.tensor(g.shape(real), g.dtype(real))
+        g.main.tensors[made].name = g.main.tensors[real].name + b"_0"
+        entries(g)[name].tensorIndex = made
+        entry = schema.TensorMapT()
+        entry.name, entry.tensorIndex = other.encode(), real
+        g.model.signatureDefs[0].inputs.append(entry)
+        g.main.inputs = [*map(int, g.main.inputs), made]
+        g.rewire(real, made, into)
+
+    return change
+
+
+def unmapped(name: str) -> Change:
+    """An input of the graph that the signature does not have: called like one, and never filled."""
+
+    def change(g: Graph) -> None:
+        signature = g.model.signatureDefs[0]
+        signature.inputs = [entry for entry in signature.inputs if entry.name.decode() != name]
+
+    return change
+
+
+def options_of(kind: str, other: str, edit: Callable[[Any], object] = lambda options: None) -> Change:
+    """The options of every ``kind`` carry the type id of ``other``: LiteRT does not read them."""
+
+    def change(g: Graph) -> bool | None:
+        g.open_all()
+        found = [op for op in g.ops if g.kind(op) == kind and op.builtinOptions is not None]
+        for op in found:
+            edit(op.builtinOptions)
+            op.builtinOptionsType = getattr(schema.BuiltinOptions, other)
+        return None if found else False
+
+    return change
+
+
+KEYS_AND_VALUES = [(f"kv_cache_k_{n}", f"kv_cache_v_{n}") for n in (2, 3)]
+
+_CHANGES: dict[str, Change] = {
+    "logits_before_cap": points_at("logits", lambda g: at(g, "lm_head")),
+    "projected_is_stream": points_at("projected_activations", lambda g: g.layer(1).out),
+    "activations_not_read": decoy("activations", "activations_2"),
+    "mask_not_read": decoy("mask", "mask_2"),
+    "position_not_read": decoy("input_pos", "input_pos_2"),
+    "position_not_read_by_rope": decoy(
+        "input_pos",
+        "positions",
+        lambda g: [op for op in g.readers(g.input("input_pos")) if op not in list(g.before(g.layer(0).angle))],
+    ),
+    "key_not_read": decoy("kv_cache_k_2", "kv_cache_k_0"),
+    "mask_unmapped": unmapped("mask"),
+    "position_unmapped": unmapped("input_pos"),
+    "value_unmapped": unmapped("kv_cache_v_3"),
+    "softmax_with_options_of_local_response": options_of("SOFTMAX", "LocalResponseNormalizationOptions"),
+    "gelu_without_its_options": options_of("GELU", "AddOptions"),
+    "joined_without_its_options": options_of("CONCATENATION", "AddOptions"),
+    "products_without_their_options": options_of("BATCH_MATMUL", "FullyConnectedOptions"),
+    "weights_without_their_options": options_of("FULLY_CONNECTED", "AddOptions"),
+    "gelu_without_a_type": options_of("GELU", "NONE"),
+}
+_WHY = dict.fromkeys(
+    ("joined_without_its_options", "products_without_their_options", "weights_without_their_options"),
+    "LiteRT joins along axis 0, transposes nothing and drops axes, and finds shapes that do not fit",
+)
+INTERFACES = tuple(Case("interfaces", name, change, why=_WHY.get(name, "")) for name, change in _CHANGES.items())
+
+
+_NOT_RUN = "LiteRT refuses the file"
+
+
+def coded(back: Callable[[float, int], Edit], zero_point: int = 0, which: str = "kv") -> Change:
+    """Caches of INT8 codes that plain operators bring back."""
+
+    def change(g: Graph) -> None:
+        for name in (f"kv_cache_{w}_{n}" for w in which for n in (2, 3)):
+            scale = 0.02 if "_k_" in name else 0.05
+            tensor = g.input(name)
+            readers = g.readers(tensor)
+            g.main.tensors[tensor].type = schema.TensorType.INT8
+            g.rewire(tensor, back(scale, zero_point)(g, tensor), readers)
+            g.adapt[name] = lambda a, s=scale: np.clip(np.round(a / s) + zero_point, -128, 127).astype(np.int8)
+
+    return change
+
+
+def cast(dtype: Any) -> Edit:
+    return lambda g, x: g.cast(x, dtype)
+
+
+def typed(place: str, name: str) -> Change:
+    """The value at ``place`` is declared as another type."""
+    return lambda g: setattr(g.main.tensors[at(g, place)], "type", getattr(schema.TensorType, name))
+
+
+def third_operand(name: str) -> Change:
+    """An operator of two operands has three; what the third is must not be left out silently."""
+
+    def change(g: Graph) -> None:
+        op = g.layer(0).first if name == "ADD" else g.layer(0).scaler
+        op.inputs = [*map(int, op.inputs), g.layer(0).stream]
+
+    return change
+
+
+def cache_called(name: bytes) -> Change:
+    """No runtime fills a cache of that name."""
+
+    def change(g: Graph) -> None:
+        entries = g.model.signatureDefs[0].inputs
+        next(entry for entry in entries if entry.name == b"kv_cache_k_3").name = name
+
+    return change
+
+
+def neither_true_nor_false(g: Graph, x: int) -> int:
+    """And with bools that are stored as 2."""
+    constant = g.constant(np.ones((1, 1, 1, 256)), np.bool_)
+    g.main.tensors[constant].buffer = g.buffer(bytes([2] * 256))
+    return both(g, x, constant)
+
+
+def through_bool(which: str) -> Change:
+    """A cache of codes of which two are left."""
+    return coded(lambda scale, zero_point: chain(cast(np.bool_), cast(np.float32), mul(scale)), which=which)
+
+
+def through_fewer(which: str) -> Change:
+    """A cache of codes that are halved, cut to whole numbers and doubled again."""
+    halved = chain(cast(np.float32), mul(0.5), cast(np.int8))
+    return coded(lambda scale, zero_point: chain(halved, cast(np.float32), mul(2 * scale)), which=which)
+
+
+def compared(kind: str, name: str) -> Change:
+    """Positions and slots compared as small integers, of which LiteRT does not look at the scales."""
+    as_type = {"INT8": np.int8, "UINT8": np.uint8, "INT16": np.int16}[name]
+
+    def edit(g: Graph, x: int) -> int:
+        position = g.cast(g.reshape(g.input("input_pos"), [1, 1, 1, 1]), as_type)
+        return both(g, x, g.call(kind, g.constant(np.arange(256).reshape(1, 1, 1, 256) % 100, as_type), position))
+
+    return visible(0, edit)
+
+
+def mask_turned_around(g: Graph) -> None:
+    """The mask input from its last slot to its first, by steps of −1, and what is past of that."""
+
+    def edit(g: Graph, x: int) -> int:
+        mask = g.input("mask")
+        rank = len(g.shape(mask))
+        begins = g.constant([*[0] * (rank - 1), -1], np.int32)
+        ends = g.constant([*g.shape(mask)[:-1], -257], np.int32)
+        steps = g.constant([*[1] * (rank - 1), -1], np.int32)
+        turned = g.call("STRIDED_SLICE", mask, begins, ends, steps, shape=g.shape(mask), dtype=np.bool_)
+        return both(g, x, turned)
+
+    visible(0, edit)(g)
+
+
+DECLARED: tuple[Case, ...] = (
+    Case("declared", "mask_turned_around", mask_turned_around),
+    *(Case("declared", f"{which}_through_bool", through_bool(which), shows=(Sample(40),)) for which in "kv"),
+    *(Case("declared", f"{which}_of_halved_codes", through_fewer(which), shows=(Sample(40),)) for which in "kv"),
+    *(
+        Case(
+            "declared",
+            f"{kind}_of_{name}",
+            compared(kind, name),
+            why="LiteRT's kernels abort or take codes for numbers",
+        )
+        for kind in ("LESS_EQUAL", "GREATER")
+        for name in ("INT8", "UINT8", "INT16")
+    ),
+    *(
+        Case("declared", f"{place}_as_{name}", typed(place, name), why="LiteRT writes what the type says")
+        for place in ("0.attended", "1.attended")
+        for name in ("FLOAT16", "INT8")
+    ),
+    *(
+        Case("declared", f"{place}_as_{name}", typed(place, name), why=_NOT_RUN)
+        for place in ("1.stream", "0.cos", "logits")
+        for name in ("FLOAT16", "BFLOAT16", "INT32", "FLOAT64", "INT8", "BOOL")
+    ),
+    *(Case("declared", f"third_operand_of_{n}", third_operand(n), why=_NOT_RUN) for n in ("ADD", "MUL")),
+    *(
+        Case("declared", f"cache_called_{name!r}", cache_called(name), why="no runtime fills it")
+        for name in (b"kv_cache_k_", b"kv_cache_k_x", b"kv_cache_k_-1", b"keys")
+    ),
+    Case("declared", "bools_stored_as_2", visible(0, neither_true_nor_false), why="LiteRT's kernels do not agree"),
+)

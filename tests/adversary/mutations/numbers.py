@@ -1,0 +1,302 @@
+"""Weights, types and grids of numbers, and operators that no drafter has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+from helpers.surgery import Graph
+
+from adversary import edits as e
+from adversary.edits import Case, Change, Edit, Sample, edge, grid, mul, parameters, put, quantized, through, unary
+from adversary.mutations.attention import cache_edit, hidden_sum, summed
+from adversary.mutations.positions import angle, position
+
+
+def weight(role: str, edit: Callable[[Any], object]) -> Change:
+    """``edit`` of the weight's tensor, as described in the file."""
+
+    def change(g: Graph) -> None:
+        edit(g.main.tensors[g.roles[role]])
+
+    return change
+
+
+def real_weight(role: str, edit: Edit) -> Change:
+    """The weight as numbers, then ``edit``: what an exporter leaves that multiplies weights at run time."""
+
+    def change(g: Graph) -> None:
+        op, tensor = g.linear(role), g.roles[role]
+        real = g.tensor(g.shape(tensor))
+        g.emit("DEQUANTIZE", [tensor], [real])
+        g.set_input(op, 1, edit(g, real))
+
+    return change
+
+
+def stored_weight(role: str, edit: Edit) -> Change:
+    """``edit`` of the weight's numbers stored as floats, without a DEQUANTIZE."""
+
+    def change(g: Graph) -> None:
+        op, tensor = g.linear(role), g.roles[role]
+        g.set_input(op, 1, edit(g, g.constant(g.floats(tensor))))
+
+    return change
+
+
+def bias(role: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
+    def change(g: Graph) -> None:
+        op = g.linear(role)
+        op.inputs = [*(int(i) for i in op.inputs[:2]), g.constant(edit(np.arange(g.shape(int(op.outputs[0]))[-1])))]
+
+    return change
+
+
+def option(role: str, name: str, setting: Any) -> Change:
+    return lambda g: setattr(g.linear(role).builtinOptions, name, setting)
+
+
+def shared(role: str, other: str) -> Change:
+    return lambda g: g.set_input(g.linear(role), 1, g.roles[other])
+
+
+def exchanged(role: str, other: str) -> Change:
+    def change(g: Graph) -> None:
+        one, two = g.linear(role), g.linear(other)
+        g.set_input(one, 1, g.roles[other])
+        g.set_input(two, 1, g.roles[role])
+
+    return change
+
+
+def low_rank(g: Graph) -> None:
+    """A second path beside a projection."""
+    op = g.linear("layers.0.down_proj")
+    random = np.random.default_rng(3)
+    x, out = int(op.inputs[0]), int(op.outputs[0])
+    narrow = g.product(x, g.constant(random.standard_normal([4, 128]) * 0.2))
+    wide = g.product(narrow, g.constant(random.standard_normal([64, 4]) * 0.2))
+    g.insert(out, lambda y: g.add(y, wide), list(g.readers(out)))
+
+
+def rotation(place: str) -> Change:
+    """Multiplied by an orthogonal matrix that nothing undoes."""
+
+    def edit(g: Graph, x: int) -> int:
+        size = g.shape(x)[-1]
+        matrix, _ = np.linalg.qr(np.random.default_rng(4).standard_normal([size, size]))
+        return g.product(x, g.constant(matrix))
+
+    return edge(place, edit)
+
+
+def scales(edit: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], None]:
+    def change(tensor: Any) -> None:
+        tensor.quantization.scale = edit(np.asarray(tensor.quantization.scale, np.float32)).astype(np.float32)
+
+    return change
+
+
+def zero_points(value: int) -> Callable[[Any], None]:
+    def change(tensor: Any) -> None:
+        tensor.quantization.zeroPoint = np.full(len(tensor.quantization.scale), value, np.int64)
+
+    return change
+
+
+def typed(name: str) -> Callable[[Any], None]:
+    return lambda tensor: setattr(tensor, "type", getattr(schema.TensorType, name))
+
+
+def dimension(axis: int) -> Callable[[Any], None]:
+    return lambda tensor: setattr(tensor.quantization, "quantizedDimension", axis)
+
+
+def data_and_offset(role: str) -> Change:
+    """A buffer that has bytes, and says that it has others, elsewhere in the file."""
+
+    def change(g: Graph) -> None:
+        tensor = g.main.tensors[g.roles[role]]
+        data = bytes(g.model.buffers[tensor.buffer].data)
+        tensor.buffer = g.buffer(data)
+        g.model.buffers[tensor.buffer].offset, g.model.buffers[tensor.buffer].size = 4096, len(data)
+
+    return change
+
+
+OUT, UP, POST = "layers.0.o_proj", "layers.0.up_proj", "post_projection"
+
+WEIGHTS: dict[str, Change] = {
+    "transposed_by_an_operator": real_weight(POST, lambda g, w: g.transpose(w, [1, 0])),
+    "bias": bias(OUT, lambda i: 0.2 * np.sin(i)),
+    "up_reads_gate": shared(UP, "layers.0.gate_proj"),
+    "gate_of_layer_1": shared("layers.0.gate_proj", "layers.1.gate_proj"),
+    "gate_and_up_exchanged": exchanged("layers.0.gate_proj", UP),
+    "second_path": low_rank,
+    "state_rotated": rotation("state"),
+    "stream_rotated": rotation("1.stream"),
+    "input_scaled_by_channel": put("state", mul(np.linspace(0.5, 1.5, 64).reshape(1, 1, 64)), lambda g: g.linear(POST)),
+    "scales_negative": weight(OUT, scales(lambda s: np.where(np.arange(s.size) % 2 == 0, -s, s))),
+    "scales_zero": weight(OUT, scales(lambda s: np.where(np.arange(s.size) < 8, 0.0, s))),
+    "scales_too_few": weight(OUT, scales(lambda s: s[:-1])),
+    "scales_too_many": weight(OUT, scales(lambda s: np.append(s, s[:1]))),
+    "axis_out_of_range": weight(POST, dimension(5)),
+    "axis_of_columns": weight(POST, dimension(1)),
+    "zero_points": weight(OUT, zero_points(5)),
+    "data_and_offset": data_and_offset(OUT),
+    "shuffled_format": option(UP, "weightsFormat", schema.FullyConnectedOptionsWeightsFormat.SHUFFLED4x16INT8),
+    "fused_relu": option(UP, "fusedActivationFunction", schema.ActivationFunctionType.RELU),
+    "int8_typed_uint8": weight(OUT, typed("UINT8")),
+    "int8_typed_bool": weight(OUT, typed("BOOL")),
+    "int4_typed_int8": weight(UP, typed("INT8")),
+    "scales_nan": weight(OUT, scales(lambda s: np.where(np.arange(s.size) == 3, np.nan, s))),
+    "scaled_by_row": real_weight(POST, mul(np.linspace(0.5, 1.5, 64).reshape(64, 1))),
+}
+
+NOT_SEEN = {
+    "axis_of_columns": "the file says that scales are by column; LiteRT's kernels take them by row",
+    "axis_out_of_range": "no such axis",
+    "zero_points": "LiteRT's kernels ignore zero points of weights; the file says that they count",
+    "data_and_offset": "LiteRT takes the bytes of the buffer, not those at its offset",
+    "shuffled_format": "the order of elements is another",
+    "int8_typed_bool": "BOOL holds no weights",
+    "int8_typed_uint8": "the codes mean other numbers",
+    "int4_typed_int8": "half of the bytes are missing",
+    "scales_too_few": "a row has no scale",
+    "scales_too_many": "a scale has no row",
+    "scales_nan": "not a number",
+}
+
+
+def rescaled(scale: float, back: float) -> Edit:
+    """QUANTIZE to INT8 with ``scale``; a RESHAPE hands the codes on as if their scale were ``back``; DEQUANTIZE."""
+
+    def edit(g: Graph, x: int) -> int:
+        codes = quantized(g, x, scale)
+        shifted = g.call("RESHAPE", codes, np.array(g.shape(x), np.int32), shape=g.shape(x))
+        g.main.tensors[shifted].quantization = parameters(back)
+        return g.call("DEQUANTIZE", shifted, dtype=np.float32)
+
+    return edit
+
+
+GRIDS: dict[str, Change] = {
+    **{
+        f"{place}_{name}": edge(place, edit)
+        for place, edits in {
+            "activations": {"int32": through(np.int32), "floor": unary("FLOOR"), "quarters": grid(0.25)},
+            "pre_projection": {"int32": through(np.int32), "int8": through(np.int8), "round": unary("ROUND")},
+            "0.query": {"round": unary("ROUND"), "ceil": unary("CEIL"), "int16": through(np.int16)},
+            # Elsewhere half precision is the runtime's rounding, as that of INT8 activations is, and not a change.
+            "0.angle": {"fp16": through(np.float16)},
+            "0.query_normed": {"quarters": grid(0.25), "sign": unary("SIGN")},
+            "0.scores": {"int32": through(np.int32), "halves": grid(0.5)},
+            "0.probabilities": {"round": unary("ROUND")},
+            "0.attended": {"quarters": grid(0.25)},
+            "0.attention_branch": {"int32": through(np.int32), "eighths": grid(0.125)},
+            "0.ffw_in": {"int32": through(np.int32)},
+            "0.product": {"floor": unary("FLOOR"), "halves": grid(0.5), "uint8": through(np.uint8)},
+            "0.down": {"round": unary("ROUND"), "int64": through(np.int64)},
+            "1.stream": {"bool": through(np.bool_), "quarters": grid(0.25)},
+            "state": {"int8": through(np.int8), "halves": grid(0.5)},
+            "lm_head": {"int32": through(np.int32)},
+            "logits": {"int32": through(np.int32), "halves": grid(0.5)},
+            "projected_activations": {"round": unary("ROUND")},
+        }.items()
+        for name, edit in edits.items()
+    },
+    "stream_quantized_with_two_scales": edge("1.stream", rescaled(0.05, 0.1)),
+}
+
+
+int16 = np.int16
+
+
+def hidden_on(edit: Edit) -> Change:
+    """The mask that is added to the scores, 0 and −1e9, on a grid."""
+    return summed(lambda g, m: edit(g, hidden_sum(g, m)))
+
+
+def requantized(first: tuple[float, int], second: tuple[float, int]) -> Edit:
+    """From one INT8 grid to a narrower one."""
+
+    def edit(g: Graph, x: int) -> int:
+        codes = g.call("QUANTIZE", x, dtype=np.int8)
+        narrow = g.call("QUANTIZE", codes, dtype=np.int8)
+        for tensor, own in ((codes, first), (narrow, second)):
+            g.main.tensors[tensor].quantization = e.parameters(*own)
+        return g.call("DEQUANTIZE", narrow, dtype=np.float32)
+
+    return edit
+
+
+POSITION: dict[str, Change] = {
+    "position_int8": position(e.over_int(1.0)),
+    "position_cast_int8": e.edge("input_pos", lambda g, x: g.cast(g.cast(x, np.int8), np.int32)),
+    "position_cast_bool": e.edge("input_pos", lambda g, x: g.cast(g.cast(x, np.bool_), np.int32)),
+    "angle_bf16": angle(e.over_bfloat),
+    "sin_cast_int8": e.edge("0.sin", e.through(np.int8)),
+}
+MASK: dict[str, Change] = {
+    "mask_int8_of_12.8": hidden_on(e.over_int(0.1)),
+}
+STATES: dict[str, Change] = {
+    "query_int8_within_a_half": e.edge("0.queries", e.over_int(0.5 / 127)),
+    "keys_int8_within_a_half": cache_edit("key", e.over_int(0.5 / 127)),
+    "values_int16_to_0": cache_edit(
+        "value", e.chain(e.with_number("SUB", 3.0), e.over_int(3 / 32767, 0, int16), e.with_number("ADD", 3.0))
+    ),
+    "activations_int8_within_1": e.edge("activations", e.over_int(1 / 127)),
+    "activations_int8_from_0": e.edge("activations", e.over_int(4 / 255, -128)),
+    "activations_int16_within_1": e.edge("activations", e.over_int(1 / 32767, 0, int16)),
+    "stream_requantized": e.edge("1.stream", requantized((0.1, 0), (0.005, 0))),
+}
+CASTS: dict[str, Change] = {
+    "activations_cast_uint8": e.edge("activations", lambda g, x: e.through(np.uint8)(g, g.abs(x))),
+    "stream_cast_int16_by_4": e.edge("1.stream", e.chain(e.mul(4.0), e.through(np.int16), e.mul(0.25))),
+    "mlp_cast_bool": e.edge("0.activated", e.through(np.bool_)),
+    "lm_head_cast_int8": stored_weight("lm_head", e.chain(e.mul(20.0), e.through(np.int8), e.mul(0.05))),
+}
+OVERFLOW: dict[str, Change] = {
+    "stream_fp16_of_thousands": e.edge("1.stream", e.chain(e.mul(1000.0), e.through(np.float16), e.mul(0.001))),
+    "values_fp16_of_thousands": cache_edit("value", e.chain(e.mul(1000.0), e.through(np.float16), e.mul(0.001))),
+}
+
+NUMBER_TYPES = tuple(
+    Case("number types", name, change, shows=shows, rounding=rounding, exact=True)
+    for changes, shows, rounding in (
+        (POSITION, (Sample(37), Sample(230)), 0.0),
+        (MASK, (), 0.0),
+        (STATES, (), 0.02),
+        (CASTS, (), 0.0),
+        (OVERFLOW, (Sample(40, activations=1e3, values=1e3),), 0.02),
+    )
+    for name, change in changes.items()
+)
+
+
+def on_axis(name: str) -> Edit:
+    """An operator that takes the axis it works along."""
+    return lambda g, x: g.call(name, x, np.array([len(g.shape(x)) - 1], np.int32), shape=g.shape(x))
+
+
+def custom(g: Graph, x: int) -> int:
+    made = g.tensor(g.shape(x))
+    op = g.emit("CUSTOM", [x], [made])
+    code = g.model.operatorCodes[op.opcodeIndex]
+    code.customCode = b"Identity"
+    return made
+
+
+OPERATORS: dict[str, Change] = {
+    "reversed": edge("1.stream", on_axis("REVERSE_V2")),
+    "length_of_1": edge("0.queries", unary("L2_NORMALIZATION")),
+    "cosine_of_scores": edge("0.scores", unary("COS")),
+    "sine_of_the_result": edge("0.attended", unary("SIN")),
+    "custom": edge("1.stream", custom),
+    "custom_in_attention": edge("0.queries", custom),
+}
+
+UNKNOWN = dict.fromkeys(("custom", "custom_in_attention"), "nobody knows what it computes")
