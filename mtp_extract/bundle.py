@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
+from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, UnsupportedError, escape
 from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.graph.names import NameCheck, check_names
+from mtp_extract.graph.roles import NameCheck, check_names
 from mtp_extract.io.file_kinds import HEAD, kind_of
 from mtp_extract.io.opening import open_source
 from mtp_extract.io.source import Progress, Region, Source
@@ -82,10 +82,11 @@ class Opened(AbstractContextManager["Opened"]):
     def drafter(self, sliding_window: int | None = None) -> Shard:
         """Find and read the drafter.
 
-        ``sliding_window`` is used only where the file leaves the window to the runtime.
+        ``sliding_window`` is for files that leave the window to the runtime.
 
         Raises:
             NoDrafterError: there is none.
+            UnsupportedError: the graph has another window than ``sliding_window``.
             RoleError: a constant of its graph has no role, or a role no constant.
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
@@ -94,6 +95,12 @@ class Opened(AbstractContextManager["Opened"]):
         graph = flatten(model, signature)
         found = walk(graph)
         config = read_config(found, sliding_window)
+        if sliding_window is not None and config.sliding_window != sliding_window:
+            raise UnsupportedError(
+                f"{self.source.name}: expected a sliding window of {sliding_window}, found one of "
+                f"{config.sliding_window} in its graph. Leave it out.",
+                remedies=("sliding_window",),
+            )
         names = check_names(found.roles, config.num_layers)
         known = known_drafter(config)
         config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)

@@ -1,23 +1,5 @@
 """Everything this package raises on purpose.
 
-::
-
-    MtpExtractError
-    ├── SourceError            the bytes cannot be had (missing, unreadable, network)
-    │   └── TruncatedError     the source ends before something it promises
-    ├── FormatError            the bytes are not what the format says
-    ├── UnsupportedError       valid, understood, and refused by name
-    │   └── NoCodesError       a weight is not integers with a step for each row or block of one
-    ├── NoDrafterError         a readable file that holds no MTP drafter
-    ├── RoleError              a role of the drafter was not found, or a constant is unaccounted for
-    ├── ProofError             what would be written does not compute what the file computes
-    ├── OutputError            the result cannot be written where it was asked for
-    ├── CheckpointError        a checkpoint directory is damaged, incomplete, or does not hold what it says
-    ├── HubError               the Hugging Face Hub said no, or could not be reached
-    ├── ServerError            a server of models said no, could not be reached, or said what makes no sense
-    ├── DrafterError           a drafter cannot be built: none has this shape, or computes in this type
-    └── PairError              a drafter and a base model do not belong together
-
 A message says what was expected, what was found, and what to do. Commands print it to stderr and exit with
 status 1; a traceback is a bug. Names read from files are escaped with :func:`escape` before they enter a message.
 

@@ -12,20 +12,19 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_extract.architecture.roles import SCALAR, Config, Role, shapes_of
+from mtp_extract.architecture.roles import SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.rounding import narrowed
 from mtp_extract.checkpoint.weight import Weight, filled, same_weight
-from mtp_extract.errors import CheckpointError, UnsupportedError, few
+from mtp_extract.errors import CheckpointError, few
 
 FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
 """What else than codes may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 _MOST_NAMED = 4
-_LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True)
@@ -91,19 +90,12 @@ class Format(Protocol):
             UnsupportedError: something that the format cannot express.
         """
 
-    def read_config(self, directory: Path) -> Config:
-        """What the directory's configuration says.
-
-        Raises:
-            CheckpointError: it is damaged, incomplete, another model's, or says something else than would be written
-                of what was read from it.
-        """
-
     def read(self, directory: Path) -> Checkpoint:
         """What the directory holds; weights are read when asked for.
 
         Raises:
-            CheckpointError: as :meth:`read_config`, or a tensor is missing, unexpected or of another shape.
+            CheckpointError: its configuration is damaged, incomplete, another model's, or says something else than
+                would be written of what was read from it; or a tensor is missing, unexpected or of another shape.
         """
 
 
@@ -134,43 +126,22 @@ class Arranged:
         floats = {role: kept.weight for role, kept in self.kept.items() if kept.how == FLOATS}
         return (weights, *(plan_codes(weights, floats) if self.with_codes else ()), *others)
 
-    def require_exact(self) -> None:
-        """Refuse what would be rounded or left out.
-
-        Raises:
-            UnsupportedError: names what would be, and to what.
-        """
-        if changes := self._changes():
-            listed = "; ".join(f"{few(roles, _MOST_NAMED)} ({what})" for what, roles in changes.items())
-            raise UnsupportedError(
-                f"The {self.format.name} format cannot hold this drafter exactly: {listed}. Choose floats "
-                "in F32, which the transformers format has, or a format that keeps scales in F32.",
-                remedies=("format=transformers", "dtype=f32"),
-            )
-
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how the weights are kept, where codes were to be."""
-        whys: dict[tuple[str, str], list[str]] = defaultdict(list)
         coded = any(kept.how == CODES for kept in self.kept.values())
+        whys = defaultdict[tuple[str, str], list[str]](list)
         for role, kept in self.kept.items():
             if kept.why and (coded or kept.how == NOTHING):
-                whys["Left out" if kept.how == NOTHING else "In floats", kept.why].append(role)
-        notes = [f"{how}: {few(roles, _MOST_NAMED)}, because {why}." for (how, why), roles in whys.items()]
-        rounded = ((what, roles) for what, roles in self._changes().items() if coded and what != _LEFT_OUT)
-        notes += [f"Rounded: {few(roles, _MOST_NAMED)}, {what}." for what, roles in rounded]
-        return tuple(notes)
-
-    def _changes(self) -> dict[str, list[str]]:
-        """The roles whose numbers are not kept as they are, by what is done to them."""
-        found: dict[str, list[str]] = defaultdict(list)
+                whys["Left out" if kept.how == NOTHING else "In floats", f"because {kept.why}"].append(role)
         for role, kept in self.kept.items():
-            if kept.how == NOTHING:
-                found[_LEFT_OUT].append(role)
-            elif kept.rounded_to:
+            if kept.rounded_to and coded:
                 what = "scales of codes" if kept.how == CODES else "numbers"
-                roundoff = ROUNDED_TO.get(kept.rounded_to, DTYPES["f32"]).roundoff
-                found[f"{what} to {kept.rounded_to}, by at most {roundoff:.1e} of each"].append(role)
-        return found
+                most = ROUNDED_TO.get(kept.rounded_to, DTYPES["f32"]).roundoff
+                whys["Rounded", f"{what} to {kept.rounded_to}, by at most {most:.1e} of each"].append(role)
+        notes = [f"{how}: {few(roles, _MOST_NAMED)}, {why}." for (how, why), roles in whys.items()]
+        if self.dtype == CODES and not coded:
+            notes.append("All is in floats: no matrix has integers that the format holds (--quantize makes them).")
+        return tuple(notes)
 
     def require_same(self, back: Checkpoint, *, floats: bool = True) -> None:
         """Compare what was read ``back`` with what was to be written, bit for bit.
@@ -194,25 +165,16 @@ class Arranged:
 
 
 def arrange(format_: Format, checkpoint: Checkpoint, dtype: str, *, with_codes: bool = False) -> Arranged:
-    """``checkpoint`` as ``format_`` holds it in ``dtype``.
+    """``checkpoint`` as ``format_`` holds it in ``dtype``. A layer scalar that is not there is 1, as every engine wants
+    it to be there.
 
     Raises:
         CheckpointError: it lacks a weight that no engine does without.
     """
-    kept = {
-        role.name: format_.keep(role, weight_of(checkpoint, role, shape), dtype)
-        for role, shape in shapes_of(checkpoint.config).items()
-    }
+    kept = {}
+    for role, shape in shapes_of(checkpoint.config).items():
+        weight = checkpoint.tensors.get(role.name)
+        if weight is None and role.kind != SCALAR:
+            raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+        kept[role.name] = format_.keep(role, weight if weight is not None else filled(shape), dtype)
     return Arranged(format_, checkpoint, dtype, MappingProxyType(kept), with_codes)
-
-
-def weight_of(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...]) -> Weight:
-    """The weight of ``role``; a layer scalar that is not there is 1, as every engine wants it to be there.
-
-    Raises:
-        CheckpointError: ``checkpoint`` lacks it.
-    """
-    found = checkpoint.tensors.get(role.name)
-    if found is None and role.kind != SCALAR:
-        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
-    return found if found is not None else filled(shape)

@@ -7,7 +7,7 @@ data follow it in the order of the tensors; the bytes depend on the input alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -62,7 +62,17 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         Interrupted: a signal came.
     """
     path, at, written = folder / file.name, 0, xxh3_128()
-    header, places, size = _laid_out(file)
+    places: dict[str, StoredTensor] = {}
+    if file.tensors:
+        container = _CONTAINERS[path.suffix]
+        header = container.header(file.tensors, file.metadata)
+    else:
+        # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+        header = file.text.encode("utf-8", "backslashreplace")
+    size = len(header)
+    for tensor in file.tensors:
+        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, size, tensor.length)
+        size += aligned(tensor.length, container.ALIGNMENT)
     with new_file(path, size) as fd:
         for piece in _pieces(file, header):
             written.update(piece)
@@ -74,21 +84,6 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
     if found != written.hexdigest() or at != size or (places and read_header(path) != places):
         raise read_back_error(path)
     return {"size": size, "sha256": sha256}
-
-
-def _laid_out(file: OutputFile) -> tuple[bytes, Mapping[str, StoredTensor], int]:
-    """What ``file`` begins with, where its tensors will lie, and its size."""
-    if not file.tensors:
-        # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
-        text = file.text.encode("utf-8", "backslashreplace")
-        return text, {}, len(text)
-    container = _CONTAINERS[Path(file.name).suffix]
-    header, places = container.header(file.tensors, file.metadata), {}
-    at = len(header)
-    for tensor in file.tensors:
-        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, at, tensor.length)
-        at += aligned(tensor.length, container.ALIGNMENT)
-    return header, places, at
 
 
 def _pieces(file: OutputFile, header: bytes) -> Iterator[bytes | memoryview]:

@@ -144,25 +144,35 @@ class _Reader:
     def header(self) -> Header:
         if self._limit < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
             raise CheckpointError(f"{escape(self._path)}: not a GGUF file (its first bytes are not GGUF).")
-        if (version := self._number()) != _VERSION:
-            raise self._damaged(f"expected GGUF version {_VERSION}, little-endian, found {version}")
+        version = self._number()
+        self._require(version == _VERSION, f"expected GGUF version {_VERSION}, little-endian, found {version}")
         tensors, entries = self._number(8), self._number(8)
         metadata = self._named("key", entries, self._value)
         alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
-        if type(alignment) is not int or not 1 <= alignment <= _LONGEST_NAME or alignment & alignment - 1:
-            raise self._damaged(f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
+        sound = type(alignment) is int and 1 <= alignment <= _LONGEST_NAME and not alignment & alignment - 1
+        self._require(sound, f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
         described = self._named("tensor", tensors, self._described)
-        return Header(MappingProxyType(metadata), self._placed(described, alignment))
+        # The tensors follow each other to the end of the file.
+        found: dict[str, StoredTensor] = {}
+        end = start = at = aligned(self._at, alignment)
+        for name, (dtype, shape, offset) in described.items():
+            told = f"expected {escape(name)} to begin {at - start} bytes into the data, found {offset}"
+            self._require(at == start + offset, told)
+            elements, size = BLOCKS[dtype]
+            found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
+            end = at + found[name].length
+            at = aligned(end, alignment)
+        self._require(end <= self._size, f"its tensors would end at byte {end} of {self._size}; it was cut short")
+        self._require(not found or at >= self._size, f"its header describes {at} bytes, it has {self._size}")
+        return Header(MappingProxyType(metadata), found)
 
     def _named(self, what: str, count: int, read: Callable[[str], Value]) -> dict[str, Value]:
         """``count`` names, each with what ``read`` finds behind it."""
-        if count > _MOST_ENTRIES:
-            raise self._damaged(f"expected at most {_MOST_ENTRIES} {what}s, found {count}")
+        self._require(count <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} {what}s, found {count}")
         found: dict[str, Value] = {}
         for _ in range(count):
             name = self._text(f"the name of a {what}", _LONGEST_NAME)
-            if name in found:
-                raise self._damaged(f"expected each {what} once, found {escape(name)} again")
+            self._require(name not in found, f"expected each {what} once, found {escape(name)} again")
             found[name] = read(name)
         return found
 
@@ -176,14 +186,13 @@ class _Reader:
         return self._skipped(count) if kind == _TEXT else tuple(self._numbers(key, kind, count))
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
-        if kind not in _NUMBERS:
-            raise self._damaged(f"{escape(key)}: expected a type of value below 13 and no list of lists, found {kind}")
+        told = f"{escape(key)}: expected a type of value below 13 and no list of lists, found {kind}"
+        self._require(kind in _NUMBERS, told)
         dtype = np.dtype(_NUMBERS[kind])
         found = np.frombuffer(self._take(count * dtype.itemsize), dtype)
         if kind != _BOOL:
             return list(found) if dtype.kind == "f" else found.tolist()
-        if (found > 1).any():
-            raise self._damaged(f"{escape(key)}: expected truth values to be 0 or 1, found {int(found.max())}")
+        self._require(not (found > 1).any(), f"{escape(key)}: expected truth values to be 0 or 1, found others")
         return [bool(n) for n in found]
 
     def _skipped(self, count: int) -> Texts:
@@ -201,44 +210,21 @@ class _Reader:
     def _described(self, name: str) -> tuple[str, tuple[int, ...], int]:
         """Type, shape (the longest stride first) and offset of a tensor."""
         dimensions = self._number()
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise self._damaged(f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}")
+        told = f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}"
+        self._require(1 <= dimensions <= _MOST_DIMENSIONS, told)
         shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
         kind = self._number()
-        if kind not in _TYPES:
-            expected = ", ".join(_TYPES.values())
-            raise self._damaged(f"{escape(name)}: expected one of the types {expected}, found number {kind}")
+        told = f"{escape(name)}: expected one of the types {', '.join(_TYPES.values())}, found number {kind}"
+        self._require(kind in _TYPES, told)
         dtype = _TYPES[kind]
         # No tensor has more elements than eight a byte of its file.
-        if max(*shape, math.prod(shape)) > 8 * self._size or shape[-1] % BLOCKS[dtype][0]:
-            raise self._damaged(f"{escape(name)}: a shape of {list(shape)} in {dtype} cannot be")
+        possible = max(*shape, math.prod(shape)) <= 8 * self._size and shape[-1] % BLOCKS[dtype][0] == 0
+        self._require(possible, f"{escape(name)}: a shape of {list(shape)} in {dtype} cannot be")
         return dtype, shape, self._number(8)
-
-    def _placed(
-        self, described: Mapping[str, tuple[str, tuple[int, ...], int]], alignment: int
-    ) -> dict[str, StoredTensor]:
-        """The tensors, which follow each other to the end of the file."""
-        found: dict[str, StoredTensor] = {}
-        end = start = at = aligned(self._at, alignment)
-        for name, (dtype, shape, offset) in described.items():
-            if at != start + offset:
-                raise self._damaged(
-                    f"expected {escape(name)} to begin {at - start} bytes into the data, found {offset}"
-                )
-            elements, size = BLOCKS[dtype]
-            found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
-            end = at + found[name].length
-            at = aligned(end, alignment)
-        if end > self._size:
-            raise self._damaged(f"its tensors would end at byte {end} of {self._size}; it was cut short")
-        if found and at < self._size:
-            raise self._damaged(f"its header describes {at} bytes, it has {self._size}")
-        return found
 
     def _text(self, what: str, longest: int) -> str:
         length = self._number(8)
-        if length > longest:
-            raise self._damaged(f"{escape(what)}: expected at most {longest} bytes of text, found {length}")
+        self._require(length <= longest, f"{escape(what)}: expected at most {longest} bytes of text, found {length}")
         try:
             return self._take(length).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -250,12 +236,15 @@ class _Reader:
     def _take(self, length: int) -> bytes:
         """The next ``length`` bytes; none is read past the limit, whatever length a file claims."""
         self._at += length
-        if self._at > self._limit:
-            raise self._damaged(f"its header goes on to byte {self._at}, past {self._limit}; it was cut short")
+        told = f"its header goes on to byte {self._at}, past {self._limit}; it was cut short"
+        self._require(self._at <= self._limit, told)
         found = self._file.read(length)
-        if len(found) < length:
-            raise self._damaged("it shrank while it was being read")
+        self._require(len(found) == length, "it shrank while it was being read")
         return found
+
+    def _require(self, sound: bool, otherwise: str) -> None:
+        if not sound:
+            raise self._damaged(otherwise)
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{escape(self._path)}: {why}. The GGUF file is damaged, or no drafter of this kind.")

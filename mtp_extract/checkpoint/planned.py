@@ -19,15 +19,17 @@ from mtp_extract.errors import CheckpointError, escape
 
 Chunks = Iterator["npt.NDArray[np.generic]"]
 
-DTYPE_SIZES = MappingProxyType(
-    {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-)
-"""Bytes of an element, by the safetensors name of its type."""
-
 BLOCKS = MappingProxyType(
-    {**{name: (1, size) for name, size in DTYPE_SIZES.items()}, "Q4_0": (32, 18), "Q8_0": (32, 34)}
+    {
+        **dict.fromkeys(("F64", "I64"), (1, 8)),
+        **dict.fromkeys(("F32", "I32", "U32"), (1, 4)),
+        **dict.fromkeys(("F16", "BF16", "I16"), (1, 2)),
+        **dict.fromkeys(("I8", "U8", "BOOL"), (1, 1)),
+        "Q4_0": (32, 18),
+        "Q8_0": (32, 34),
+    }
 )
-"""Elements and bytes of the least piece of every type; the types of GGUF beside those of safetensors."""
+"""Elements and bytes of the least piece of every type, by its name in safetensors and GGUF."""
 
 _ARRAY_DTYPES = MappingProxyType({"float32": "F32", "int64": "I64"})
 

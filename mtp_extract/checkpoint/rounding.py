@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, steps_of, unpacked
 from mtp_extract.checkpoint.packing import Codes
-from mtp_extract.checkpoint.weight import Steps, Weight, of_codes, row_codes, row_ranges
+from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.litertlm.storage import Floats, Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
@@ -32,19 +31,50 @@ def narrowed(weight: Weight, rounded_to: str) -> Weight:
         values = weight.floats(first, last)
         return dtype.widen(dtype.narrow(values.reshape(-1), "a tensor").tobytes()).reshape(values.shape)
 
-    return Weight(weight.shape, floats, origin=weight.origin, whole=weight.whole)
+    return Weight(weight.shape, floats, weight.origin)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A way from floats to codes."""
+    """A way from floats to codes.
+
+    Attributes:
+        block: neighbouring elements of a row that share a step; 0 for the whole row.
+        round: float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``.
+    """
 
     name: str
     bits: int
     block: int
-    """Neighbouring elements of a row that share a step; 0 for the whole row."""
     round: Callable[[Floats], tuple[Codes, Floats]]
-    """float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``."""
+
+    def fits(self, weight: Weight) -> bool:
+        """Whether ``weight`` is a matrix whose rows are whole blocks."""
+        return len(weight.shape) == 2 and weight.columns % (self.block or 1) == 0
+
+    def rounded(self, original: Weight) -> RowCodes:
+        """A matrix of floats as codes: made whenever they are asked for, never all in memory.
+
+        Raises:
+            UnsupportedError: when it is read: numbers that are not finite, or steps beyond the type of the rule's.
+        """
+        block = self.block or original.columns
+
+        def made(first: int, last: int) -> tuple[Codes, Floats]:
+            values = original.floats(first, last)
+            if not np.isfinite(values).all():
+                raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
+            codes, steps = self.round(values.reshape(-1, block))
+            return codes.reshape(values.shape), steps.reshape(len(values), -1)
+
+        return RowCodes(
+            original.shape,
+            Packing(self.bits, signed=True),
+            lambda first, last: made(first, last)[0],
+            lambda: Steps.around_zero(block, np.concatenate([made(*rows)[1] for rows in row_ranges(original)])),
+            original.origin,
+            self.name,
+        )
 
 
 def _ggml(bits: int) -> Rule:
@@ -80,38 +110,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 """Every rule by name."""
 
 
-def rounded_by(rule: Rule, original: Weight) -> Weight:
-    """A matrix of floats as the codes that ``rule`` makes of it: made whenever they are asked for, never all in memory.
-
-    Raises:
-        UnsupportedError: when it is read: numbers that are not finite, or steps beyond the type of the rule's.
-    """
-
-    def made(first: int, last: int) -> tuple[Codes, Floats]:
-        values = original.floats(first, last)
-        if not np.isfinite(values).all():
-            raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
-        codes, steps = rule.round(values.reshape(-1, rule.block or original.columns))
-        return codes.reshape(values.shape), steps.reshape(len(values), -1)
-
-    def steps() -> Steps:
-        size = np.concatenate([made(*rows)[1] for rows in row_ranges(original)])
-        return Steps.around_zero(rule.block or original.columns, size)
-
-    return of_codes(
-        original.shape,
-        Packing(rule.bits, signed=True),
-        lambda first, last: made(first, last)[0],
-        steps,
-        origin=original.origin,
-        source=rule,
-        whole=original.whole,
-    )
-
-
-def rule_of(weight: Weight) -> Rule | None:
-    """The rule by which the codes of ``weight`` were made of floats; None where they were not made here."""
-    return weight.source if isinstance(weight.source, Rule) else None
+def made_here(checkpoint: Checkpoint) -> dict[str, str]:
+    """Role → the rule by which its codes were made here of floats."""
+    weights = checkpoint.tensors.items()
+    return {role: weight.rule for role, weight in weights if isinstance(weight, RowCodes) and weight.rule}
 
 
 def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()) -> Checkpoint:
@@ -123,57 +125,41 @@ def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()
     Raises:
         UnsupportedError: nothing is left to round.
     """
-    block = RULES[rule].block
-    rounded: dict[int, Weight] = {}
-    tensors = dict(checkpoint.tensors)
+    tensors, rounded = dict(checkpoint.tensors), dict[int, Weight]()
     matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX and role.name not in leave]
     plain = [name for name in matrices if name in tensors and tensors[name].scheme is None]
     for name in plain:
-        tensor = tensors[name]
-        if tensor.columns % (block or 1) == 0:
-            tensors[name] = rounded.setdefault(id(tensor), rounded_by(RULES[rule], tensor))
+        if RULES[rule].fits(tensor := tensors[name]):
+            tensors[name] = rounded.setdefault(id(tensor), RULES[rule].rounded(tensor))
     if not rounded:
-        why = f"no row is a whole number of blocks of {block}" if plain else "every matrix has its codes"
+        why = f"no row is a whole number of blocks of {RULES[rule].block}" if plain else "every matrix has its codes"
         raise UnsupportedError(f"There is nothing to round by {rule}: {why}. Leave it out.", remedies=("quantize",))
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-_STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
-    {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}
-)
-
-
 def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
-    """``tensor`` after ``steps``: names of rules, of short types, and of these for the scales of codes.
+    """``tensor`` after ``steps``: names of rules, of short types, and of these for the scales of codes (to FP16, or to
+    F32 after a folded factor was divided out).
 
     Raises:
         CheckpointError: one of them is none that this package takes, or nothing that ``tensor`` admits of.
     """
     for step in steps:
-        rule = RULES.get(step)
-        if rule and len(tensor.shape) == 2 and tensor.columns % (rule.block or 1) == 0:
+        if step in RULES and RULES[step].fits(tensor):
             # Rules are for matrices of floats: codes that there were had been left behind by then.
-            tensor = rounded_by(rule, narrowed(tensor, ""))
-        elif step in ROUNDED_TO:
+            tensor = RULES[step].rounded(narrowed(tensor, ""))
+            continue
+        if step in ROUNDED_TO:
             tensor = narrowed(tensor, step)
-        else:
-            tensor = _with_rounded_steps(tensor, step)
+            continue
+        try:
+            kind, codes = {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}[step], row_codes(tensor)
+        except (KeyError, NoCodesError) as error:
+            raise CheckpointError(
+                f"{escape(step)} cannot be done again: it is no step of this release, or the weight has no codes with "
+                "scales by row."
+            ) from error
+        grid = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
+        packing = Packing(codes.bits, signed=True)
+        tensor = RowCodes(codes.shape, packing, codes.codes, lambda grid=grid: grid, codes.origin)  # type: ignore[misc]
     return tensor
-
-
-def _with_rounded_steps(tensor: Weight, step: str) -> Weight:
-    """The codes of ``tensor``, with their steps rounded, to FP16 or, after a folded factor was divided out, to F32."""
-    try:
-        kind, codes = _STEP_TYPES[step], row_codes(tensor)
-    except (KeyError, NoCodesError) as error:
-        raise CheckpointError(
-            f"{escape(step)} cannot be done again: it is no step of this release, or the weight has no codes with "
-            "scales by row."
-        ) from error
-    steps = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
-    return replace(
-        codes,
-        read_floats=lambda first, last: steps.floats(codes.codes(first, last), first),
-        read_steps=lambda: steps,
-        source=None,
-    )

@@ -41,24 +41,16 @@ def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> byt
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the file at ``path``, checked against its size.
+    """The tensors of the file at ``path``; as :func:`read_file`."""
+    return read_file(path)[0]
+
+
+def read_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of the file at ``path``, checked against its size, and what its header says beside them.
 
     Raises:
         CheckpointError: not such a file, or one whose header contradicts itself or its size.
     """
-    return _read(path)[0]
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """What the header of the file at ``path`` says beside its tensors.
-
-    Raises:
-        CheckpointError: as :func:`read_header`.
-    """
-    return _read(path)[1]
-
-
-def _read(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
         with open_regular(path) as file:
             with safe_open(path, framework="numpy") as checked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
-from mtp_extract.checkpoint.weight import Weight
+from mtp_extract.checkpoint.weight import Indices, Weight
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.files import open_regular
 from mtp_extract.litertlm.storage import Floats
@@ -38,17 +38,18 @@ class _Latest(threading.local):
     read: Bytes = np.empty((0, 0), np.uint8)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What a weight is that lies in the file at ``path``: the tensor called ``name``, or columns of it."""
+class Stored(Weight):
+    """A weight of floats, or the indices of an ordered head, in the file at ``path``.
 
-    path: Path
-    tensor: StoredTensor
-    name: str = ""
-    columns: tuple[int, int] | None = None
-    """``[begin, end)`` of a matrix; None for all of a tensor."""
-    latest: _Latest = field(default_factory=_Latest, repr=False, compare=False)
-    """The rows read last, which all columns of the tensor share."""
+    Attributes:
+        name: of the tensor in its file.
+        cut: which columns ``[begin, end)`` of a matrix it is; None for all of a tensor.
+    """
+
+    def __init__(self, path: Path, tensor: StoredTensor, name: str = "", cut: tuple[int, int] | None = None) -> None:
+        shape = tensor.shape if cut is None else (tensor.shape[0], cut[1] - cut[0])
+        super().__init__(shape, origin=(path, tensor.offset) if cut is None else None)
+        self.path, self.tensor, self.name, self.cut, self._latest = path, tensor, name, cut, _Latest()
 
     @property
     def dtype(self) -> Dtype:
@@ -62,53 +63,34 @@ class Stored:
                 return dtype
         raise CheckpointError(f"{self.path}: expected weights in floats, found {self.tensor.dtype}.")
 
-    def weight(self) -> Weight:
-        """It as a weight of floats, or the indices of an ordered head."""
-        shape = self.tensor.shape
-        if self.columns is None:
-            origin = self.path, self.tensor.offset
-            return Weight(shape, self._floats, read_indices=self._indices, origin=origin, source=self)
-        begin, end = self.columns
-        return Weight((shape[0], end - begin), self._columns, source=self)
+    def in_columns(self, begin: int, end: int) -> Stored:
+        """Columns ``[begin, end)`` of a matrix. Those of one tensor are cut out of the same rows, read once where a
+        thread asks for them in turn."""
+        part = Stored(self.path, self.tensor, self.name, (begin, end))
+        part._latest = self._latest
+        return part
 
-    def _floats(self, first: int, last: int) -> Floats:
-        shape = self.tensor.shape if len(self.tensor.shape) > 1 else (1,)
-        found = read_rows(self.path, replace(self.tensor, shape=shape), first, last)
-        return self.dtype.widen(found.data).reshape(last - first, -1)
-
-    def _columns(self, first: int, last: int) -> Floats:
-        """Columns cut out of whole rows, which are read once where a thread asks for those of several in turn."""
-        assert self.columns is not None
-        latest, size = self.latest, self.dtype.size
+    def floats(self, first: int = 0, last: int | None = None) -> Floats:
+        last = self.rows if last is None else last
+        if self.cut is None:
+            return self.dtype.widen(self._rows(first, last).data).reshape(last - first, -1)
+        latest, (begin, end) = self._latest, self.cut
         if latest.rows != (first, last):
             # The same memory again: mapping it anew, page by page, costs as much as reading.
             latest.rows = None
             latest.read = read_rows(self.path, self.tensor, first, last, latest.read)
             latest.rows = first, last
-        cut = latest.read[:, self.columns[0] * size : self.columns[1] * size]
-        return self.dtype.widen(cut.tobytes()).reshape(last - first, -1)
+        part = latest.read[:, begin * self.dtype.size : end * self.dtype.size]
+        return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
 
-    def _indices(self) -> npt.NDArray[np.int64]:
+    def indices(self) -> Indices:
         if self.tensor.dtype != "I64":
             raise CheckpointError(f"{self.path}: expected indices in I64, found {self.tensor.dtype}.")
-        indices: npt.NDArray[np.int64] = read_array(self.path, self.tensor, np.dtype("<i8")).reshape(self.tensor.shape)
-        return indices
+        found: Indices = self._rows(0, self.rows).reshape(-1).view("<i8").reshape(self.shape)
+        return found
 
-
-def stored_of(weight: Weight) -> Stored | None:
-    """Where ``weight`` lies in a file of tensors; None where it lies in none, or as integers."""
-    return weight.source if isinstance(weight.source, Stored) else None
-
-
-def stored_weight(path: Path, tensor: StoredTensor, name: str = "") -> Weight:
-    """The tensor of the file at ``path`` as a weight of floats, or the indices of an ordered head."""
-    return Stored(path, tensor, name).weight()
-
-
-def columns_of(weight: Weight, begin: int, end: int) -> Weight:
-    """Columns ``[begin, end)`` of a matrix that lies in a file of tensors."""
-    assert isinstance(weight.source, Stored)
-    return replace(weight.source, columns=(begin, end)).weight()
+    def _rows(self, first: int, last: int) -> Bytes:
+        return read_rows(self.path, replace(self.tensor, shape=(self.rows,)), first, last)
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:
@@ -117,17 +99,17 @@ def common_dtype(weights: Iterable[Weight]) -> str:
     Raises:
         CheckpointError: one that lies in a file does not hold floats.
     """
-    types = {stored.dtype.safetensors if (stored := stored_of(weight)) is not None else None for weight in weights}
+    types = {weight.dtype.safetensors if isinstance(weight, Stored) else None for weight in weights}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 
 
 def read_array(path: Path, stored: StoredTensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """All of ``stored``, flat, its bytes taken as ``dtype``.
+    """All of ``stored``, in its shape, its bytes taken as ``dtype``.
 
     Raises:
         CheckpointError: the file cannot be read, or has shrunk.
     """
-    return read_rows(path, replace(stored, shape=(1,)), 0, 1).reshape(-1).view(dtype)
+    return read_rows(path, replace(stored, shape=(1,)), 0, 1).reshape(-1).view(dtype).reshape(stored.shape)
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Bytes | None = None) -> Bytes:

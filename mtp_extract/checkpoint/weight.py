@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -74,56 +74,48 @@ class Steps:
         return divided(values.reshape(codes.shape), self.factor)
 
 
-@dataclass(frozen=True, eq=False)
 class Weight:
     """A weight of a role: the rows of the first axis of a matrix, and one row for anything else.
 
-    Attributes:
+    This one has numbers alone. Others are :class:`RowCodes`, and those that lie in a bundle
+    (:class:`~mtp_extract.checkpoint.constant.Constant`) or in a file of tensors
+    (:class:`~mtp_extract.checkpoint.stored.Stored`).
+
+    Args:
         shape: ``[out, in]`` of a matrix, ``[size]`` of a vector.
-        read_floats: float32 of rows ``[first, last)``, ``[last − first, columns]``; ``first`` is a multiple of
+        read: float32 of rows ``[first, last)``, ``[last − first, columns]``; ``first`` is a multiple of
             :data:`ROW_STEP`.
-        scheme: width and sign of its codes; None for a weight that has only floats.
-        read_codes: the codes of such rows, int8 or uint8.
-        read_steps: what the codes are worth; called once. None where that is no matter of rows and blocks of them.
-        read_indices: all indices of an ordered head, int64 in its shape; None for a weight of numbers.
         origin: equal for weights that are one stored constant; None where the question makes no sense.
-        source: what it was made of, for those that ask for more than numbers.
-        whole: whether its rows are to be read together: they are stored the other way round.
     """
 
-    shape: tuple[int, ...]
-    read_floats: Callable[[int, int], Floats] = field(repr=False)
     scheme: Packing | None = None
-    read_codes: Callable[[int, int], Integers] | None = field(default=None, repr=False)
-    read_steps: Callable[[], Steps | None] = field(default=lambda: None, repr=False)
-    read_indices: Callable[[], Indices] | None = field(default=None, repr=False)
-    origin: object = None
-    source: object = field(default=None, repr=False)
-    whole: bool = False
+    """Width and sign of its codes; None for a weight that has only floats."""
 
-    @property
-    def rows(self) -> int:
-        """Of a matrix; 1 for anything else."""
-        return rows_of(self.shape)[0]
-
-    @property
-    def columns(self) -> int:
-        """Elements in a row."""
-        return rows_of(self.shape)[1]
+    def __init__(
+        self, shape: tuple[int, ...], read: Callable[[int, int], Floats] | None = None, origin: object = None
+    ) -> None:
+        self.shape, self.origin, self._read = shape, origin, read
+        self.rows, self.columns = rows_of(shape)
 
     @property
     def bits(self) -> int:
         """Of a code; 0 where there are none."""
         return self.scheme.bits if self.scheme is not None else 0
 
-    @cached_property
+    @property
     def steps(self) -> Steps | None:
         """What its codes are worth; None where it has none, or where that is no matter of rows and blocks of them."""
-        return self.read_steps()
+        return None
 
     def floats(self, first: int = 0, last: int | None = None) -> Floats:
-        """The real numbers of rows ``[first, last)``: float32 ``[last − first, columns]``."""
-        return self.read_floats(first, self.rows if last is None else last)
+        """The real numbers of rows ``[first, last)``: float32 ``[last − first, columns]``.
+
+        Raises:
+            CheckpointError: it holds indices.
+        """
+        if self._read is None:
+            raise CheckpointError("a tensor of indices was asked for floats")
+        return self._read(first, self.rows if last is None else last)
 
     def codes(self, first: int = 0, last: int | None = None) -> Integers:
         """The codes of rows ``[first, last)``: int8 or uint8 ``[last − first, columns]``.
@@ -131,17 +123,15 @@ class Weight:
         Raises:
             CheckpointError: it has only floats.
         """
-        if self.read_codes is None:
-            raise CheckpointError("a tensor of floats was asked for integers")
-        return self.read_codes(first, self.rows if last is None else last)
+        raise CheckpointError("a tensor of floats was asked for integers")
 
-    def chunks(self) -> Iterator[Floats]:
-        """All numbers in order, float32, flat, some rows at a time."""
-        return (self.floats(*rows).reshape(-1) for rows in row_ranges(self))
+    def indices(self) -> Indices:
+        """All indices of an ordered head, int64, in its shape.
 
-    def code_chunks(self) -> Iterator[Integers]:
-        """All codes in order, flat, some rows at a time."""
-        return (self.codes(*rows).reshape(-1) for rows in row_ranges(self))
+        Raises:
+            CheckpointError: it holds numbers.
+        """
+        raise CheckpointError("a tensor of numbers was asked for indices")
 
     def array(self) -> Floats:
         """All of it, float32, in its shape."""
@@ -150,59 +140,49 @@ class Weight:
             result[first:last] = self.floats(first, last)
         return result.reshape(self.shape)
 
-    def indices(self) -> Indices:
-        """All indices of an ordered head, int64, in its shape.
-
-        Raises:
-            CheckpointError: it holds numbers.
-        """
-        if self.read_indices is None:
-            raise CheckpointError("a tensor of numbers was asked for indices")
-        return self.read_indices()
-
 
 class RowCodes(Weight):
-    """A matrix of codes whose steps are known, a row's or a block's."""
+    """A matrix of codes whose steps are known, a row's or a block's; its numbers are made of them.
+
+    Args:
+        codes: of rows ``[first, last)``, int8 or uint8; ``first`` is a multiple of :data:`ROW_STEP`.
+        steps: what they are worth; called once.
+        rule: the name of the rule by which they were made of floats; empty where they were not made here.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        scheme: Packing,
+        codes: Callable[[int, int], Integers],
+        steps: Callable[[], Steps],
+        origin: object = None,
+        rule: str = "",
+    ) -> None:
+        super().__init__(shape, origin=origin)
+        self.scheme, self.rule, self._codes, self._steps = scheme, rule, codes, steps
 
     @cached_property
     def steps(self) -> Steps:
         """What its codes are worth."""
-        found = self.read_steps()
-        assert found is not None
-        return found
+        return self._steps()
+
+    def codes(self, first: int = 0, last: int | None = None) -> Integers:
+        return self._codes(first, self.rows if last is None else last)
+
+    def floats(self, first: int = 0, last: int | None = None) -> Floats:
+        return self.steps.floats(self.codes(first, last), first)
 
 
-def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, elements in a row) of a tensor of ``shape``."""
-    rows = shape[0] if len(shape) > 1 else 1
-    return rows, math.prod(shape) // rows if rows else 0
+class OfIndices(Weight):
+    """The indices of an ordered head in memory, int64."""
 
+    def __init__(self, array: Indices) -> None:
+        super().__init__(array.shape)
+        self._array = array
 
-def row_ranges(*weights: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Rows ``[first, last)`` after each other, about ``elements`` elements at a time, of weights of one shape."""
-    rows, columns = rows_of(weights[0].shape)
-    count = rows if any(weight.whole for weight in weights) else elements // max(columns, 1) // ROW_STEP * ROW_STEP
-    count = max(count, ROW_STEP)
-    return ((first, min(first + count, rows)) for first in range(0, rows, count))
-
-
-def of_codes(
-    shape: tuple[int, ...],
-    scheme: Packing,
-    codes: Callable[[int, int], Integers],
-    steps: Callable[[], Steps],
-    *,
-    origin: object = None,
-    source: object = None,
-    whole: bool = False,
-) -> RowCodes:
-    """A matrix of codes, whose floats are made of them; ``steps`` is called once."""
-
-    def floats(first: int, last: int) -> Floats:
-        return weight.steps.floats(codes(first, last), first)
-
-    weight = RowCodes(shape, floats, scheme, codes, steps, origin=origin, source=source, whole=whole)
-    return weight
+    def indices(self) -> Indices:
+        return self._array
 
 
 def filled(shape: tuple[int, ...], value: float = 1.0) -> Weight:
@@ -214,16 +194,23 @@ def filled(shape: tuple[int, ...], value: float = 1.0) -> Weight:
 def of_array(array: Floats) -> Weight:
     """A weight in memory, float32: what a training made."""
     rows = np.ascontiguousarray(array).reshape(rows_of(array.shape))
-    return Weight(array.shape, lambda first, last: rows[first:last], origin=id(array), source=array)
+
+    def read(first: int, last: int, kept: Floats = array) -> Floats:  # so that no other array gets its id
+        return rows[first:last]
+
+    return Weight(array.shape, read, origin=id(array))
 
 
-def of_indices(array: Indices) -> Weight:
-    """The indices of an ordered head in memory, int64."""
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, elements in a row) of a tensor of ``shape``."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, math.prod(shape) // rows if rows else 0
 
-    def floats(first: int, last: int) -> Floats:
-        raise CheckpointError("a tensor of indices was asked for floats")
 
-    return Weight(array.shape, floats, read_indices=lambda: array)
+def row_ranges(weight: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Rows ``[first, last)`` after each other, about ``elements`` elements at a time."""
+    count = max(elements // max(weight.columns, 1) // ROW_STEP * ROW_STEP, ROW_STEP)
+    return ((first, min(first + count, weight.rows)) for first in range(0, weight.rows, count))
 
 
 def row_codes(weight: Weight) -> RowCodes:
@@ -242,7 +229,7 @@ def row_codes(weight: Weight) -> RowCodes:
     bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
         raise NoCodesError("its zero points are not 0, and what is left of the codes does not fit 8 bits")
-    size, zeros, block = divided_steps(steps), steps.zero_point[:, :, None], steps.block
+    zeros, block = steps.zero_point[:, :, None], steps.block
 
     def codes(first: int, last: int) -> Integers:
         stored = weight.codes(first, last)
@@ -251,17 +238,9 @@ def row_codes(weight: Weight) -> RowCodes:
         shaped = stored.reshape(len(stored), -1, block).astype(np.int16) - zeros[first:last]
         return shaped.reshape(stored.shape).astype(np.int8)
 
+    size = steps.size if steps.factor == 1.0 else (steps.size.astype(np.float64) / steps.factor).astype(np.float32)
     grid = Steps.around_zero(block, size)
-    return of_codes(
-        weight.shape, Packing(bits, True), codes, lambda: grid, origin=weight.origin, source=weight, whole=weight.whole
-    )
-
-
-def divided_steps(steps: Steps) -> Floats:
-    """The size of every step without the factor that was folded into it, rounded once; float32."""
-    if steps.factor == 1.0:
-        return steps.size
-    return (steps.size.astype(np.float64) / steps.factor).astype(np.float32)
+    return RowCodes(weight.shape, Packing(bits, True), codes, lambda: grid, weight.origin)
 
 
 def has_exact_steps(weight: Weight) -> bool:
@@ -271,17 +250,16 @@ def has_exact_steps(weight: Weight) -> bool:
 
 def same_codes(one: Weight, other: Weight) -> bool:
     """Whether both hold the same codes, whatever the steps."""
-    return _same(one, other, lambda weight, rows: weight.codes(*rows))
+    return one.shape == other.shape and all(
+        np.array_equal(one.codes(*rows), other.codes(*rows)) for rows in row_ranges(one)
+    )
 
 
 def same_floats(one: Weight, other: Weight) -> bool:
     """Whether both hold the same numbers, to the bit."""
-    return _same(one, other, lambda weight, rows: weight.floats(*rows).view(np.uint32))
-
-
-def _same(one: Weight, other: Weight, read: Callable[[Weight, tuple[int, int]], Integers]) -> bool:
     return one.shape == other.shape and all(
-        np.array_equal(read(one, rows), read(other, rows)) for rows in row_ranges(one, other)
+        np.array_equal(one.floats(*rows).view(np.uint32), other.floats(*rows).view(np.uint32))
+        for rows in row_ranges(one)
     )
 
 

@@ -193,15 +193,6 @@ def is_called(name: str, pattern: str) -> bool:
     return name == pattern or ("/" not in name and fnmatchcase(name, pattern))
 
 
-def architecture_of(directory: Path) -> str:
-    """That of the drafter in ``directory``.
-
-    Raises:
-        CheckpointError: it holds none.
-    """
-    return EVERY[format_of(directory).name].architecture
-
-
 def read_checkpoint(directory: Path | str) -> Checkpoint:
     """The checkpoint in ``directory``, of whichever format.
 

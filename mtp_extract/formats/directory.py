@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -27,14 +26,13 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, at
 from mtp_extract.checkpoint.packing import pack, unpack
-from mtp_extract.checkpoint.planned import DTYPE_SIZES, OutputFile, PlannedTensor, json_text, plan_array
-from mtp_extract.checkpoint.stored import StoredTensor, common_dtype, read_array, read_rows, stored_weight
+from mtp_extract.checkpoint.planned import BLOCKS, OutputFile, PlannedTensor, json_text, plan_array
+from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array, read_rows
 from mtp_extract.checkpoint.weight import (
     RowCodes,
     Steps,
     Weight,
     has_exact_steps,
-    of_codes,
     row_codes,
     row_ranges,
     same_floats,
@@ -163,29 +161,28 @@ class DirectoryFormat:
         return (row, *self.groups) if self.rows else self.groups
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint, kept = arranged.checkpoint, arranged.kept
-        shapes = shapes_of(checkpoint.mtp)
-        matrices = {role.name: kept[role.name] for role in _matrices(shapes)}
-        fit = {role: row_codes(one.weight) for role, one in matrices.items() if one.how == CODES}
+        checkpoint, kept, config = arranged.checkpoint, arranged.kept, arranged.checkpoint.mtp
+        matrices = [role.name for role in shapes_of(config) if role.kind == MATRIX]
+        fit = {role: row_codes(kept[role].weight) for role in matrices if kept[role].how == CODES}
         if self.key and not fit:
-            plain = any(one.weight.scheme is None for one in matrices.values())
+            plain = any(kept[role].weight.scheme is None for role in matrices)
             such = "Extract the bundle in this format or with its codes, round the matrices to such, or choose"
             raise UnsupportedError(
                 f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
                 f"{such if plain else 'Choose'} the transformers format, which the same engines load.",
                 remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
-        if checkpoint.mtp.ordered_head is not None and HEAD in fit:
+        if config.ordered_head is not None and HEAD in fit:
             raise UnsupportedError(
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
                 "integers. Leave lm_head in floats."
             )
         packed: dict[str, Packed] = {}
         for name, codes in fit.items():
-            group = next(group for group in self._groups(codes.shape[1]) if codes.steps.block % group == 0)
+            group = next(group for group in self._groups(codes.columns) if codes.steps.block % group == 0)
             packed[name] = Packed(codes.shape, codes.bits, group)
         tensors: list[PlannedTensor] = []
-        for role, (stem, parts) in self._layout(shapes, packed).items():
+        for role, (stem, parts) in self._layout(config, packed).items():
             if role.name in fit:
                 activations = checkpoint.activations.get(role.name, (None, None))
                 tensors += _plan_matrix(stem, role.name, fit[role.name], packed[role.name], parts, activations)
@@ -199,17 +196,16 @@ class DirectoryFormat:
                 metadata={"format": self.header, "mtp_extract": __version__},
                 notes=tuple(_notes(checkpoint, packed)) if self.static else (),
             ),
-            OutputFile(self.marker, text=json_text(self._document(checkpoint.mtp, packed, dtype))),
+            OutputFile(self.marker, text=json_text(self._document(config, packed, dtype))),
             OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
 
-    def _layout(
-        self, shapes: Mapping[Role, tuple[int, ...]], packed: Mapping[str, Packed]
-    ) -> dict[Role, tuple[str, tuple[Part, ...]]]:
+    def _layout(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> dict[Role, tuple[str, tuple[Part, ...]]]:
         """What the tensors of every role are called: what their names begin with, and what each adds."""
         found: dict[Role, tuple[str, tuple[Part, ...]]] = {}
-        for role, shape in shapes.items():
-            name = f"{HEAD}{_WEIGHT}" if role.name == HEAD and self._unties(packed) else role.names["transformers"]
+        for role, shape in shapes_of(config).items():
+            own_head = role.name == HEAD and self.unties and HEAD in packed
+            name = f"{HEAD}{_WEIGHT}" if own_head else role.names["transformers"]
             if how := packed.get(role.name):
                 static = (Part(suffix, "F32", ()) for suffix in self.static)
                 found[role] = name.removesuffix(_WEIGHT), (*self.parts(how), *static)
@@ -218,14 +214,11 @@ class DirectoryFormat:
                 found[role] = name, (Part("", "I64" if role.kind == INDEX else floats, shape),)
         return found
 
-    def _unties(self, packed: Mapping[str, Packed]) -> bool:
-        return self.unties and HEAD in packed
-
     def _document(self, config: DrafterConfig, packed: Mapping[str, Packed], dtype: str) -> dict[str, Any]:
         """``config.json`` of a drafter, some of whose roles are ``packed``."""
-        document = config_document(config, dtype, tied=not self._unties(packed))
+        document = config_document(config, dtype, tied=not (self.unties and HEAD in packed))
         if packed:
-            layout = self._layout(shapes_of(config), packed)
+            layout = self._layout(config, packed)
             modules = {role.name: layout[role][0].removesuffix(_WEIGHT) for role in layout if role.kind == MATRIX}
             document[self.key] = self.document(
                 {module: packed[role] for role, module in modules.items() if role in packed},
@@ -233,73 +226,55 @@ class DirectoryFormat:
             )
         return document
 
-    def read_config(self, directory: Path) -> DrafterConfig:
-        return self._read(directory)[0]
-
-    def _read(self, directory: Path) -> tuple[DrafterConfig, reading.Stored, dict[str, Packed]]:
-        """The drafter's shape, its tensors, and how each role is packed that is."""
+    def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
-        tensors = {name: tensor for name, (_, tensor) in stored.items()}
         own_head = any(name.startswith(f"{HEAD}.") for name in stored)
         with reading.naming(path):
             config = parse_config(document)
-            shapes = shapes_of(config)
             packed: dict[str, Packed] = {}
-            for role in _matrices(shapes) if self.key else ():
+            for role, shape in shapes_of(config).items():
                 module = HEAD if role.name == HEAD and own_head else role.names["transformers"].removesuffix(_WEIGHT)
-                if how := self._found(module, shapes[role], tensors):
+                if self.key and role.kind == MATRIX and (how := self._found(module, shape, stored)):
                     packed[role.name] = how
             made = self._document(config, packed, "")
-        expected = {
-            stem + part.suffix: (part.shape, part.dtype)
-            for role, (stem, parts) in self._layout(shapes, packed).items()
-            for part in parts
-        }
-        reading.check_tensors(expected, tensors, more=() if self.key else (f"{HEAD}{_WEIGHT}",))
+        layout = self._layout(config, packed)
+        expected = {stem + part.suffix: (part.shape, part.dtype) for stem, parts in layout.values() for part in parts}
+        reading.check_tensors(expected, stored, more=() if self.key else (f"{HEAD}{_WEIGHT}",))
         require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
-        return config, stored, packed
-
-    def _found(self, module: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Packed | None:
-        """How ``module``, a matrix of this ``shape`` [out, in], is packed, by the shapes of its codes and scales; None
-        where it is not.
-        """
-        row = shape[1]
-        for bits, group in product((2, 4, 8), self._groups(row)):
-            how = Packed(shape, bits, group)
-            parts = self.parts(how)[:2]
-            there = [stored.get(module + part.suffix) for part in parts]
-            if row % group == 0 and [part.shape for part in parts] == [tensor and tensor.shape for tensor in there]:
-                return how
-        return None
-
-    def read(self, directory: Path) -> Checkpoint:
-        config, stored, packed = self._read(directory)
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
-        for role, (stem, parts) in self._layout(shapes_of(config), packed).items():
+        for role, (stem, parts) in layout.items():
             if how := packed.get(role.name):
                 tensors[role.name], pair = _read_matrix(stem, how, parts, stored)
                 if any(pair):
                     activations[role.name] = pair
             else:
-                tensors[role.name] = stored_weight(*stored[stem], stem)
+                tensors[role.name] = Stored(*stored[stem], stem)
         copy = stored.get(f"{HEAD}{_WEIGHT}") if HEAD not in packed else None
-        if copy and not same_floats(stored_weight(*copy), tensors[HEAD]):
+        if copy and not same_floats(Stored(*copy), tensors[HEAD]):
             raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the values of {EMBEDDING}{_WEIGHT}, found others"])
-        floats = (tensors[role.name] for role in shapes_of(config) if role.kind != INDEX)
-        dtype = "f32" if self.key else common_dtype(floats)
+        dtype = "f32" if self.key else common_dtype(tensors[role.name] for role in layout if role.kind != INDEX)
         return Checkpoint(
             GEMMA4_MTP, config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations)
         )
 
+    def _found(self, module: str, shape: tuple[int, ...], stored: reading.Tensors) -> Packed | None:
+        """How ``module``, a matrix of this ``shape`` [out, in], is packed, by the shapes of its codes and scales; None
+        where it is not.
+        """
+        for bits, group in product((2, 4, 8), self._groups(shape[1])):
+            how = Packed(shape, bits, group)
+            if shape[1] % group == 0 and all(
+                (module + part.suffix) in stored and stored[module + part.suffix][1].shape == part.shape
+                for part in self.parts(how)[:2]
+            ):
+                return how
+        return None
+
 
 FORMAT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
-
-
-def _matrices(shapes: Mapping[Role, tuple[int, ...]]) -> list[Role]:
-    return [role for role in shapes if role.kind == MATRIX]
 
 
 def _plan_matrix(
@@ -307,7 +282,13 @@ def _plan_matrix(
 ) -> Iterator[PlannedTensor]:
     """``parts`` of the matrix of ``role``."""
     first, *others = parts
-    rows = partial(_packed_rows, codes, packed.bits, first.dtype)
+
+    def rows() -> Iterator[npt.NDArray[np.generic]]:
+        """All codes, some rows at a time, packed in elements of their type; in I8 as they are."""
+        for rows in row_ranges(codes):
+            some = codes.codes(*rows).astype(np.int8, copy=False)
+            yield some if first.dtype == "I8" else pack(some, packed.bits, BLOCKS[first.dtype][1])
+
     yield PlannedTensor(f"{module}{first.suffix}", first.dtype, first.shape, rows, role)
     scales = codes.steps.in_blocks(packed.group)
     static = iter(activations)
@@ -316,15 +297,8 @@ def _plan_matrix(
         yield plan_array(f"{module}{part.suffix}", array, role)
 
 
-def _packed_rows(codes: RowCodes, bits: int, dtype: str) -> Iterator[npt.NDArray[np.generic]]:
-    """All codes, some rows at a time, packed in elements of ``dtype``; in I8 as they are."""
-    for first, last in row_ranges(codes):
-        rows = codes.codes(first, last).astype(np.int8, copy=False)
-        yield rows if dtype == "I8" else pack(rows, bits, DTYPE_SIZES[dtype])
-
-
 def _read_matrix(
-    stem: str, packed: Packed, parts: Sequence[Part], stored: reading.Stored
+    stem: str, packed: Packed, parts: Sequence[Part], stored: reading.Tensors
 ) -> tuple[RowCodes, Activations]:
     """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here.
 
@@ -332,7 +306,8 @@ def _read_matrix(
         CheckpointError: what lies beside the codes is damaged.
     """
     path, codes = stored[stem + parts[0].suffix]
-    scales, *others = (_array(*stored[stem + part.suffix]) for part in parts[1:])
+    places = [stored[stem + part.suffix] for part in parts[1:]]
+    scales, *others = (read_array(*place, _TYPES[place[1].dtype]) for place in places)
 
     def require(sound: bool, what: str) -> None:
         if not sound:
@@ -356,12 +331,8 @@ def _read_matrix(
             static.append(Activation("int8", scale, 0) if scale else None)
     steps = Steps.around_zero(packed.group, scales).by_row()
     packing = Packing(packed.bits, signed=True)
-    weight = of_codes(packed.shape, packing, rows, lambda: steps, origin=(path, codes.offset))
+    weight = RowCodes(packed.shape, packing, rows, lambda: steps, (path, codes.offset))
     return weight, (static[0], static[1]) if static else (None, None)
-
-
-def _array(path: Path, stored: StoredTensor) -> npt.NDArray[Any]:
-    return read_array(path, stored, _TYPES[stored.dtype]).reshape(stored.shape)
 
 
 def static_scale(activation: Activation | None) -> float:

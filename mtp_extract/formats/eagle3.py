@@ -5,6 +5,11 @@ otherwise: at the top level as vLLM does (the layer that a state enters), in ``e
 (the layer it leaves); each prefers the place that is its. The speculators library writes the other, which vLLM serves
 by itself and SGLang does not read: the Llama configuration lies inside, and beside it stand the head's own keys, the
 base ("verifier") and how many tokens to propose.
+
+What engines compute otherwise than the trained head, and do not say so, was read in the sources of vLLM 0.33.0
+(``llama_eagle3.py``, ``speculators``) and SGLang 0.5.23 (``llama_eagle3.py``), for which the layouts are made; and of
+llama.cpp 0c1e570 (``conversion/llama.py``), which converts both, and mlx-vlm 0.7.10 (``speculative/drafters/eagle3``),
+which loads one.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -28,15 +33,18 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import ANYTHING, OFF, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
-from mtp_extract.checkpoint.stored import common_dtype, read_array, stored_weight
+from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import format_of, reading
-from mtp_extract.formats.eagle3_lint import IDS, LLAMA, Finding, lint
 from mtp_extract.formats.reading import Number, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNCOMPUTED
 
 WEIGHTS_FILE = "model.safetensors"
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_LLAMA = "transformer_layer_config"
+"""Key of a ``speculators`` configuration under which that of the layer lies."""
+
 _T2D, _D2T, _EMBED = "t2d", "d2t", "embed_tokens.weight"
 _BASE = "base_model_name_or_path"
 """Read by no engine; what a ``speculators`` directory says of its verifier."""
@@ -47,6 +55,39 @@ _TOKENS = 3
 _NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 _FLAGS = ("draft_vocab_size", "target_hidden_size", *_NORMS)
 """Keys beside those of Llama that both layouts have."""
+
+VLLM, SGLANG, LLAMA_CPP, MLX = "vLLM 0.33.0", "SGLang 0.5.23", "llama.cpp 0c1e570", "mlx-vlm 0.7.10"
+_DEFAULT_IDS = "2, n // 2 and n − 3 of a base of n layers"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Another function that an engine takes a head for: why, and what to do."""
+
+    engine: str
+    what: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the layout is made for that engine."""
+        return self.engine in (VLLM, SGLANG)
+
+    def __str__(self) -> str:
+        return f"{self.engine} loads it wrongly: {self.what}"
+
+
+def findings_of(directory: Path) -> tuple[Finding, ...]:
+    """What engines make of the EAGLE-3 head in ``directory``; nothing where that holds another drafter.
+
+    Raises:
+        CheckpointError: it holds none, or a damaged one.
+    """
+    found = format_of(directory)
+    if not isinstance(found, HeadFormat):
+        return ()
+    config = found.read(directory).config
+    assert isinstance(config, Eagle3Config)
+    return tuple(found.findings(read_object(directory / found.marker), config))
 
 
 @dataclass(frozen=True)
@@ -77,17 +118,14 @@ class HeadFormat:
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
         config = arranged.checkpoint.config
-        if not isinstance(config, Eagle3Config):
-            raise UnsupportedError(
-                f"Expected an EAGLE-3 head, found an MTP drafter, which the {self.name} layout cannot hold. Choose "
-                "another format.",
-                remedies=("format",),
-            )
+        assert isinstance(config, Eagle3Config)
         planned = [arranged.kept[role.name].tensor(role.names[self.name], role) for role in shapes_of(config)]
         if config.reduced:
-            planned.append(_plan_marks(config, arranged.kept[_D2T].weight.indices()))
+            # Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
+            marks = _marks(config, arranged.kept[_D2T].weight.indices() + np.arange(config.draft_vocab_size))
+            planned.append(PlannedTensor(_T2D, "BOOL", marks.shape, lambda: iter([marks]), role=_D2T))
         document = self.document(config, DTYPES[arranged.dtype].transformers)
-        found = lint(self.name, document, config)
+        found = list(self.findings(document, config))
         # What an engine that reads the layout would load wrongly and not say so is not written.
         if wrong := [finding for finding in found if finding.is_error]:
             raise UnsupportedError(
@@ -99,36 +137,57 @@ class HeadFormat:
             OutputFile(self.marker, text=json_text(document)),
         ]
 
-    def read_config(self, directory: Path) -> Eagle3Config:
-        return self._read(directory)[0]
-
     def read(self, directory: Path) -> Checkpoint:
-        config, _, stored = self._read(directory)
-        shapes = shapes_of(config)
-        # A map of all tokens to themselves says nothing.
-        more = (_T2D,) if config.reduced else (_T2D, _D2T)
-        tensors = reading.weights_of(shapes, {role: role.names[self.name] for role in shapes}, stored, more)
-        if problems := list(_vocabulary_problems(config, stored)):
-            raise reading.mismatch(problems)
-        dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
-        return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
-
-    def findings(self, directory: Path) -> tuple[Finding, ...]:
-        """What engines make of the head in ``directory``.
-
-        Raises:
-            CheckpointError: as :meth:`read_config`.
-        """
-        config, document, _ = self._read(directory)
-        return lint(self.name, document, config)
-
-    def _read(self, directory: Path) -> tuple[Eagle3Config, Mapping[str, Any], reading.Stored]:
         path = directory / self.marker
         document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
         with reading.naming(path):
             config = _config(self.flat(document), own_embedding=_EMBED in stored)
         require_keys(path, document, self.document(config, ""), self.tolerated)
-        return config, document, stored
+        shapes = shapes_of(config)
+        # A map of all tokens to themselves says nothing.
+        more = (_T2D,) if config.reduced else (_T2D, _D2T)
+        names = {role.name: role.names[self.name] for role in shapes}
+        reading.check_tensors({names[role.name]: (shape, "") for role, shape in shapes.items()}, stored, more)
+        tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
+        if problems := list(_vocabulary_problems(config, stored)):
+            raise reading.mismatch(problems)
+        dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
+        return Checkpoint(EAGLE3, config, MappingProxyType[str, Weight](tensors), dtype)
+
+    def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> Iterator[Finding]:
+        """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
+        if self.name == "eagle3":
+            yield from _eagle3_findings(document, config)
+        if config.norm_output:
+            what = "norm_output is true, and it feeds back the state before the norm"
+            engines = (LLAMA_CPP,) if self.name == "eagle3" else (LLAMA_CPP, MLX)
+            yield from (Finding(engine, what) for engine in engines)
+        if self.name == "speculators" and 0 in config.base_layers:
+            yield Finding(MLX, "it reads what leaves layer 0 for what enters it")
+        if self.name == "speculators" and config.reduced:
+            what = "it takes the base's best token among the head's for the base's best, so the text changes"
+            yield Finding(MLX, what)
+
+
+def _eagle3_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[Finding]:
+    if not document.get(_IDS):
+        what = f"{_IDS} is not at the top level, and it takes those of eagle_config for layers entered, not left, or"
+        yield Finding(VLLM, f"{what} {_DEFAULT_IDS}; write each plus 1 there")
+        yield Finding(LLAMA_CPP, f"{_IDS} is not at the top level, and it takes {_DEFAULT_IDS}; write them there")
+    if not (document.get("eagle_config") or {}).get(_IDS):
+        what = f"{_IDS} is missing in eagle_config, and it takes {_DEFAULT_IDS}; write each less 1 there"
+        yield Finding(SGLANG, what)
+    if config.norm_before_residual:
+        what = "norm_before_residual is true, and it begins the residual before the norm all the same"
+        yield Finding(SGLANG, what)
+    if "draft_vocab_size" in document and document["draft_vocab_size"] is None:
+        yield Finding(SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one")
+    if config.hidden_size == FUSED * config.backbone_hidden_size:
+        what = f"the head is as wide as {FUSED} states of the base, {config.hidden_size}, and it leaves fc out then"
+        yield Finding(SGLANG, what)
+    if config.own_embedding and config.hidden_size == config.backbone_hidden_size:
+        what = "it takes the base's embeddings for embed_tokens.weight; leave it out if they are the base's"
+        yield Finding(SGLANG, what)
 
 
 def _llama_document(config: Eagle3Config) -> dict[str, Any]:
@@ -171,8 +230,8 @@ def _eagle3_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         **_llama_document(config),
         **_flags(config),
         "dtype": dtype,
-        IDS: list(config.base_layers),
-        "eagle_config": {IDS: [layer - 1 for layer in config.base_layers], "use_aux_hidden_state": True},
+        _IDS: list(config.base_layers),
+        "eagle_config": {_IDS: [layer - 1 for layer in config.base_layers], "use_aux_hidden_state": True},
     }
 
 
@@ -181,7 +240,7 @@ def _speculators_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "dtype": dtype,
-        IDS: list(config.base_layers),
+        _IDS: list(config.base_layers),
         **_flags(config),
         "speculators_config": {
             "algorithm": "eagle3",
@@ -190,7 +249,7 @@ def _speculators_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
             "verifier": {"name_or_path": config.base, "architectures": []},
         },
         "tie_word_embeddings": False,
-        LLAMA: {"architectures": ["LlamaForCausalLM"], **_llama_document(config)},
+        _LLAMA: {"architectures": ["LlamaForCausalLM"], **_llama_document(config)},
     }
 
 
@@ -198,49 +257,22 @@ _Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=
 """Numbers of layers of the base."""
 
 
+class _Rope(Struct, forbid_unknown_fields=True):
+    """RoPE in the form of transformers 5, flat: engines that read it take 10000 where it is given by layer type."""
+
+    rope_theta: Number
+    rope_type: Literal["default"] = "default"
+
+
 class _Eagle(Struct):
     eagle_aux_hidden_state_layer_ids: _Layers | None = None
     norm_before_fc: bool | None = None
-
-
-class _Eagle3(Struct):
-    eagle_aux_hidden_state_layer_ids: _Layers | None = None
-    eagle_config: _Eagle | None = None
-
-
-def _flat_eagle3(document: Mapping[str, Any]) -> dict[str, Any]:
-    found = reading.fields_of(document, _Eagle3)
-    eagle = found.eagle_config or _Eagle()
-    leaving = eagle.eagle_aux_hidden_state_layer_ids or []
-    layers = found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
-    if not layers:
-        raise CheckpointError(
-            f"expected {IDS}, found none; engines take 2, n // 2 and n − 3 of a base of n layers: write those that the "
-            "head was trained with"
-        )
-    norm = {} if eagle.norm_before_fc is None else {"norm_before_fc": eagle.norm_before_fc}
-    return {**document, IDS: layers, **norm}
 
 
 class _Speculators(Struct):
     speculators_model_type: Literal["eagle3"]
     transformer_layer_config: dict[str, Any]
     norm_before_residual: bool  # speculators takes false where there is none, vLLM true
-
-
-def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
-    llama = reading.fields_of(document, _Speculators).transformer_layer_config
-    verifier = document.get("speculators_config")
-    for key in ("verifier", "name_or_path"):
-        verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
-    return {**llama, **{key: document[key] for key in (IDS, *_FLAGS) if key in document}, _BASE: verifier}
-
-
-class _Rope(Struct, forbid_unknown_fields=True):
-    """RoPE in the form of transformers 5, flat: engines that read it take 10000 where it is given by layer type."""
-
-    rope_theta: Number
-    rope_type: Literal["default"] = "default"
 
 
 class _Flat(Struct):
@@ -251,7 +283,8 @@ class _Flat(Struct):
     intermediate_size: Size
     vocab_size: Size
     num_attention_heads: Size
-    eagle_aux_hidden_state_layer_ids: _Layers
+    eagle_aux_hidden_state_layer_ids: _Layers | None = None
+    eagle_config: _Eagle | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     target_hidden_size: Size | None = None
@@ -266,6 +299,15 @@ class _Flat(Struct):
     norm_output: bool | None = None
 
 
+def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``speculators`` configuration says, as the other layout has it."""
+    llama = reading.fields_of(document, _Speculators).transformer_layer_config
+    verifier = document.get("speculators_config")
+    for key in ("verifier", "name_or_path"):
+        verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
+    return {**llama, **{key: document[key] for key in (_IDS, *_FLAGS) if key in document}, _BASE: verifier}
+
+
 def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
     """The head that ``flat`` keys describe.
 
@@ -277,24 +319,34 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
         DrafterError: a shape that no head has.
     """
     found = reading.fields_of(flat, _Flat)
-    theta, base = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta, flat.get(_BASE)
+    eagle, base = found.eagle_config or _Eagle(), flat.get(_BASE)
+    leaving = eagle.eagle_aux_hidden_state_layer_ids or []
+    layers = found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
+    if not layers:
+        raise CheckpointError(
+            f"expected {_IDS}, found none; engines take {_DEFAULT_IDS}: write those that the head was trained with"
+        )
+    theta = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta
     if theta is None:
         raise CheckpointError(
             "expected rope_theta, found none, for which engines take 10000; write what the head was trained with"
         )
+    flags = {name: bool(getattr(found, name)) for name in _NORMS}
+    if eagle.norm_before_fc is not None:
+        flags["norm_before_fc"] = eagle.norm_before_fc
     return Eagle3Config(
         backbone_hidden_size=found.target_hidden_size or found.hidden_size,
         draft_vocab_size=found.draft_vocab_size or found.vocab_size,
         num_heads=found.num_attention_heads,
         num_kv_heads=found.num_key_value_heads or found.num_attention_heads,
         head_dim=found.head_dim or max(found.hidden_size // found.num_attention_heads, 1),
-        base_layers=tuple(found.eagle_aux_hidden_state_layer_ids),
+        base_layers=tuple(layers),
         rope_theta=theta,
         own_embedding=own_embedding,
         # A path of whoever trained means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
         **{name: getattr(found, name) for name in _OWN_NAMES},
-        **{name: bool(getattr(found, name)) for name in _NORMS},
+        **flags,
     )
 
 
@@ -304,7 +356,7 @@ _OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
 _TOLERATED: AllowedKeys = at(
-    ("", f"{LLAMA}."),
+    ("", f"{_LLAMA}."),
     {
         **UNCOMPUTED,
         # What a head has not, in other words.
@@ -324,13 +376,13 @@ _TOLERATED: AllowedKeys = at(
 EAGLE = HeadFormat(
     "eagle3",
     _eagle3_document,
-    _flat_eagle3,
+    dict,
     {
         **_TOLERATED,
         _BASE: TEXT,
         "architectures": (["Eagle3LlamaForCausalLM"],),
         "eagle_config.norm_before_fc": (True, False),
-        **allow((None,), "eagle_config eagle_config.use_aux_hidden_state", IDS, f"eagle_config.{IDS}"),
+        **allow((None,), "eagle_config eagle_config.use_aux_hidden_state", _IDS, f"eagle_config.{_IDS}"),
     },
 )
 
@@ -341,16 +393,16 @@ SPECULATORS = HeadFormat(
     {
         **_TOLERATED,
         "speculators_version": TEXT,
-        f"{LLAMA}.architectures": ANYTHING,
+        f"{_LLAMA}.architectures": ANYTHING,
         # Which base it is for, and how many tokens to propose.
         **allow(ANYTHING, "speculators_config.verifier* speculators_config.*proposal_method*"),
     },
 )
 
 
-def _vocabulary_problems(config: Eagle3Config, stored: reading.Stored) -> Iterator[str]:
+def _vocabulary_problems(config: Eagle3Config, stored: reading.Tensors) -> Iterator[str]:
     """What is wrong with the two maps between the base's tokens and the head's."""
-    mapping = stored_weight(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
+    mapping = Stored(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
     if not config.reduced:
         if mapping.shape != (config.draft_vocab_size,) or mapping.any():
             yield f"{_D2T}: expected none, or zeros, in a head with the base's whole vocabulary, found other numbers"
@@ -372,23 +424,3 @@ def _marks(config: Eagle3Config, targets: npt.NDArray[np.int64]) -> npt.NDArray[
     marks = np.zeros(config.vocab_size, np.bool_)
     marks[targets] = True
     return marks
-
-
-def _plan_marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> PlannedTensor:
-    """Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
-
-    Args:
-        mapping: of each row of the head its token less its number.
-    """
-    marks = _marks(config, mapping + np.arange(config.draft_vocab_size))
-    return PlannedTensor(_T2D, "BOOL", marks.shape, lambda: iter([marks]), role=_D2T)
-
-
-def findings_of(directory: Path) -> tuple[Finding, ...]:
-    """What engines make of the EAGLE-3 head in ``directory``; nothing where that holds another drafter.
-
-    Raises:
-        CheckpointError: it holds none, or a damaged one.
-    """
-    found = format_of(directory)
-    return found.findings(directory) if isinstance(found, HeadFormat) else ()

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, blocks_of, steps_of, unpacked
-from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Texts, read_gguf
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.stored import StoredTensor, read_rows, stored_weight
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, of_codes, row_codes, row_ranges
+from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_rows
+from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
@@ -84,7 +83,15 @@ class GgufFormat:
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
         config, origin = arranged.checkpoint.mtp, arranged.checkpoint.provenance
         metadata = config_metadata(config)
-        planned = [_plan(arranged.kept[role.name], role) for role in shapes_of(config) if self.name in role.names]
+        planned: list[PlannedTensor] = []
+        for role in (role for role in shapes_of(config) if self.name in role.names):
+            kept, name = arranged.kept[role.name], role.names[self.name]
+            if kept.how != CODES:
+                planned.append(kept.tensor(name, role))
+                continue
+            codes = row_codes(kept.weight)
+            kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
+            planned.append(PlannedTensor(name, kind.name, codes.shape, partial(blocks_of, codes), role.name))
         factors = rope_frequency_factors(config)
         if factors is not None:
             planned.append(plan_array(_ROPE, factors))
@@ -106,27 +113,25 @@ class GgufFormat:
         notes = (_EXACT_GELU,) if config.hidden_activation == "gelu" else ()
         return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes)]
 
-    def read_config(self, directory: Path) -> DrafterConfig:
-        return _config(_file_in(directory))[1]
-
     def read(self, directory: Path) -> Checkpoint:
         path = _file_in(directory)
-        header, config = _config(path)
+        header = read_gguf(path)
+        found = {name: (path, stored) for name, stored in header.tensors.items()}
+        head = next(role.names[self.name] for role in roles_of(1) if role.name == "lm_head")
+        rows, tokens = found[head][1].shape[0] if head in found else 0, header.metadata.get(_TOKENS)
+        if isinstance(tokens, Texts) and rows and tokens.count != rows:
+            raise CheckpointError(
+                f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"
+            )
+        turns = Stored(*found[_ROPE]).array().reshape(-1) if _ROPE in found else None
+        config = config_of(path, header.metadata, rows, turns)
         names = {role: role.names[self.name] for role in shapes_of(config)}
-        reading.check_tensors(
-            {names[role]: (shape, "") for role, shape in shapes_of(config).items()},
-            header.tensors,
-            more=(_ROPE,),
-        )
-        tensors = {role.name: _stored(path, header.tensors[name], name) for role, name in names.items()}
+        expected = {names[role]: (shape, "") for role, shape in shapes_of(config).items()}
+        reading.check_tensors(expected, found, more=(_ROPE,))
+        tensors = {role.name: _weight(path, header.tensors[name], name) for role, name in names.items()}
         types = {header.tensors[name].dtype for role, name in names.items() if role.kind == MATRIX} - set(_QUANTIZED)
         dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "f32")
-        provenance = {
-            key.removeprefix(OWN): value
-            for key, value in header.metadata.items()
-            if key.startswith((f"{OWN}source.", f"{OWN}section.")) and isinstance(value, str)
-        }
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype, MappingProxyType(provenance))
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
 
 
 FORMAT = GgufFormat()
@@ -193,15 +198,6 @@ def _codes(tensor: Weight) -> RowCodes:
     return codes
 
 
-def _plan(kept: Kept, role: Role) -> PlannedTensor:
-    name = role.names[FORMAT.name]
-    if kept.how != CODES:
-        return kept.tensor(name, role)
-    codes = row_codes(kept.weight)
-    kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
-    return PlannedTensor(name, kind.name, codes.shape, lambda: blocks_of(codes), role.name)
-
-
 def _origin(provenance: Mapping[str, str]) -> dict[str, str]:
     """Where it came from, in the keys that the standard has for it."""
     found = {"general.name": f"MTP drafter of {provenance['source.name']}"} if "source.name" in provenance else {}
@@ -212,38 +208,20 @@ def _origin(provenance: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _config(path: Path) -> tuple[Header, DrafterConfig]:
-    """What the file at ``path`` says before its data, and the shape it says."""
-    header = read_gguf(path)
-    name = next(role.names[FORMAT.name] for role in roles_of(1) if role.name == "lm_head")
-    rows = header.tensors[name].shape[0] if name in header.tensors else 0
-    tokens = header.metadata.get(_TOKENS)
-    if isinstance(tokens, Texts) and rows and tokens.count != rows:
-        raise CheckpointError(
-            f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"
-        )
-    factors = header.tensors.get(_ROPE)
-    turns = None if factors is None else stored_weight(path, factors).array().reshape(-1)
-    return header, config_of(path, header.metadata, rows, turns)
-
-
-def _stored(path: Path, stored: StoredTensor, name: str) -> Weight:
+def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
     """The tensor called ``name`` as a weight, of codes where it is of blocks."""
     kind = _QUANTIZED.get(stored.dtype)
     if kind is None:
-        return stored_weight(path, stored, name)
-
-    def codes(first: int, last: int) -> npt.NDArray[np.int8]:
-        return unpacked(kind, read_rows(path, stored, first, last))
+        return Stored(path, stored, name)
 
     def steps() -> Steps:
-        size = np.concatenate(
-            [steps_of(kind, read_rows(path, stored, *rows)) for rows in row_ranges(weight, elements=_READ)]
-        )
+        size = np.concatenate([steps_of(kind, rows(*some)) for some in row_ranges(weight, elements=_READ)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
         return Steps.around_zero(BLOCK, size).by_row()
 
-    packing = Packing(kind.bits, signed=True)
-    weight = of_codes(stored.shape, packing, codes, steps, origin=(path, stored.offset))
+    rows, packing = partial(read_rows, path, stored), Packing(kind.bits, signed=True)
+    weight = RowCodes(
+        stored.shape, packing, lambda first, last: unpacked(kind, rows(first, last)), steps, (path, stored.offset)
+    )
     return weight

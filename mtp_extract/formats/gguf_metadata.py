@@ -134,7 +134,7 @@ def rope_frequency_factors(config: DrafterConfig) -> Floats | None:
     if full is None:
         return None
     factors = np.full(full.head_dim // 2, _NEVER_TURNED, np.float32)
-    # As many pairs of dimensions turn as mtp_extract.graph.rope.frequencies has it.
+    # As many pairs of dimensions turn as mtp_extract.graph.rotation.frequencies has it.
     factors[: int(full.rope.partial_rotary_factor * full.head_dim // 2)] = full.rope.factor
     return factors
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from mtp_extract.checkpoint.keys import ANYTHING, NUMBER, OFF, TEXT, allow
 from mtp_extract.checkpoint.packing import row_bytes
-from mtp_extract.checkpoint.planned import DTYPE_SIZES
+from mtp_extract.checkpoint.planned import BLOCKS
 from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed, Part
 
 GROUPS = (128, 64, 32)
@@ -32,7 +32,7 @@ GROUPS = (128, 64, 32)
 
 def _codes(suffix: str, dtype: str, packed: Packed) -> Part:
     """Codes in elements of ``dtype``, a row beginning with one."""
-    size = DTYPE_SIZES[dtype]
+    size = BLOCKS[dtype][1]
     return Part(suffix, dtype, (packed.shape[0], row_bytes(packed.shape[1], packed.bits, size) // size))
 
 

@@ -20,6 +20,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import WHOLE, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
@@ -60,11 +61,7 @@ class LitertFormat:
             OutputFile(self.marker, text=json_text(_document(checkpoint.mtp, names))),
         ]
 
-    def read_config(self, directory: Path) -> DrafterConfig:
-        return self._read_config(directory)[0]
-
-    def _read_config(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, str]]:
-        """The drafter's shape, and role → tensor name."""
+    def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
@@ -76,16 +73,14 @@ class LitertFormat:
             if missing := sorted(name for name in roles if name not in names and not roles[name].optional):
                 raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
         require_keys(path, document, _document(config, names), {"max_position_embeddings": WHOLE})
-        return config, names
-
-    def read(self, directory: Path) -> Checkpoint:
-        config, names = self._read_config(directory)
-        shapes = shapes_of(config)
-        held = {role: shape for role, shape in shapes.items() if role.name in names}
-        stored = reading.read_shards(directory, self.weights_file)
-        weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored, dtype="F32")
+        shapes, stored = shapes_of(config), reading.read_shards(directory, self.weights_file)
+        held = {names[role.name]: (shape, "F32") for role, shape in shapes.items() if role.name in names}
+        reading.check_tensors(held, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
-        tensors = {role.name: weights.get(role.name, filled(shape)) for role, shape in shapes.items()}
+        tensors = {
+            role.name: Stored(*stored[names[role.name]], names[role.name]) if role.name in names else filled(shape)
+            for role, shape in shapes.items()
+        }
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
 
 

@@ -9,16 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
-from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import ANYTHING, HEADER, require_keys
-from mtp_extract.checkpoint.safetensors_file import read_header, read_metadata
-from mtp_extract.checkpoint.stored import StoredTensor, stored_weight
-from mtp_extract.checkpoint.weight import Weight
+from mtp_extract.checkpoint.safetensors_file import read_file, read_header
+from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape, few
 from mtp_extract.io.typed import read
 
-Stored = Mapping[str, tuple[Path, StoredTensor]]
+Tensors = Mapping[str, tuple[Path, StoredTensor]]
 """Tensor → the file that holds it, and where in it."""
 
 Fields = TypeVar("Fields", bound=Struct)
@@ -89,7 +87,7 @@ class _Index(Struct):
 _ANEW = "extract the drafter anew"
 
 
-def read_shards(directory: Path, name: str) -> Stored:
+def read_shards(directory: Path, name: str) -> Tensors:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
 
     Raises:
@@ -97,7 +95,7 @@ def read_shards(directory: Path, name: str) -> Stored:
     """
     found = find_tensors(directory, name)
     for path in {path for path, _ in found.values()}:
-        require_keys(path, read_metadata(path), {}, HEADER)
+        require_keys(path, read_file(path)[1], {}, HEADER)
     if index := index_of(directory, name):
         places = {tensor: path.name for tensor, (path, _) in found.items()}
         require_keys(index, read_object(index), {"weight_map": places}, {"metadata": ANYTHING})
@@ -112,7 +110,7 @@ def index_of(directory: Path, name: str) -> Path | None:
     return index if index.is_file() and not (directory / name).is_file() else None
 
 
-def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Stored:
+def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Tensors:
     """As :func:`read_shards`, whatever the files say beside their tensors.
 
     Args:
@@ -122,16 +120,22 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
     Raises:
         CheckpointError: it is not there or damaged, or the index contradicts its files.
     """
+
+    def tensors(path: Path) -> Tensors:
+        if not path.is_file():
+            raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
+        return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
+
     index = index_of(directory, name)
     if index is None:
-        return _tensors(directory / name, advice)
+        return tensors(directory / name)
     found: dict[str, tuple[Path, StoredTensor]] = {}
     with naming(index):
         places = fields_of(read_object(index), _Index).weight_map
         for file in dict.fromkeys(places.values()):
             if Path(file).name != file:
                 raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
-            for tensor, stored in _tensors(directory / file, advice).items():
+            for tensor, stored in tensors(directory / file).items():
                 if places.get(tensor) == file:
                     found[tensor] = stored
                 elif not listed_only:
@@ -141,36 +145,8 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
     return found
 
 
-def _tensors(path: Path, advice: str) -> Stored:
-    if not path.is_file():
-        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
-    return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
-
-
-def weights_of(
-    shapes: Mapping[Role, tuple[int, ...]],
-    names: Mapping[Role, str],
-    stored: Stored,
-    more: Iterable[str] = (),
-    dtype: str = "",
-) -> dict[str, Weight]:
-    """Role → its weight among those ``stored``, where it is called as ``names`` has it.
-
-    Args:
-        shapes: every role there is to be.
-        more: names of tensors that may be there as well.
-        dtype: of all; empty for any.
-
-    Raises:
-        CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
-    """
-    expected = {names[role]: (shape, dtype) for role, shape in shapes.items()}
-    check_tensors(expected, {name: tensor for name, (_, tensor) in stored.items()}, more)
-    return {role.name: stored_weight(*stored[names[role]], names[role]) for role in shapes}
-
-
 def check_tensors(
-    expected: Mapping[str, tuple[tuple[int, ...], str]], found: Mapping[str, StoredTensor], more: Iterable[str] = ()
+    expected: Mapping[str, tuple[tuple[int, ...], str]], found: Tensors, more: Iterable[str] = ()
 ) -> None:
     """Hold the tensors of a file against what its config asks for.
 
@@ -183,15 +159,14 @@ def check_tensors(
     """
     problems = []
     for name, (shape, dtype) in expected.items():
-        tensor = found.get(name)
-        if tensor is None:
+        if name not in found:
             problems.append(f"{escape(name)}: expected a tensor, found none")
-        elif tensor.shape != shape:
+        elif (tensor := found[name][1]).shape != shape:
             problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(tensor.shape)}")
         elif dtype not in ("", tensor.dtype):
             problems.append(f"{escape(name)}: expected {dtype}, found {escape(tensor.dtype)}")
     problems += [
-        f"{escape(name)}: expected no such tensor, found {list(found[name].shape)}"
+        f"{escape(name)}: expected no such tensor, found {list(found[name][1].shape)}"
         for name in found.keys() - expected.keys() - set(more)
     ]
     if problems:

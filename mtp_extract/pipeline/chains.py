@@ -10,7 +10,7 @@ import numpy as np
 
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
-from mtp_extract.checkpoint.weight import ROW_STEP, Steps, Weight, has_exact_steps, same_weight
+from mtp_extract.checkpoint.weight import ROW_STEP, RowCodes, Weight, has_exact_steps, same_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
 Chain = tuple[str, ...]
@@ -66,11 +66,11 @@ def _first_rows(weight: Weight) -> Weight:
     if len(weight.shape) != 2 or weight.rows <= ROW_STEP:
         return weight
 
-    def steps() -> Steps | None:
-        own = weight.steps
-        return own and replace(own, size=own.size[:ROW_STEP], zero_point=own.zero_point[:ROW_STEP])
-
-    return replace(weight, shape=(ROW_STEP, weight.columns), read_steps=steps, origin=None, source=None)
+    shape, scheme, steps = (ROW_STEP, weight.columns), weight.scheme, weight.steps
+    if scheme is None or steps is None:
+        return Weight(shape, weight.floats)
+    first = replace(steps, size=steps.size[:ROW_STEP], zero_point=steps.zero_point[:ROW_STEP])
+    return RowCodes(shape, scheme, weight.codes, lambda: first)
 
 
 def in_words(chain: Chain) -> str:

@@ -1,4 +1,4 @@
-"""Checking a checkpoint's directory against its own record: every file of it, by size and SHA-256."""
+"""A checkpoint's directory: which files are its own, what else an engine would read there, and its own record."""
 
 from __future__ import annotations
 
@@ -7,17 +7,47 @@ import os
 import stat
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.files import sha256_of_file
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
-from mtp_extract.errors import CheckpointError, escape, few
-from mtp_extract.formats import EVERY, format_named, format_of, weights_of
+from mtp_extract.checkpoint.record import FORMAT_VERSION, check_extraction
+from mtp_extract.errors import CheckpointError, OutputError, escape, few
+from mtp_extract.formats import EVERY, format_named, format_of, is_called, reading, weights_of
+from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.address import is_cached
-from mtp_extract.pipeline.staging import CARD, RECORD
-from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
+from mtp_extract.io.place import listing
+
+RECORD = "extraction.json"
+"""The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
+
+CARD = "README.md"
+"""The model card. It is for people, who may change it."""
+
+LEGAL = tuple(f"{name}{ending}" for name in ("LICENSE", "NOTICE") for ending in ("", "*.txt", "*.md"))
+_HARMLESS = (*LEGAL, "CITATION.cff", *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "webp", "pdf")))
+"""What no engine reads: it is for people."""
+
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "processor_config.json", "preprocessor_config.json"),
+)
+"""Drafts are tokens of the base: what the drafter's own tokenizer calls them changes none."""
+
+_CODE = "auto_map"
+"""Key of a configuration that names code to be run."""
+
+_FOUND_BY_ENDING = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth", ".py", ".json")
+"""What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
+
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+AGAIN = "Extract it again, or fetch it again."
+"""What to do with a directory that was changed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +69,6 @@ class Verification:
         files: how many files matched the record, the card left out.
         against: name of the bundle that everything was derived from again; None when there was none.
         checks: what was held against that bundle.
-        comparable: whether it is at least of the shape of that bundle's drafter, so that the two can run side by side.
     """
 
     directory: Path
@@ -47,12 +76,30 @@ class Verification:
     files: int
     against: str | None = None
     checks: tuple[Check, ...] = ()
-    comparable: bool = False
 
 
 def with_record(place: Path) -> Path:
     """``place``; of a file that lies in a directory with a record, that directory."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
+
+
+def recorded(place: Path) -> frozenset[str]:
+    """The files of the checkpoint at ``place``: what its record lists of what formats have. It may list more.
+
+    Raises:
+        OutputError: it has no record, or none that can be read.
+    """
+    listing(RECORD, ())(place)
+    try:
+        found = read_object(place / RECORD)
+    except CheckpointError as error:
+        raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
+    files = found.get("files")
+    if not isinstance(files, dict):
+        raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
+    written = {CARD, CODES_FILE, GENERATION_FILE}
+    written |= {name for one in map(format_named, EVERY) for name in (one.weights_file, one.marker)}
+    return frozenset({RECORD, *(name for name in files if any(is_called(name, known) for known in written))})
 
 
 def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
@@ -85,11 +132,10 @@ def read_record(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: not what mtp-extract writes: {escape(error)}. Extract it again, or fetch it again."
         ) from error
-    listed = EVERY.get(str(record.get("layout")))
-    if listed is None or record.get("dtype") not in listed.dtypes:
+    if record["layout"] not in EVERY or record["dtype"] not in EVERY[record["layout"]].dtypes:
         raise CheckpointError(
-            f"{path}: names layout {escape(record.get('layout'))} and dtype {escape(record.get('dtype'))}, which this "
-            "release does not write."
+            f"{path}: names layout {escape(record['layout'])} and dtype {escape(record['dtype'])}, which this release "
+            "does not write."
         )
     return record
 
@@ -105,17 +151,11 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
         CheckpointError: something differs, is missing or does not belong there; the message lists what.
     """
     folder = Path(directory)
-    present = list(files_in(folder))
+    present = set(files_in(folder))
     record = read_record(folder)
-    layout = format_named(record["layout"])
-    if weights_of(layout, record["files"]) is None:
-        raise CheckpointError(f"{folder}: its record does not list {layout.weights_file}.")
-    wrong = [
-        f"{escape(name)} belongs neither to the checkpoint nor to a report"
-        for name in present
-        if name not in record["files"] and name != RECORD and name not in allowed and not is_harmless(name)
-    ]
-    listed = {name: expected for name, expected in record["files"].items() if name != CARD}
+    if weights_of(format_named(record["layout"]), record["files"]) is None:
+        raise CheckpointError(f"{folder}: its record lists no {format_named(record['layout']).weights_file}.")
+    wrong, listed = list[str](), {name: file for name, file in record["files"].items() if name != CARD}
     for name, expected in listed.items():
         path = folder / name
         if name not in present:
@@ -124,11 +164,8 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
         elif sha256_of_file(path) != expected["sha256"]:
             wrong.append(f"{escape(name)} has other content")
-    if wrong := wrong or list(_otherwise(folder, record)) or unexpected_in(folder, allowed):
-        raise CheckpointError(
-            f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch "
-            "it again."
-        )
+    if wrong := wrong or unexpected_in(folder, allowed) or list(_otherwise(folder, record)):
+        raise CheckpointError(f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. {AGAIN}")
     return Verification(folder, record, len(listed))
 
 
@@ -138,13 +175,20 @@ def _otherwise(folder: Path, record: dict[str, Any]) -> Iterator[str]:
     if found.name not in (layout, EVERY[layout].read_as):
         yield f"the layout is {found.name}, not {layout}"
         return
-    config = json.loads(json.dumps(found.read_config(folder).as_json()))
-    for key, value in config.items():
+    for key, value in json.loads(json.dumps(found.read(folder).config.as_json())).items():
         if record["geometry"].get(key) != value and key != "max_position_embeddings":
             yield f"{key} is {escape(value)}, not {escape(record['geometry'].get(key))}"
 
 
-_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+def _entries(folder: Path) -> Iterator[Path]:
+    """What lies below ``folder`` and is no directory, links to directories included: engines follow these.
+
+    Hidden directories are not looked into: they are git's, the Hub's and editors'.
+    """
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        yield from (Path(root, name) for name in sorted([*links, *names]))
 
 
 def files_in(folder: Path) -> Iterator[str]:
@@ -155,16 +199,66 @@ def files_in(folder: Path) -> Iterator[str]:
     Raises:
         CheckpointError: there is something else than files and directories.
     """
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted([*folders, *names]):
-            path = Path(root, name)
-            mode = path.lstat().st_mode
-            if name.startswith(".") or stat.S_ISDIR(mode):
-                continue
-            if not stat.S_ISREG(mode) and not is_cached(path):
-                raise CheckpointError(
-                    f"{escape(path)}: expected a regular file, found {_KINDS.get(stat.S_IFMT(mode), 'a device')}, "
-                    "which is no part of a checkpoint. Put the file itself there, or move it elsewhere."
-                )
-            yield path.relative_to(folder).as_posix()
+    for path in _entries(folder):
+        mode = path.lstat().st_mode
+        if path.name.startswith("."):
+            continue
+        if not stat.S_ISREG(mode) and not is_cached(path):
+            raise CheckpointError(
+                f"{escape(path)}: expected a regular file, found {_KINDS.get(stat.S_IFMT(mode), 'a device')}, "
+                "which is no part of a checkpoint. Put the file itself there, or move it elsewhere."
+            )
+        yield path.relative_to(folder).as_posix()
+
+
+def require_manifest(place: Path, allowed: Container[str] = ()) -> None:
+    """Check that ``place`` holds a drafter and nothing else that an engine may read.
+
+    Args:
+        place: a directory, or a file that is a checkpoint.
+        allowed: names of other files that may be there: those of a report.
+
+    Raises:
+        CheckpointError: there is more, which is named, or it holds no drafter, or a damaged one.
+    """
+    if found := unexpected_in(place, allowed):
+        raise CheckpointError(
+            f"{escape(place)}: expected a drafter and nothing else that an engine may read, found that "
+            f"{few(found, separator='; ')}. Move aside or undo what does not belong there, or extract the drafter "
+            "again."
+        )
+
+
+def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
+    """What :func:`require_manifest` refuses, each as a clause that names a file. What the drafter's own files say is
+    checked where they are read.
+
+    Raises:
+        CheckpointError: ``place`` holds no drafter, or a damaged one.
+    """
+    format_ = format_of(place)
+    if place.is_file():
+        return []
+    own = {
+        min((path.name for path in place.glob(pattern)), default=pattern)
+        for pattern in (format_.marker, format_.weights_file, *format_.further_files)
+    }
+    if (index := reading.index_of(place, format_.weights_file)) is not None:
+        own |= {index.name, *(path.name for path, _ in reading.read_shards(place, format_.weights_file).values())}
+    found = []
+    for path in _entries(place):
+        name = path.relative_to(place).as_posix()
+        if not (name in own or name in (RECORD, CODES_FILE) or name in allowed or _is_harmless(name)):
+            found.append(f"{escape(name)} belongs neither to the checkpoint nor to a report")
+        elif not path.is_file():
+            found.append(f"{escape(name)} is no file")
+    configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
+    return found + [f"{path.name} names code" for path in configs if _CODE in read_object(path)]
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether a file of that name, relative to the directory, is read by no engine or changes nothing."""
+    base = name.rpartition("/")[2]
+    if base.startswith("."):
+        return not base.endswith(_FOUND_BY_ENDING)
+    return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _HARMLESS)

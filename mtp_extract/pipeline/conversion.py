@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,26 +17,16 @@ from mtp_extract.checkpoint.arranged import INDICES, Arranged
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import holds_tensors, sha256_of_file
-from mtp_extract.checkpoint.record import activations_of
-from mtp_extract.checkpoint.weight import Weight, same_weight
-from mtp_extract.formats import architecture_of, format_of
+from mtp_extract.checkpoint.weight import same_weight
+from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress
-from mtp_extract.pipeline.check import files_in, verify, with_record
+from mtp_extract.pipeline.check import RECORD, files_in, recorded, require_manifest, verify, with_record
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.pipeline.staging import RECORD, recorded
-from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.report.files import REPORT_FILES
-
-
-def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002
-    """Where a result goes when the user does not say: ``NAME-FORMAT`` in the current directory."""
-    place = Path(directory)
-    name = name_of(place)
-    return Path(f"{Path(name).stem if place.is_file() else name}-{format}")
 
 
 def convert(
@@ -46,7 +36,6 @@ def convert(
     format: str | None = None,  # noqa: A002 - the command's word for it
     dtype: str | None = None,
     codes: bool = False,
-    exact: bool = False,
     quantize: str | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
@@ -56,10 +45,9 @@ def convert(
     Args:
         directory: what :func:`~mtp_extract.pipeline.extraction.extract` or this function wrote, which is
             then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
-        out: a directory that does not exist yet; by default :func:`default_directory`.
+        out: a directory that does not exist yet; by default ``NAME-FORMAT`` in the current one.
         format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
-        dtype, codes, exact, quantize, overwrite, progress: as for extracting;
-            exactness is towards ``directory``.
+        dtype, codes, quantize, overwrite, progress: as for extracting.
 
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
@@ -68,23 +56,21 @@ def convert(
     """
     if format is None:
         raise ValueError("format: expected one, or the engine that is to load it; found none.")
-    plan = WritingPlan(format, dtype, codes, exact, quantize)
+    plan = WritingPlan(format, dtype, codes, quantize)
     directory = Path(checkpoint_here(directory))
     place = with_record(directory)
-    name = plan.choose(architecture_of(place))
-    target = Path(out) if out is not None else default_directory(directory, name)
+    chosen, own = plan.choose(EVERY[format_of(place).name].architecture), name_of(directory)
+    target = Path(out if out is not None else f"{Path(own).stem if directory.is_file() else own}-{chosen}")
     check_place(target, overwrite=overwrite, inputs=(place,), listed=recorded)
     read = ReadDirectory.of(place)
-    made = prepare(read.checkpoint, name, plan)
+    made = prepare(read.checkpoint, chosen, plan)
     with staged(target, overwrite=overwrite, inputs=(place,), listed=recorded) as stage:
         files, back = write_and_read(made, stage, progress)
         made.require_same(back)
         proof = read.old["proof"] if read.old is not None else None
-        inherited = {**proof, "inherited": True} if proof else None
+        proof = proof and record.proof_record(proof, inherited=True)
         more, notes = read.told_of(made), read.notes()
-        return finish(
-            made, stage, target, files, read.origin, inherited, converted_from=read.steps, more=more, notes=notes
-        )
+        return finish(made, stage, target, files, read.origin, proof, converted_from=read.steps, more=more, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -120,12 +106,20 @@ class ReadDirectory:
         format_ = format_of(directory)
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)
-        extra = frozenset(role for role, tensor in checkpoint.tensors.items() if tensor is not floats.tensors[role])
+        tensors = dict(checkpoint.tensors)
+        extra = frozenset(role for role, weight in tensors.items() if weight is not floats.tensors[role])
         origin = old or _unknown_origin(directory, checkpoint)
-        if old is not None:
-            tensors = _shared(checkpoint.tensors, old["shared"])
-            checkpoint = replace(checkpoint, tensors=tensors, activations=activations_of(old))
-        checkpoint = replace(checkpoint, provenance=record.provenance(origin["source"]))
+        # What was one stored constant is one again: formats may write it once.
+        for first, *others in origin["shared"]:
+            for role in others:
+                if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
+                    tensors[role] = tensors[first]
+        checkpoint = replace(
+            checkpoint,
+            tensors=MappingProxyType(tensors),
+            activations=record.activations_of(old) if old is not None else checkpoint.activations,
+            provenance=record.provenance(origin["source"]),
+        )
         return cls(directory, checkpoint, format_.name, old, origin, extra)
 
     @cached_property
@@ -155,7 +149,7 @@ class ReadDirectory:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the directory."""
-        steps = [*self.old["converted_from"], self.old] if self.old is not None else []
+        steps = self.steps if self.old is not None else []
         done = {word for step in steps for word in step["rounded"]}
         done |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
         if not done:
@@ -166,37 +160,21 @@ class ReadDirectory:
         )
 
 
-def _weights(directory: Path) -> dict[str, Path]:
-    """By name: the files with tensors."""
-    if directory.is_file():
-        return {directory.name: directory}
-    return {name: directory / name for name in files_in(directory) if holds_tensors(name)}
+def _weights(place: Path) -> dict[str, Path]:
+    """By name: the files with tensors at or in ``place``."""
+    if place.is_file():
+        return {place.name: place}
+    return {name: place / name for name in files_in(place) if holds_tensors(name)}
 
 
 def _unknown_origin(directory: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     """What a record says of a directory that has none: its name, and what its geometry is known as."""
     known = known_drafter(checkpoint.config) if isinstance(checkpoint.config, DrafterConfig) else None
+    size = sum(path.stat().st_size for path in _weights(directory).values())
+    source = {"name": name_of(directory), "size": size, "kind": record.CHECKPOINT, "version": None}
     return {
-        "source": {
-            "name": name_of(directory),
-            "size": sum(path.stat().st_size for path in _weights(directory).values()),
-            "kind": record.CHECKPOINT,
-            "version": None,
-            "provenance": {},
-            "section": None,
-        },
+        "source": {**source, "provenance": {}, "section": None},
         "known_as": known["name"] if known else None,
-        "counts": {"stored": {}, "names_confirmed": 0, "set_aside": 0, "static": 0},
         "shared": [],
         "activations": {},
     }
-
-
-def _shared(tensors: Mapping[str, Weight], groups: Iterable[Sequence[str]]) -> Mapping[str, Weight]:
-    """``tensors``, where those that were one stored constant are one again: formats may write it once."""
-    shared = dict(tensors)
-    for first, *others in groups:
-        for role in others:
-            if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
-                shared[role] = tensors[first]
-    return MappingProxyType(shared)

@@ -21,8 +21,8 @@ from mtp_extract.errors import CheckpointError, SourceError, escape
 from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress, Source
+from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.pipeline.staging import recorded
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.proof.proof import Proof, prove
 
@@ -47,7 +47,7 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         if found.tensor is None:
             tensors[found.role] = filled(found.shape)
         else:
-            tensors[found.role] = Constant.of(drafter.model, found).weight
+            tensors[found.role] = Constant.of(drafter.model, found)
     activations = {found.role: (found.input, found.output) for found in drafter.walk.roles if len(found.shape) == 2}
     return Checkpoint(
         GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)
@@ -61,7 +61,6 @@ def extract(
     format: str | None = None,  # noqa: A002 - the command's word for it
     dtype: str | None = None,
     codes: bool = False,
-    exact: bool = False,
     quantize: str | None = None,
     overwrite: bool = False,
     sliding_window: int | None = None,
@@ -80,7 +79,6 @@ def extract(
         dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
         codes: write the integers, scales and zero points of what is written in floats, too
             (``codes/codes.safetensors``).
-        exact: refuse to write anything rounded.
         quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
@@ -92,7 +90,7 @@ def extract(
             nothing is left behind.
         ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
     """
-    plan = WritingPlan(format, dtype, codes, exact, quantize)
+    plan = WritingPlan(format, dtype, codes, quantize)
     name = plan.choose()
     require_no_checkpoint(source)
     with (
@@ -106,7 +104,7 @@ def extract(
         opened.prefetch()
         drafter = opened.drafter(sliding_window)
         original = checkpoint_of(drafter)
-        origin = record.of_bundle(drafter, original, record.sha256_of_section(drafter))
+        origin = record.of_bundle(drafter, original)
         original = replace(original, provenance=record.provenance(origin["source"]))
         made = prepare(original, name, plan)
         with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
@@ -116,7 +114,7 @@ def extract(
             unrounded = [role for role, kept in made.kept.items() if kept.how == FLOATS and not kept.rounded_to]
             read = {**original.tensors, **{role: back.tensors[role] for role in unrounded}}
             proof = prove_checkpoint(drafter, replace(back, tensors=MappingProxyType(read)))
-            proven = {**proof.as_json(), "inherited": False}
+            proven = record.proof_record(proof, inherited=False)
             notes = _notes(drafter, original, made.format.name)
             return finish(made, stage, target, files, origin, proven, notes=notes)
 

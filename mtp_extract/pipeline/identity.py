@@ -19,22 +19,20 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint import record as records
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.rounding import RULES
-from mtp_extract.checkpoint.stored import stored_of
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.stored import Stored
+from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError, escape, few
-from mtp_extract.formats import format_of
+from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.chains import Chain, how_derived, in_words
-from mtp_extract.pipeline.check import Check, Verification, verify, with_record
+from mtp_extract.pipeline.check import AGAIN, RECORD, Check, Verification, unexpected_in, verify, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of
-from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.pipeline.unexpected import unexpected_in
 from mtp_extract.proof.proof import Proof, prove
-from mtp_extract.proof.words import in_words as proof_in_words
+from mtp_extract.proof.proof import in_words as proof_in_words
 
 NEEDED = ("config", "files", "tensors", "function")
 """The checks without which nothing is proven. The others refute as well, and may be left out."""
@@ -60,15 +58,14 @@ def verify_against(directory: Path | str, opened: Opened, allowed: Container[str
     """
     folder = with_record(Path(directory))
     opened.prefetch()
-    config = require_mtp(format_of(folder).read_config(folder))
-    found = check_identity(folder, drafter_for(opened, config), allowed)
+    found = check_identity(folder, drafter_for(opened, read_checkpoint(folder).mtp), allowed)
     failed = [check for check in found.checks if check.passed is False]
     failed = failed or [check for check in found.checks if check.name in NEEDED and not check.passed]
     if failed:
-        wrong = "; ".join(f"{check.name}: {check.evidence}" for check in failed)
+        wrong = "; ".join(f"{check.name}: {check.evidence.removesuffix(f'. {AGAIN}')}" for check in failed)
         raise CheckpointError(
             f"{escape(folder)}: differs from what {escape(opened.source.name)} holds: {wrong}. It may be of another "
-            "bundle, or have been changed since. Extract it again, or fetch it again."
+            f"bundle, or have been changed since. {AGAIN}"
         )
     return found
 
@@ -91,32 +88,42 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
     """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, its checks say.
 
     Raises:
-        CheckpointError: the directory holds no configuration that can be read.
+        CheckpointError: the directory holds no checkpoint that can be read.
         MtpExtractError: the bundle cannot be read.
     """
     original, format_ = checkpoint_of(source), format_of(directory)
-    config = require_mtp(format_.read_config(directory))
-    written: Checkpoint | None = None
+    written = format_.read(directory)
+    differences = _apart(_meaning(original.mtp), _meaning(written.mtp))
+    config = _check("config", differences, "every number agrees")
+    try:
+        files = _check("files", unexpected_in(directory, allowed), "all are the drafter's, or read by nobody")
+    except MtpExtractError as error:
+        files = _check("files", [_one_line(error)])
     derived: dict[str, Chain] = {}
     try:
-        written = format_.read(directory)
         # Scales are read when they are asked for, and may turn out to be damaged.
-        tensors, derived = _tensors(directory, written, original, format_.name)
+        tensors = _tensors(directory, written, original, format_.name, derived)
     except CheckpointError as error:
         tensors = _check("tensors", [_one_line(error)])
-    comparable = written is not None and _shape(config) == _shape(source.config)
     function, proof = Check("function", _WHAT["function"], None, "not of the shape of the file's drafter"), None
-    if written is not None and comparable:
+    if _shape(written.mtp) == _shape(original.mtp):
         function, proof = _function(source, written, original, derived, refuted=not tensors.passed)
-    differences = _apart(_meaning(original.mtp), _meaning(config))
-    checks = (_check("config", differences, "every number agrees"), _files(directory, allowed), tensors, function)
-    record, own = _record(directory, allowed)
-    if own and written and proof and all(check.passed for check in checks):
-        wrong = [*_contradicted(own.record, source, proof), *_untold(own.record, written, derived)]
-        if wrong:
-            record, own = _check("record", [f"{RECORD}: {few(wrong, separator='; ')}"]), None
-    name, (said, files) = source.opened.source.name, (own.record, own.files) if own else ({}, 0)
-    return Verification(directory, said, files, name, (*checks, record), comparable)
+    checks, own = (config, files, tensors, function), None
+    if not (directory / RECORD).exists():
+        record = Check("record", _WHAT["record"], None, f"there is no {RECORD}")
+    else:
+        try:
+            own = verify(directory, allowed)
+            record = _check("record", (), f"{own.files} files as recorded")
+        except MtpExtractError as error:
+            record = _check("record", [str(error)])
+    wrong = list[str]()
+    if own is not None and proof is not None and all(check.passed for check in checks):
+        wrong = [*_contradicted(own.record, source, original, proof), *_untold(own.record, written, derived)]
+    if wrong:
+        record, own = _check("record", [f"{RECORD}: {few(wrong, separator='; ')}"]), None
+    name, (said, count) = source.opened.source.name, (own.record, own.files) if own is not None else ({}, 0)
+    return Verification(directory, said, count, name, (*checks, record))
 
 
 def _check(name: str, wrong: Iterable[str], sound: str = "") -> Check:
@@ -151,20 +158,18 @@ def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
         yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
 
 
-def _files(directory: Path, allowed: Container[str]) -> Check:
-    try:
-        return _check("files", unexpected_in(directory, allowed), "all are the drafter's, or read by nobody")
-    except MtpExtractError as error:
-        return _check("files", [_one_line(error)])
+def _tensors(
+    directory: Path, written: Checkpoint, original: Checkpoint, layout: str, derived: dict[str, Chain]
+) -> Check:
+    """Derive every role from the file's again; what was done to it is put into ``derived``, by role.
 
-
-def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout: str) -> tuple[Check, dict[str, Chain]]:
-    """Derive every role from the file's again, and the codes that are kept beside it; by role, what was done to it."""
+    Raises:
+        CheckpointError: the codes that are kept beside it are damaged.
+    """
     shapes = {role.name: shape for role, shape in shapes_of(original.config).items()}
     # Where there are none at all, none are claimed to be held.
     static = any(any(pair) for pair in written.activations.values())
     wrong: list[str] = []
-    derived: dict[str, Chain] = {}
     # The table of roles is in the order in which a drafter computes.
     for role in shapes_of(written.config):
         there, why = written.tensors[role.name], ""
@@ -183,25 +188,24 @@ def _tensors(directory: Path, written: Checkpoint, original: Checkpoint, layout:
     if shapes:
         wrong = [f"the file has more: {', '.join(shapes)}"]
     if wrong:
-        return _check("tensors", [few(wrong, most=2, separator="; ")]), derived
+        return _check("tensors", [few(wrong, most=2, separator="; ")])
     coded = with_codes(directory, written).tensors
     beside = {name: weight for name, weight in coded.items() if weight is not written.tensors[name]}
     for name, there in beside.items():
-        own = original.tensors[name]
-        chain = how_derived(own, there)
-        if chain is None or (not chain and (own.scheme and own.scheme.bits) != (there.scheme and there.scheme.bits)):
-            return _check("tensors", [f"{CODES_FILE}: {name} {_other(there)}"]), derived
+        chain, own = how_derived(original.tensors[name], there), original.tensors[name].bits
+        if chain is None or (not chain and own != there.bits):
+            return _check("tensors", [f"{CODES_FILE}: {name} {_other(there)}"])
     kept = f"; beside them {len(beside)} have the file's codes" if beside else ""
-    return _check("tensors", (), _summary(written, derived) + kept), derived
+    return _check("tensors", (), _summary(written, derived) + kept)
 
 
 def _other(there: Weight) -> str:
     """What ``there`` is that no chain makes of the file's, as a clause about it."""
     if there.scheme is not None:
         return "holds other codes or scales than the file's"
-    if stored_of(there) is None:
+    if not isinstance(there, Stored):
         return "is missing, and is not 1 in the file"
-    if not all(bool(np.isfinite(chunk).all()) for chunk in there.chunks()):
+    if not all(bool(np.isfinite(there.floats(*rows)).all()) for rows in row_ranges(there)):
         return "holds numbers that are not finite"
     return "has other values than the file's"
 
@@ -215,13 +219,13 @@ def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> str:
     """What all tensors are: how many codes, in what the others are, and what was done to them."""
     made, done, types = Counter[str](), Counter[Chain](), set[str]()
     for role, chain in derived.items():
-        stored = stored_of(written.tensors[role])
-        if written.tensors[role].scheme is not None:
+        there = written.tensors[role]
+        if there.scheme is not None:
             made[next((step for step in chain if step in RULES), "")] += 1
-        elif stored is not None:
-            types.add(stored.tensor.dtype)
+        elif isinstance(there, Stored):
+            types.add(there.tensor.dtype)
         # What is stored in a type has been rounded to it.
-        told = bool(chain) and stored is not None and chain[-1].replace("FP16", "F16") in types
+        told = bool(chain) and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") in types
         done[chain[:-1] if told else chain] += 1
     floats, count = " and ".join(sorted(types)), len(derived)
     codes = made.pop("", 0)
@@ -246,6 +250,9 @@ def _function(
         there: Weight = written.tensors[role]
         return original.tensors.get(role, there) if derived.get(role) else there
 
+    def undecided(why: str) -> tuple[Check, None]:
+        return Check("function", _WHAT["function"], None, why), None
+
     try:
         with np.errstate(all="ignore"):
             proof = prove(source.graph, source.walk, written.mtp, read)
@@ -253,26 +260,15 @@ def _function(
         return _check("function", [str(error).split(". ")[0]]), None
     except UnsupportedError as error:
         # The graph is none that a proof can be made of: nothing is shown of the directory.
-        return Check("function", _WHAT["function"], None, str(error).split(". ")[0]), None
+        return undecided(str(error).split(". ")[0])
     except (ValueError, ArithmeticError):
         if not refuted:
             raise
-        return Check("function", _WHAT["function"], None, "its numbers cannot be computed with"), None
-    return _check("function", (), "; ".join(proof_in_words(proof.as_json()))), proof
+        return undecided("its numbers cannot be computed with")
+    return _check("function", (), "; ".join(proof_in_words(proof))), proof
 
 
-def _record(directory: Path, allowed: Container[str]) -> tuple[Check, Verification | None]:
-    """Hold the record against the files."""
-    if not (directory / RECORD).exists():
-        return Check("record", _WHAT["record"], None, f"there is no {RECORD}"), None
-    try:
-        found = verify(directory, allowed)
-    except MtpExtractError as error:
-        return _check("record", [str(error)]), None
-    return _check("record", (), f"{found.files} files as recorded"), found
-
-
-def _contradicted(record: Mapping[str, Any], source: Shard, proof: Proof) -> Iterator[str]:
+def _contradicted(record: Mapping[str, Any], source: Shard, original: Checkpoint, proof: Proof) -> Iterator[str]:
     """What ``record`` says of a sound directory's bundle, and the bundle does not.
 
     What the file was called and where it lay, which directories there were in between, which release wrote them, and
@@ -283,26 +279,22 @@ def _contradicted(record: Mapping[str, Any], source: Shard, proof: Proof) -> Ite
             yield f"{key} says that the weights were changed, and they are the file's"
     if record["source"]["kind"] == records.CHECKPOINT:
         return
-    made = records.of_bundle(source, checkpoint_of(source), records.sha256_of_section(source))
+    made = records.of_bundle(source, original)
     made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
-    made["counts"]["held"] = record["counts"]["held"]
     if record["proof"] is not None:
-        made["proof"] = {**proof.as_json(), "inherited": record["proof"]["inherited"]}
+        made["proof"] = records.proof_record(proof, inherited=record["proof"]["inherited"])
     yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
 
 
 def _untold(record: Mapping[str, Any], written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]:
     """What was done to the weights of a sound directory, or how they are held, and ``record`` does not say."""
-    told = {word for step in (*record["converted_from"], record) for word in step["rounded"]}
-    told |= {step["made_codes"]["rule"] for step in (*record["converted_from"], record) if step["made_codes"]}
+    steps = (*record["converted_from"], record)
+    told = {word for step in steps for word in step["rounded"]}
+    told |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
     done = {step for chain in derived.values() for step in chain}
     # A directory of unknown origin came with what had been done to it.
     if record["source"]["kind"] != records.CHECKPOINT and (untold := sorted(done - told)):
         yield f"does not say that weights were rounded ({', '.join(untold)})"
-    tensors = written.tensors.values()
-    held = {CODES for tensor in tensors if tensor.scheme is not None}
-    held |= {stored.tensor.dtype for stored in map(stored_of, tensors) if stored is not None}
-    if held != record["counts"]["held"].keys():
-        yield f"counts.held is of {', '.join(sorted(held))}, not {escape(', '.join(record['counts']['held']))}"
-    if record["dtype"] != CODES and DTYPES[record["dtype"]].safetensors not in held:
+    types = {weight.tensor.dtype for weight in written.tensors.values() if isinstance(weight, Stored)}
+    if record["dtype"] != CODES and DTYPES[record["dtype"]].safetensors not in types:
         yield f"dtype is {escape(record['dtype'])}, and no weight is held so"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.record import activation_json
-from mtp_extract.checkpoint.stored import stored_of
+from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
@@ -27,14 +27,19 @@ from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
 @dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect` found. ``as_json`` is the whole of it; the rest is what a summary needs.
+    """What :func:`inspect` found.
 
     Attributes:
+        report: all of it, as plain data.
         problem: why the drafter cannot be extracted; None when it can, or when there is none.
     """
 
-    as_json: dict[str, Any]
+    report: dict[str, Any]
     problem: MtpExtractError | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as ``mtp-inspect --json`` prints it."""
+        return self.report
 
 
 def inspect(
@@ -124,27 +129,20 @@ def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
             for aside in drafter.walk.aside
         ]
         found["kv_inputs"] = _caches(drafter)
-        found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter)).as_json()
+        found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter))
     return found
-
-
-_NO_TENSOR: dict[str, Any] = dict.fromkeys(("subgraph", "index", "name", "type", "quantization", "data"))
 
 
 def _role(drafter: Shard, role: FoundRole, confirmed: bool) -> dict[str, Any]:
     """A role with its constant, how that is quantized, the static quantization around a matrix, and the evidence."""
-    tensor = _NO_TENSOR if role.tensor is None else _tensor(drafter.model, role.tensor)
+    tensor = defaultdict(lambda: None, {} if role.tensor is None else _tensor(drafter.model, role.tensor))
     return {
         "role": role.role,
         "shape": list(role.shape),
-        "subgraph": tensor["subgraph"],
         "tensor": tensor["index"],
-        "name": tensor["name"],
-        "type": tensor["type"],
+        **{key: tensor[key] for key in ("subgraph", "name", "type", "quantization", "data")},
         "factor": role.factor,
         "why": role.why,
-        "quantization": tensor["quantization"],
-        "data": tensor["data"],
         "activations": {"input": activation_json(role.input), "output": activation_json(role.output)},
         "name_confirms": confirmed,
     }
@@ -190,31 +188,22 @@ def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
 
 def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     """A tensor with its quantization and where its bytes lie; of bytes that cannot be read, such as strings, why."""
-    quantization: dict[str, Any] | None = None
-    data: dict[str, Any] | None = None
+    described: dict[str, Any] = {
+        **{"subgraph": tensor.subgraph, "index": tensor.index, "name": tensor.name},
+        **{"type": tensor.type_name, "shape": list(tensor.shape), "quantization": None, "data": None},
+    }
     if (found := tensor.quantization) is not None:
-        quantization = {
-            "scales": found.scales.count,
-            "zero_points": found.zero_points.count,
-            "axis": found.axis,
-            "details": found.details,
-            "block_size": found.blockwise.block_size if found.blockwise else None,
+        described["quantization"] = {
+            **{"scales": found.scales.count, "zero_points": found.zero_points.count, "axis": found.axis},
+            **{"details": found.details, "block_size": found.blockwise.block_size if found.blockwise else None},
         }
     if model.has_data(tensor):
         try:
             location = model.locate(tensor)
-            data = {"offset": location.begin, "length": location.size}
+            described["data"] = {"offset": location.begin, "length": location.size}
         except MtpExtractError as error:
-            data = {"problem": str(error)}
-    return {
-        "subgraph": tensor.subgraph,
-        "index": tensor.index,
-        "name": tensor.name,
-        "type": tensor.type_name,
-        "shape": list(tensor.shape),
-        "quantization": quantization,
-        "data": data,
-    }
+            described["data"] = {"problem": str(error)}
+    return described
 
 
 def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
@@ -242,19 +231,17 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
     if found.architecture == EAGLE3:
         described["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings_of(place)]
     if tensors:
-        described["tensors"] = [
-            {
-                **{"role": role.name, "name": role.names.get(format_.name, role.name), "type": types[role.name]},
-                # Neighbours of a row that share a scale; None where a row has one, or none.
-                **{"shape": list(shape), "block_size": steps.block if steps and steps.block != shape[-1] else None},
-            }
-            for role, shape in shapes.items()
-            for steps in [found.tensors[role.name].steps]
-        ]
+        described["tensors"] = []
+        for role, shape in shapes.items():
+            steps = found.tensors[role.name].steps
+            # Neighbours of a row that share a scale; None where a row has one, or none.
+            block = steps.block if steps and steps.block != shape[-1] else None
+            own = {"role": role.name, "name": role.names.get(format_.name, role.name), "type": types[role.name]}
+            described["tensors"].append({**own, "shape": list(shape), "block_size": block})
     return described
 
 
 def _stored_type(tensor: Weight) -> str:
-    if (stored := stored_of(tensor)) is not None:
-        return stored.tensor.dtype
+    if isinstance(tensor, Stored):
+        return tensor.tensor.dtype
     return f"INT{tensor.scheme.bits}" if tensor.scheme is not None else "implied"

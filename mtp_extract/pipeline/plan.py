@@ -39,7 +39,6 @@ class WritingPlan:
         About("Type of the numbers; f32 is exact. By default the first that the format has.", choices=_every("dtypes")),
     ] = None
     codes: Annotated[bool, About("Also write the stored integers, scales and zero points.")] = False
-    exact: Annotated[bool, About("Write nothing that is rounded; say what would be.")] = False
     quantize: Annotated[
         str | None,
         About(
@@ -60,15 +59,10 @@ class WritingPlan:
             architecture: of the drafter; an engine loads each in a format of its own.
 
         Raises:
-            UnsupportedError: the engine loads no such drafter, the format has no such type, or rounding and exactness
-                are asked for at once.
+            UnsupportedError: the engine loads no such drafter, or the format has no such type.
         """
         name = choose(self.format, architecture)
         listed = EVERY[name]
-        if self.exact and self.quantize:
-            raise UnsupportedError(
-                f"Rounding by {self.quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
-            )
         if self.dtype is not None and self.dtype not in listed.dtypes:
             raise UnsupportedError(
                 f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another of the "

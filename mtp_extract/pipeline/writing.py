@@ -6,6 +6,7 @@ Arrange (what is kept of every weight), write into the stage, read back, require
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,19 +16,18 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import CENTROIDS, shapes_of
-from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
+from mtp_extract.checkpoint.arranged import FLOATS, INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.planned import OutputFile, json_text
-from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
-from mtp_extract.checkpoint.rounding import round_matrices, rule_of
+from mtp_extract.checkpoint.record import FORMAT_VERSION
+from mtp_extract.checkpoint.rounding import SCALES, made_here, round_matrices
 from mtp_extract.errors import CheckpointError, UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.source import Progress, counter
-from mtp_extract.pipeline.check import changed_card, files_in, read_record
+from mtp_extract.pipeline.check import CARD, RECORD, changed_card, files_in, read_record
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.report.card import model_card
 
 _READ_IN_FLOATS = ("lm_head", CENTROIDS)
@@ -39,17 +39,22 @@ Files = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ExtractionResult:
-    """What an extraction or a conversion did."""
+    """What an extraction or a conversion did.
+
+    Attributes:
+        files: name → size in bytes.
+        record: the content of ``extraction.json``.
+        parameters: how many numbers the drafter has.
+        held: how many weights are held as "codes", as "indices", and as floats of which type; what several share, once.
+        notes: for the user: things worth knowing that are not errors.
+    """
 
     directory: Path
     files: dict[str, int]
-    """Name → size in bytes."""
     record: dict[str, Any]
-    """The content of ``extraction.json``."""
     parameters: int
-    """How many numbers the drafter has."""
+    held: dict[str, int]
     notes: tuple[str, ...]
-    """For the user: things worth knowing that are not errors."""
 
 
 def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
@@ -68,8 +73,6 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
     made = arrange(format_, checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
     if plan.quantize is not None:
         made = _quantized(made, plan.quantize)
-    if plan.exact:
-        made.require_exact()
     # What the format cannot express is refused before a byte is written.
     assert made.files
     return made
@@ -87,7 +90,7 @@ def _quantized(made: Arranged, rule: str) -> Arranged:
     ordered = any(kept.how == INDICES for kept in made.kept.values())
     rounded = round_matrices(made.checkpoint, rule, _READ_IN_FLOATS if ordered else ())
     tried = arrange(made.format, rounded, made.dtype, with_codes=made.with_codes)
-    by_rule = [role for role, weight in rounded.tensors.items() if rule_of(weight)]
+    by_rule = list(made_here(rounded))
     refused = [role for role in by_rule if tried.kept[role].how != CODES]
     if len(refused) == len(by_rule):
         raise UnsupportedError(
@@ -133,6 +136,7 @@ def finish(
     Args:
         files: of the weights, as :func:`write_and_read` returns them.
         origin: where they came from, as :func:`mtp_extract.checkpoint.record.of_bundle` has it.
+        proof: as :func:`mtp_extract.checkpoint.record.proof_record` makes it.
         converted_from: the directories that they have been in since, the last one last.
         more: what else the record says: of a tuning, or of an ordered head.
         notes: for the user, besides those on how weights are kept.
@@ -141,45 +145,49 @@ def finish(
         OutputError: they cannot be written, or read back differently.
         CheckpointError: the record is none that is read again.
     """
-    written = dict(files)
-    record_ = {
+    rounded = Counter[str]()
+    for kept in made.kept.values():
+        # What was rounded and lies beside its own codes is not lost.
+        if kept.rounded_to and not (CODES_FILE in files and kept.how == FLOATS and kept.weight.scheme is not None):
+            rounded[kept.rounded_to + (SCALES if kept.how == CODES else "")] += 1
+    rules = list(made_here(made.checkpoint).values())
+    told = list(notes)
+    # A record of another release says nothing of its card.
+    with suppress(CheckpointError):
+        if (target / RECORD).is_file() and changed_card(target, read_record(target)):
+            told.append(f"{CARD} had been changed by hand, and is replaced.")
+    if rules:
+        told.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
+    if made.with_codes and CODES_FILE not in files:
+        told.append(f"{CODES_FILE} was not written: nothing that has integers is kept in floats.")
+    record = {
         "format_version": FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
-        "source": origin["source"],
+        **{key: origin[key] for key in ("source", "known_as", "shared", "activations")},
         "converted_from": list(converted_from),
-        "known_as": origin["known_as"],
         "layout": made.format.name,
         "dtype": made.dtype,
-        "rounded": record.rounded(made, files),
-        "made_codes": record.made_codes(made.checkpoint),
+        "rounded": dict(sorted(rounded.items())),
+        "made_codes": {"rule": rules[0], "matrices": len(rules)} if rules else None,
         "geometry": made.checkpoint.config.as_json(),
-        "files": written,
-        "counts": {"held": {}, **origin["counts"]} | {"held": record.held(made)},
-        "shared": origin["shared"],
-        "activations": origin["activations"],
+        "files": dict(files),
         "notes": list(made.files[0].notes),
         "proof": proof,
         **more,
     }
     # The card is made of the record, which lists it.
-    written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record_)))
-    write_file(stage, OutputFile(RECORD, text=json_text(record_)))
+    record["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record)))
+    write_file(stage, OutputFile(RECORD, text=json_text(record)))
     read_record(stage)
-    rule = record_["made_codes"]
-    made_codes = (
-        ()
-        if rule is None
-        else (f"Codes were made here, by {rule['rule']}, of {rule['matrices']} matrices that had none.",)
+    held = Counter(
+        planned.dtype if made.kept[role].how == FLOATS else made.kept[role].how
+        for role, planned in made.files[0].weights.items()
     )
-    lost: list[str] = []
-    # A record of another release says nothing of its card.
-    with suppress(CheckpointError):
-        if (target / RECORD).is_file() and changed_card(target, read_record(target)):
-            lost.append(f"{CARD} had been changed by hand, and is replaced.")
     return ExtractionResult(
         directory=target,
         files={name: (stage / name).stat().st_size for name in files_in(stage)},
-        record=record_,
+        record=record,
         parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-        notes=(*notes, *lost, *made_codes, *made.notes(), *made.files[0].notes),
+        held=dict(sorted(held.items())),
+        notes=(*told, *made.notes(), *made.files[0].notes),
     )

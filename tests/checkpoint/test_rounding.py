@@ -8,7 +8,7 @@ import pytest
 from helpers.variant_files import variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.rounding import RULES, round_matrices, rounded_again, rounded_by
+from mtp_extract.checkpoint.rounding import RULES, round_matrices, rounded_again
 from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS
@@ -34,7 +34,7 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 
     values = matrix()
     kind = gguf.GGMLQuantizationType[rule.upper()]
-    rounded = rounded_by(RULES[rule], of_array(values))
+    rounded = RULES[rule].rounded(of_array(values))
     theirs = dequantize(quantize(values, kind), kind)
     np.testing.assert_array_equal(rounded.array().view(np.uint32), theirs.view(np.uint32))
     assert rounded.scheme is not None
@@ -51,7 +51,7 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 )
 def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) -> None:
     values = np.array([[3.5, -3.5, 1.75, 0.125], [0, 0, 0, 0], [7, 2.5, -1.5, 3.4999]], np.float32)
-    rounded = row_codes(rounded_by(RULES[rule], of_array(values)))
+    rounded = row_codes(RULES[rule].rounded(of_array(values)))
     np.testing.assert_allclose(rounded.steps.size.reshape(-1), np.array(scale, np.float32), rtol=1e-6)
     found = rounded.codes().reshape(values.shape)
     np.testing.assert_array_equal(found, codes)
@@ -59,7 +59,7 @@ def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) ->
 
 @pytest.mark.parametrize("rule", RULES)
 def test_any_rows_are_those_of_the_whole(rule: str) -> None:
-    rounded = rounded_by(RULES[rule], of_array(matrix()))
+    rounded = RULES[rule].rounded(of_array(matrix()))
     whole = rounded.array()
     np.testing.assert_array_equal(rounded.floats(8, 24), whole[8:24])
     found = row_codes(rounded)
@@ -73,12 +73,12 @@ def test_numbers_that_are_none(value: float) -> None:
     values = matrix()
     values[7, 7] = value
     with pytest.raises(UnsupportedError, match="not finite"):
-        rounded_by(RULES["q8_0"], of_array(values)).floats()
+        RULES["q8_0"].rounded(of_array(values)).floats()
 
 
 def test_steps_beyond_half_precision() -> None:
     with pytest.raises(UnsupportedError, match="FP16"):
-        rounded_by(RULES["q4_0"], of_array(matrix() * np.float32(1e7))).floats()
+        RULES["q4_0"].rounded(of_array(matrix() * np.float32(1e7))).floats()
 
 
 def test_only_matrices_without_codes_are_rounded() -> None:
@@ -97,7 +97,7 @@ def test_roundings_are_told_and_done_again() -> None:
         once = rounded_again(original, [step])
         assert not np.array_equal(once.array(), original.array())
         assert how_derived(original, once) == (step,)
-    coded = rounded_by(RULES["int8"], original)
+    coded = RULES["int8"].rounded(original)
     scales = rounded_again(coded, ["FP16 scales"])
     assert how_derived(coded, scales) == ("FP16 scales",)
     np.testing.assert_array_equal(rounded_again(original, ["int8", "FP16 scales"]).array(), scales.array())

@@ -9,10 +9,10 @@ import pytest
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.constant import constant_of
+from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import StoredTensor, columns_of, common_dtype, stored_weight
-from mtp_extract.checkpoint.weight import ROW_STEP, Weight, filled, of_array, of_indices, row_ranges
+from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype
+from mtp_extract.checkpoint.weight import ROW_STEP, OfIndices, Weight, filled, of_array, row_ranges
 from mtp_extract.errors import CheckpointError
 from mtp_extract.pipeline.extraction import checkpoint_of
 
@@ -27,11 +27,11 @@ def parts(weight: Weight) -> list[tuple[int, int]]:
 def test_rows_of_a_constant_are_those_of_the_whole(name: str) -> None:
     with open_bundle(variant(name)) as opened:
         for role, weight in checkpoint_of(opened.drafter()).tensors.items():
-            whole, constant = weight.array(), constant_of(weight)
+            whole = weight.array()
             rows = whole.reshape(weight.rows, weight.columns)
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
-            if constant is None or weight.scheme is None:
+            if not isinstance(weight, Constant) or weight.scheme is None:
                 continue
             codes, steps = weight.codes(), weight.steps
             assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
@@ -43,13 +43,9 @@ def test_rows_of_a_constant_are_those_of_the_whole(name: str) -> None:
 
 
 def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
-    wide, narrow = filled((37, 3)), filled((37, 3))
-    ranges = list(row_ranges(wide, narrow, elements=50))
-    assert ranges == [(0, 16), (16, 32), (32, 37)]
+    assert list(row_ranges(filled((37, 3)), elements=50)) == [(0, 16), (16, 32), (32, 37)]
     assert list(row_ranges(filled((9, 1000)), elements=10)) == [(0, 8), (8, 9)]
     assert list(row_ranges(filled((5,)))) == [(0, 1)]
-    together = Weight((37, 3), wide.read_floats, whole=True)
-    assert list(row_ranges(wide, together, elements=50)) == [(0, 37)]
 
 
 def test_what_a_weight_is_not_asked_for() -> None:
@@ -57,7 +53,7 @@ def test_what_a_weight_is_not_asked_for() -> None:
         filled((2, 2)).codes()
     with pytest.raises(CheckpointError, match="numbers was asked for indices"):
         filled((2, 2)).indices()
-    indices = of_indices(np.arange(4))
+    indices = OfIndices(np.arange(4))
     assert indices.indices().tolist() == [0, 1, 2, 3]
     with pytest.raises(CheckpointError, match="indices was asked for floats"):
         indices.floats()
@@ -69,11 +65,11 @@ def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> Non
     stored = kind.narrow(values.reshape(-1), "values")
     path = tmp_path / "tensors"
     path.write_bytes(b"before" + stored.tobytes())
-    whole = stored_weight(path, StoredTensor(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
+    whole = Stored(path, StoredTensor(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
     expected = kind.widen(stored.tobytes()).reshape(20, 6)
     np.testing.assert_array_equal(whole.array(), expected)
     np.testing.assert_array_equal(whole.floats(8, 16), expected[8:16])
-    np.testing.assert_array_equal(columns_of(whole, 2, 5).floats(8, 20), expected[8:, 2:5])
+    np.testing.assert_array_equal(whole.in_columns(2, 5).floats(8, 20), expected[8:, 2:5])
     assert common_dtype([whole]) == dtype and common_dtype([whole, of_array(values)]) == "f32"
     path.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="shrank"):

@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import TEXT, require_keys
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.checkpoint.stored import stored_weight
+from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.formats import FORMATS, Listed, format_of, read_checkpoint, reading
 from mtp_extract.pipeline.check import verify
@@ -48,7 +48,7 @@ class ToyFormat:
             OutputFile(self.marker, text=json.dumps({"dtype": dtype, **asdict(checkpoint.config)})),
         ]
 
-    def read_config(self, directory: Path) -> DrafterConfig:
+    def _config(self, directory: Path) -> DrafterConfig:
         document = read_object(directory / self.marker)
         fields = {key: value for key, value in document.items() if key != "dtype"}
         layers = (LayerConfig(**{**layer, "rope": RopeConfig(**layer["rope"])}) for layer in fields.pop("layers"))
@@ -57,10 +57,10 @@ class ToyFormat:
         return config
 
     def read(self, directory: Path) -> Checkpoint:
-        config = self.read_config(directory)
+        config = self._config(directory)
         stored = reading.read_shards(directory, self.weights_file)
         tensors = {
-            role.name: stored_weight(*stored[role.name]) if role.name in stored else filled(shape)
+            role.name: Stored(*stored[role.name]) if role.name in stored else filled(shape)
             for role, shape in shapes_of(config).items()
         }
         return Checkpoint("gemma4-mtp", config, tensors, read_object(directory / self.marker)["dtype"])
@@ -98,12 +98,3 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
     assert replace(found.config, max_position_embeddings=known.config.max_position_embeddings) == known.config
     for role, tensor in known.tensors.items():
         np.testing.assert_array_equal(found.tensors[role].array(), tensor.array(), err_msg=role)
-
-
-@pytest.mark.torch
-@pytest.mark.usefixtures("registered")
-def test_the_reference_drafter_loads_it(sample: Path, tmp_path: Path) -> None:
-    from mtp_extract.drafter.load import load_drafter
-
-    extract(sample, tmp_path / "toy", format="toy")
-    assert load_drafter(tmp_path / "toy").config == FORMAT.read_config(tmp_path / "toy")

@@ -63,13 +63,6 @@ def test_variant(name: str, tmp_path: Path) -> None:
         assert sha256(weights[tensor]) == digest, tensor
 
 
-def test_the_two_exporters_agree() -> None:
-    """The same weights through litert-torch and through jax2tf give the same norms."""
-    torch_vectors, jax_vectors = (VARIANTS[n]["vectors"] for n in ("torch_plain_norm", "jax_cap_none"))
-    assert torch_vectors == jax_vectors
-    assert len(set(torch_vectors.values())) > 20
-
-
 def test_published_shape_is_42_constants(tmp_path: Path) -> None:
     """Without layer scalars and with one q norm for the sliding layers: the seed's 23 matrices and 19 vectors."""
     result = extract(variant("jax_published_noscalar"), tmp_path / "out", format="litert")
@@ -77,7 +70,7 @@ def test_published_shape_is_42_constants(tmp_path: Path) -> None:
     assert len(weights) == 42
     assert sum(w.ndim == 2 for w in weights.values()) == 23
     assert sum(w.ndim == 1 for w in weights.values()) == 19
-    assert sum(result.record["counts"]["held"].values()) == 42
+    assert sum(result.held.values()) == 42
 
 
 def test_static_quantization_is_recorded(tmp_path: Path) -> None:
@@ -88,7 +81,7 @@ def test_static_quantization_is_recorded(tmp_path: Path) -> None:
         for side in ("input", "output"):
             assert sides[side]["dtype"] == "int8" and sides[side]["scale"] > 0, role
     with open_bundle(variant("jax_published")) as opened:
-        caches = inspect(opened, graph=True).as_json["drafter"]["kv_inputs"]
+        caches = inspect(opened, graph=True).report["drafter"]["kv_inputs"]
     assert {c["dtype"] for c in caches.values()} == {"INT8"}
     assert all(c["scale"] > 0 and c["zero_point"] == 0 for c in caches.values())
     assert [caches[n]["layers"] for n in ("kv_cache_k_2", "kv_cache_k_3")] == [[0, 1, 2], [3]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zipfile
@@ -204,8 +205,9 @@ def test_names_and_values_of_items(tmp_path: Path) -> None:
     items = {"model_type": "TF_LITE_MTP_DRAFTER", "../../etc": "\x1b]0;x\x07", "\u202e": "\0", "x" * 3000: "y" * 3000}
     path = tmp_path / "items.litertlm"
     path.write_bytes(bundle([Part(3, DRAFTER_DATA, items)]))
-    record = extract(path, tmp_path / "out").record
-    assert record["source"]["section"]["items"] == items
+    extract(path, tmp_path / "out")
+    with open_bundle(path) as opened:
+        assert json.loads(json.dumps(inspect(opened).report, allow_nan=False))["sections"][0]["items"] == items
     assert {p.name for p in tmp_path.iterdir()} == {"items.litertlm", "out"}
 
 
@@ -215,7 +217,8 @@ def test_items_that_are_not_utf_8_or_not_numbers(tmp_path: Path) -> None:
     data[at : at + 4] = b"\xff\xfe\xc0\x80"
     path = tmp_path / "items.litertlm"
     path.write_bytes(data)
-    assert extract(path, tmp_path / "out").record["source"]["section"]["items"]["note"] == r"\xff\xfe\xc0\x80"
+    with open_bundle(path) as opened:
+        assert inspect(opened).report["sections"][0]["items"]["note"] == r"\xff\xfe\xc0\x80"
 
 
 def _float_item(builder: flatbuffers.Builder) -> int:

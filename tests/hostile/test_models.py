@@ -375,7 +375,7 @@ def test_blocks_are_sound_before_they_are_damaged(tmp_path: Path) -> None:
     (tmp_path / "x.tflite").write_bytes(pack(model))
     extract(tmp_path / "x.tflite", tmp_path / "out")
     with open_bundle(tmp_path / "x.tflite") as opened:
-        roles = inspect(opened, graph=True).as_json["drafter"]["roles"]
+        roles = inspect(opened, graph=True).report["drafter"]["roles"]
     (gate,) = [role for role in roles if role["role"] == "layers.0.gate_proj"]
     assert gate["quantization"]["block_size"]
 

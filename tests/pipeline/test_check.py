@@ -51,17 +51,6 @@ def test_one_bit_of_any_tensor(sample: Path, tmp_path: Path, layout: str) -> Non
     verify(tmp_path / "out")
 
 
-def test_a_forged_record_does_not_fool_against(checkpoint: Path, sample: Path) -> None:
-    """Whoever changes a weight can change the record as well; the bundle cannot be changed with it."""
-    weights = checkpoint / "model.safetensors"
-    tensor = next(t for n, t in read_header(weights).items() if n.endswith("layers.2.self_attn.q_norm.weight"))
-    flip(weights, tensor.offset, 0)
-    forge(checkpoint)
-    verify(checkpoint)
-    with open_bundle(sample) as bundle, pytest.raises(CheckpointError, match=r"layers\.2\.q_norm"):
-        verify_against(checkpoint, bundle)
-
-
 def test_a_header_that_calls_the_same_bytes_something_else(checkpoint: Path, sample: Path) -> None:
     """Transposing a shape, or calling floats integers, changes no byte of any tensor."""
     weights = checkpoint / "model.safetensors"
@@ -75,11 +64,6 @@ def test_a_header_that_calls_the_same_bytes_something_else(checkpoint: Path, sam
     weights.write_bytes(sound.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
     forge(checkpoint)
     with open_bundle(sample) as bundle, pytest.raises(CheckpointError, match="I32"):
-        verify_against(checkpoint, bundle)
-
-
-def test_another_bundle(checkpoint: Path) -> None:
-    with open_bundle(variant("jax_cap_none")) as bundle, pytest.raises(CheckpointError, match="differs"):
         verify_against(checkpoint, bundle)
 
 

@@ -9,20 +9,14 @@ from typing import Any
 import fastjsonschema
 import pytest
 from helpers.report_document import REPORT
-from helpers.schemas import schema, validator
+from helpers.schemas import validator
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
-from mtp_extract.checkpoint import record as records
-from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError
-from mtp_extract.pipeline.check import files_in, read_record
-from mtp_extract.pipeline.staging import RECORD
-
-
-def test_the_version_is_the_codes() -> None:
-    assert schema("extraction")["properties"]["format_version"]["enum"] == [FORMAT_VERSION]
+from mtp_extract.pipeline import writing
+from mtp_extract.pipeline.check import RECORD, files_in, read_record
 
 
 def test_the_sample(extracted: Path) -> None:
@@ -59,7 +53,6 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
         (("source", "section", "sha256"), "abc"),
         (("source", "size"), True),
         (("files", "config.json"), []),
-        (("counts", "set_aside"), None),
         (("source", "section", "begin"), -1),
         (("made_codes",), {"rule": "q3_k"}),
         (("geometry",), 4.5),
@@ -81,11 +74,18 @@ def test_what_is_wrong_is_seen(extracted: Path, tmp_path: Path, path: tuple[str,
     assert all(key in said for key in path if key not in record["files"])
 
 
+GRID = {"dtype": "int8", "zero_point": 0}
+
+
 def test_a_number_beyond_the_largest_float_is_refused(extracted: Path, tmp_path: Path) -> None:
     """JSON knows such integers."""
-    record = changed(extracted, ("proof", "largest_share_cut_off"), 10**400)
+    record = changed(
+        extracted,
+        ("activations",),
+        {"lm_head": {"input": {"dtype": "int8", "scale": 10**400, "zero_point": 0}, "output": None}},
+    )
     (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"proof\.largest_share_cut_off"):
+    with pytest.raises(CheckpointError, match=r"activations.*scale"):
         read_record(tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(extracted: Path, tmp_path: Path) -> None:
 
 def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> None:
     """The schema, which is of what is written, refuses it."""
-    record = changed(extracted, ("counts", "more"), 1)
+    record = changed(extracted, ("tool", "more"), 1)
     (tmp_path / RECORD).write_text(json.dumps({**record, "more": {}}), encoding="utf-8")
     assert read_record(tmp_path) == {**record, "more": {}}
     with pytest.raises(fastjsonschema.JsonSchemaValueException):
@@ -108,7 +108,7 @@ def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> No
 
 def test_a_record_that_its_reader_refuses_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that no other command takes is no result."""
-    monkeypatch.setattr(records, "held", lambda made: {"F32": 0})
-    with pytest.raises(CheckpointError, match=r"extraction\.json: not what mtp-extract writes: .*counts\.held"):
+    monkeypatch.setattr(writing, "__version__", 1)
+    with pytest.raises(CheckpointError, match=r"extraction\.json: not what mtp-extract writes: .*tool\.version"):
         extract(sample_bundle(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
