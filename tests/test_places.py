@@ -20,13 +20,10 @@ from mtp_extract.formats import FORMATS
 from mtp_extract.insertion.base import planned_base_insertion
 from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.io.place import check_place
-from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.check import recorded, verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
-from mtp_extract.pipeline.staging import recorded
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.writing import write_made
-
-MINE = {"thesis.tex": "years", "notes/a.txt": "", ".git/HEAD": "ref: refs/heads/main"}
 
 
 def state(folder: Path) -> dict[str, bytes]:
@@ -89,16 +86,6 @@ def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
     with pytest.raises(OutputError, match="which is read"):
         extract(bundle, mine, overwrite=True)
     assert {**state(mine), "extraction.json": before["extraction.json"]} == before
-
-
-def test_what_the_user_keeps_there_stays(sample: Path, mine: Path) -> None:
-    for name, text in MINE.items():
-        (mine / name).parent.mkdir(exist_ok=True)
-        (mine / name).write_text(text)
-    before = state(mine)
-    with pytest.raises(OutputError, match=r": \.git/HEAD, notes/a\.txt, thesis\.tex\."):
-        extract(sample, mine, overwrite=True)
-    assert state(mine) == before
 
 
 @pytest.mark.parametrize("record", ["{", "[]", "{}", '{"files": 5}', '{"files": {}}'])

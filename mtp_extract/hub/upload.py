@@ -27,9 +27,7 @@ from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
-from mtp_extract.pipeline.check import changed_card, files_in, verify
-from mtp_extract.pipeline.staging import CARD, RECORD
-from mtp_extract.pipeline.unexpected import LEGAL
+from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in, verify
 from mtp_extract.report.card import UNSAID, CardWords, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 

@@ -46,17 +46,18 @@ def http_library() -> ModuleType:
     return importlib.import_module(base.__module__.partition(".")[0])
 
 
-class FaultError(Exception):
-    """Something that may go away. ``str()`` says what.
+class FaultError(SourceError):
+    """Something that may go away.
 
     Attributes:
+        what: it is, without the name of what was asked for.
         wait: seconds the server asked to be left alone; None if it did not say.
         unreachable: no server answered.
     """
 
-    def __init__(self, what: str, wait: float | None = None, unreachable: bool = False) -> None:
-        super().__init__(what)
-        self.wait, self.unreachable = wait, unreachable
+    def __init__(self, name: str, what: str, wait: float | None = None, unreachable: bool = False) -> None:
+        super().__init__(f"{name}: {what}. Run it again.")
+        self.what, self.wait, self.unreachable = what, wait, unreachable
 
 
 # By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
@@ -87,43 +88,41 @@ def faults(name: str) -> Iterator[None]:
     """Turn what the HTTP library and huggingface_hub raise inside into a FaultError or a SourceError.
 
     What a server wrote is never repeated in a message: it may quote the request, and with it a token.
+
+    Raises:
+        FaultError: it may go away.
+        SourceError: it will not.
     """
+    from huggingface_hub.errors import HfHubHTTPError
+
     hide_queries()
     try:
         yield
-    except (FaultError, MtpExtractError):
+    except MtpExtractError:
         raise
     except Exception as error:
-        known = _known_error(name, error)
-        if known is None:
-            raise
-        raise known from None
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+        if isinstance(error, HfHubHTTPError) and status in BUSY:
+            raise busy_fault(name, error.response) from None
+        for text in (text for kind, text in _FINAL.items() if kind in kinds):
+            raise SourceError(f"{name}: {text}") from None
+        if status:
+            raise SourceError(f"{name}: {HUB_STATUSES.get(status, f'the Hub answered {status}')}.") from None
+        for text in (text for kind, text in _PASSING.items() if kind in kinds):
+            why = f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""
+            raise FaultError(name, text + why, unreachable=text.startswith("the server")) from None
+        if isinstance(error, ValueError):
+            wrong = "the server's answer cannot be read, or it redirects to what is no address."
+            raise SourceError(f"{name}: {wrong}") from None
+        raise
 
 
-def _known_error(name: str, error: Exception) -> Exception | None:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    kinds = [kind.__name__ for kind in type(error).__mro__]
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-    if isinstance(error, HfHubHTTPError) and status in BUSY:
-        return busy_fault(error.response)
-    for text in (_FINAL[kind] for kind in _FINAL if kind in kinds):
-        return SourceError(f"{name}: {text}")
-    if status:
-        return SourceError(f"{name}: {HUB_STATUSES.get(status, f'the Hub answered {status}')}.")
-    for text in (_PASSING[kind] for kind in _PASSING if kind in kinds):
-        why = f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""
-        return FaultError(text + why, unreachable=text.startswith("the server"))
-    if isinstance(error, ValueError):
-        return SourceError(f"{name}: the server's answer cannot be read, or it redirects to what is no address.")
-    return None
-
-
-def busy_fault(response: Any) -> FaultError:
+def busy_fault(name: str, response: Any) -> FaultError:
     """The fault of an answer whose status is one of :data:`BUSY`; of a Retry-After, seconds count and no date."""
     status, wait = int(response.status_code), response.headers.get("retry-after", "").strip()
     what = "limits the rate of requests" if status == 429 else "is not available"
-    return FaultError(f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
+    return FaultError(name, f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
 
 
 def _hide(record: logging.LogRecord) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few, nearest
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, cached_address, parse_address
-from mtp_extract.io.http_library import FaultError, faults
-from mtp_extract.io.source import LocalSource, Progress, Source
+from mtp_extract.io.http_library import faults
+from mtp_extract.io.source import LocalSource, Progress, Source, nothing_shown
 
 _CONFIG, _GGUF = "config.json", ".gguf"
 _PATIENCE = 60.0
@@ -47,7 +47,9 @@ def open_source(
     if (address := _parsed(text)) is None:
         raise SourceError(_not_here(text))
     with _or_a_path(text):
-        return _open_remote(address, token, progress or (lambda done, total: None))
+        if isinstance(address, HubAddress):
+            return _open_hub(address, token, progress or nothing_shown)
+        return _open_url(address, progress or nothing_shown)
 
 
 def _parsed(text: str) -> HubAddress | WebAddress | None:
@@ -91,17 +93,21 @@ def _open_local(path: Path) -> LocalSource:
     return source
 
 
-def _open_remote(address: HubAddress | WebAddress, token: str | bool | None, progress: Progress) -> Source:
+def _open_url(address: WebAddress, progress: Progress) -> Source:
+    from mtp_extract.io.remote import RemoteSource
+
+    remote = RemoteSource(address.name, address.url, _headers(False), None, progress)
+    told = {"url": address.name, "etag": remote.told["ETag"], "last_modified": remote.told["Last-Modified"]}
+    remote.provenance = {key: str(value) for key, value in told.items() if value}
+    return remote
+
+
+def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress) -> Source:
     """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     from mtp_extract.io.remote import CONNECT_TIMEOUT, RemoteSource, retried
 
-    if isinstance(address, WebAddress):
-        remote = RemoteSource(address.name, address.url, _headers(False), None, progress)
-        told = {"etag": str(remote.told["ETag"]), "last_modified": str(remote.told["Last-Modified"])}
-        remote.provenance = {"url": address.name, **{key: value for key, value in told.items() if value}}
-        return remote
     if not address.is_file:
         address = _bundle_in(address, token)
     name, repository, path, revision = address.name, address.repository, address.path, address.revision
@@ -164,6 +170,11 @@ def _bundle_in(address: HubAddress, token: str | bool | None) -> HubAddress:
     raise SourceError(f"{address.name}: {what}. Name another, such as litert-community/gemma-4-E4B-it-litert-lm.")
 
 
+def is_checkpoint(place: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint at ``place``, and not a bundle or model: a directory or a ``.gguf``."""
+    return os.path.isdir(place) or (os.fspath(place).endswith(_GGUF) and os.path.isfile(place))
+
+
 def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) -> str:
     """The path of a checkpoint: of one on the Hub that in the Hub's cache, into which it is fetched; else ``source``.
 
@@ -200,27 +211,25 @@ def _fetched(address: HubAddress, sizes: Mapping[str, int]) -> Path:
     Args:
         sizes: path → bytes of the files that begin with its path.
     """
-    folder = address.path
-    if folder in sizes:
-        files = [folder]
+    # A folder may be named without its slash; what begins alike is another.
+    folder = f"{address.path.rstrip('/')}/" if address.path else ""
+    inside = [path for path in sizes if path.startswith(folder)]
+    drafters = [path for path in inside if path.endswith(_GGUF) and "mtp-" in path]
+    if address.path in sizes:
+        files, place = [address.path], address.path
+    elif f"{folder}{_CONFIG}" in inside:
+        files, place = inside, folder
+    elif len(drafters) == 1:
+        files, place = drafters, drafters[0]
     else:
-        # A folder may be named without its slash; what begins alike is another.
-        folder = f"{folder.rstrip('/')}/" if folder else ""
-        files = [path for path in sizes if path.startswith(folder)]
-    if folder not in sizes and f"{folder}{_CONFIG}" not in files:
-        found = [path for path in files if path.endswith(_GGUF) and "mtp-" in path]
-        if len(found) != 1:
-            several = f"{len(found)}: {few(found)}" if found else few(sorted(files)) or "no files"
-            raise SourceError(
-                f"{address.name}: expected a {_CONFIG} or one mtp-*.gguf, found {several}. Name what is meant."
-            )
-        files = found
+        found = f"{len(drafters)}: {few(drafters)}" if drafters else few(sorted(inside)) or "no files"
+        raise SourceError(f"{address.name}: expected a {_CONFIG} or one mtp-*.gguf, found {found}. Name what is meant.")
     if (size := sum(sizes[path] for path in files)) > _LARGEST:
         raise SourceError(
             f"{address.name}: expected a drafter's checkpoint, found {size / 1e9:.1f} GB, which is more than any "
             "has. Name the drafter's folder or file."
         )
-    return _snapshot(address, files) / (files[0] if files[0].endswith(_GGUF) and len(files) == 1 else folder)
+    return _snapshot(address, files) / place
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
@@ -229,16 +238,14 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
 
     if constants.HF_HUB_OFFLINE:
         folder = _snapshot(address)
-        sizes = {
-            path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
-        }
+        here = (path for path in folder.rglob("*") if path.is_file())
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in here}
     else:
-        about: dict[str, Any] = {"revision": address.revision, "files_metadata": True}
-        # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
         api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
-        with _asked_once(address, "Run it again, or name the file's path here."):
-            listed = api.repo_info(address.repository, timeout=_PATIENCE, **about).siblings
-        sizes = {one.rfilename: one.size or 0 for one in listed or ()}
+        # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+        with faults(address.name):
+            about = api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=_PATIENCE)
+        sizes = {one.rfilename: one.size or 0 for one in about.siblings or ()}
     return {path: size for path, size in sizes.items() if path.startswith(address.path)}
 
 
@@ -246,22 +253,13 @@ def _snapshot(address: HubAddress, files: Iterable[str] | None = None) -> Path:
     """The folder of the Hub's cache with that revision, and ``files`` of it in there; None for what is there."""
     from huggingface_hub import snapshot_download
 
-    with _asked_once(address, "Run it again to resume."):
+    wanted = None if files is None else [*map(glob.escape, files)]
+    with faults(address.name):
         return Path(
             snapshot_download(
                 address.repository,
                 revision=address.revision,
-                allow_patterns=None if files is None else [*map(glob.escape, files)],
+                allow_patterns=wanted,
                 local_files_only=files is None,
             )
         )
-
-
-@contextmanager
-def _asked_once(address: HubAddress, advice: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a SourceError, with ``advice`` where it may go away."""
-    try:
-        with faults(address.name):
-            yield
-    except FaultError as fault:
-        raise SourceError(f"{address.name}: {fault}. {advice}") from fault

@@ -140,19 +140,25 @@ def _stage_of(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | No
     so are the directories above it that had to be made, unless something lies there.
     """
     stage = target.parent / f".{target.name}.partial"
+    missing = [parent for parent in target.parents if not os.path.lexists(parent)]
     try:
-        with ExitStack() as at_the_end:
-            _check_inputs(target, inputs)
-            missing = [parent for parent in target.parents if not os.path.lexists(parent)]
-            if not (nearest := target.parents[len(missing)]).is_dir():
-                raise _refusal(target, f"{shown(nearest)} is not a directory.")
-            at_the_end.callback(_remove_empty, missing)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            at_the_end.callback(os.close, _lock(stage, target))
-            at_the_end.callback(_clear, stage, target, finally_=True)
-            _clear(stage, target)
-            _check_free(target, overwrite, listed)
-            yield stage
+        _check_inputs(target, inputs)
+        if not (nearest := target.parents[len(missing)]).is_dir():
+            raise _refusal(target, f"{shown(nearest)} is not a directory.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = _lock(stage, target)
+            try:
+                _clear(stage, target)
+                _check_free(target, overwrite, listed)
+                yield stage
+            finally:
+                _clear(stage, target, finally_=True)
+                os.close(lock)
+        finally:
+            with suppress(OSError):
+                for folder in missing:
+                    folder.rmdir()
     except OSError as error:
         raise unwritten(target, error) from error
 
@@ -162,20 +168,16 @@ def _check_inputs(target: Path, inputs: Inputs) -> None:
     for read in inputs:
         if read is None or not os.path.exists(read):
             continue
-        found, shown_name = Path(os.path.realpath(read)), escape(read)
-        if _same(target, found):
+        found = Path(os.path.realpath(read))
+        if target.exists() and target.samefile(found):
             why = "is read"
-        elif any(_same(target, parent) for parent in found.parents):
-            why = f"holds {shown_name}, which is read"
-        elif any(_same(parent, found) for parent in target.parents):
-            why = f"lies inside {shown_name}, which is read"
+        elif target in found.parents:
+            why = f"holds {escape(read)}, which is read"
+        elif found in target.parents:
+            why = f"lies inside {escape(read)}, which is read"
         else:
             continue
         raise _refusal(target, f"{why} and stays as it is.")
-
-
-def _same(path: Path, other: Path) -> bool:
-    return path.exists() and os.path.samefile(path, other)
 
 
 def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
@@ -208,13 +210,6 @@ def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
             known = stat.S_ISREG(mode) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))
             if not (known or stat.S_ISDIR(mode)):
                 yield path
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that were made for a result, the innermost first, unless something lies there."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def _lock(stage: Path, target: Path) -> int:

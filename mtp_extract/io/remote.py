@@ -15,13 +15,13 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.files import write_all
 from mtp_extract.io.http_library import BUSY, FaultError, busy_fault, faults, http_library
-from mtp_extract.io.source import FileSource, Progress
+from mtp_extract.io.source import FileSource, Progress, nothing_shown
 
 T = TypeVar("T")
 
@@ -69,7 +69,8 @@ def retried(name: str, attempt: Callable[[], T], arrived: Callable[[], int] = la
             most = _FEW if fault.unreachable else len(_PAUSES)
             if failures > most or (fault.wait or 0) > _LONGEST_WAIT:
                 again = "later" if fault.wait is None else f"in {fault.wait:.0f} seconds, as it asks"
-                raise SourceError(f"{name}: {fault} (attempt {failures}, the last). Try again {again}.") from fault
+                last = f"{name}: {fault.what} (attempt {failures}, the last). Try again {again}."
+                raise SourceError(last) from fault
             time.sleep(_PAUSES[failures - 1] if fault.wait is None else fault.wait)
 
 
@@ -99,7 +100,7 @@ class RemoteSource(FileSource):
         url: str,
         headers: Mapping[str, str],
         size: int | None = None,
-        progress: Progress = lambda done, total: None,
+        progress: Progress = nothing_shown,
     ) -> None:
         self.name, self.size, self.provenance = name, _BLOCK, {}
         self.told: dict[str, str | int] = {} if size is None else {"size": size}
@@ -114,39 +115,41 @@ class RemoteSource(FileSource):
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
-        with self._lock:
-            self._fetch(offset, length)
+        self._fetch(offset, length)
         return super().read(offset, length)
 
     def prefetch(self, offset: int, length: int) -> None:
         """Fetch what is missing of a range, in one request, so that reading it costs none."""
         self.check(offset, length)
-        with self._lock:
-            self._fetch(offset, length, self._progress)
+        self._fetch(offset, length, self._progress)
 
-    def _fetch(self, offset: int, length: int, progress: Progress = lambda done, total: None) -> None:
+    def _fetch(self, offset: int, length: int, progress: Progress = nothing_shown) -> None:
         """Fetch the blocks of a range that are not here; an answer that breaks off is resumed."""
         blocks = range(offset // _BLOCK, -(-(offset + length) // _BLOCK))
-        missing = sum(block not in self._here for block in blocks) + len(self._here)
+
+        def missing() -> list[int]:
+            return [block for block in blocks if block not in self._here]
 
         def show() -> None:
-            progress(max(0, length - (missing - len(self._here)) * _BLOCK), length)
+            progress(max(0, length - (wanted - len(self._here)) * _BLOCK), length)
 
         def attempt() -> None:
             # What is here between two gaps is a few blocks, cheaper to fetch again than to ask around.
-            if gaps := [block for block in blocks if block not in self._here]:
+            if gaps := missing():
                 self._request(gaps[0], gaps[-1] + 1, show)
 
-        try:
-            if self.fileno < 0:
-                with tempfile.TemporaryFile(prefix="mtp-extract-") as file:
-                    self.fileno = os.dup(file.fileno())
-            retried(self.name, attempt, lambda: len(self._here) * _BLOCK)
-        except OSError as error:
-            raise SourceError(
-                f"{self.name}: what is fetched is kept in a temporary file, which cannot be written: "
-                f"{error.strerror or error}. Set TMPDIR to a directory with more room."
-            ) from error
+        with self._lock:
+            wanted = len(self._here) + len(missing())
+            try:
+                if self.fileno < 0:
+                    with tempfile.TemporaryFile(prefix="mtp-extract-") as file:
+                        self.fileno = os.dup(file.fileno())
+                retried(self.name, attempt, lambda: len(self._here) * _BLOCK)
+            except OSError as error:
+                raise SourceError(
+                    f"{self.name}: what is fetched is kept in a temporary file, which cannot be written: "
+                    f"{error.strerror or error}. Set TMPDIR to a directory with more room."
+                ) from error
 
     def _request(self, block: int, last: int, show: Callable[[], None]) -> None:
         """Fetch the blocks from ``block`` up to ``last``, and keep each as soon as it is whole."""
@@ -159,17 +162,25 @@ class RemoteSource(FileSource):
         with get as response:
             check_redirects(self.name, *(str(hop.url) for hop in (*response.history, response)))
             end = self._examine(response, at, end)
-            for piece in _pieces(response):
+            since, arrived = time.monotonic(), 0
+            # As it comes: collecting it into larger pieces would hide a trickle, and lose more when it breaks.
+            for piece in response.iter_raw():
                 if at + len(piece) > end:
-                    raise FaultError("the server sent more bytes than it announced")
+                    raise FaultError(self.name, "the server sent more bytes than it announced")
                 write_all(self.fileno, piece, at)
                 at += len(piece)
                 whole = last if at == end else at // _BLOCK
                 self._here.update(range(block, whole))
                 block = whole
                 show()
+                arrived += len(piece)
+                if (passed := time.monotonic() - since) > _WINDOW:
+                    if arrived < _LEAST:
+                        slow = f"the server is too slow: {arrived} bytes in {passed:.0f} seconds"
+                        raise FaultError(self.name, slow)
+                    since, arrived = since + passed, 0
         if at < end:
-            raise FaultError(f"the answer ended {end - at} bytes early")
+            raise FaultError(self.name, f"the answer ended {end - at} bytes early")
 
     def _examine(self, response: Any, begin: int, end: int) -> int:
         """Check status and headers of an answer, and hold them against the first one's; where what follows ends.
@@ -178,43 +189,41 @@ class RemoteSource(FileSource):
             FaultError: another attempt may do.
             SourceError: refused, gone, changed, or a server that sends no ranges of one file.
         """
-        self._check_status(response)
-        headers = response.headers
+        status, headers = int(response.status_code), response.headers
+        if status in BUSY:
+            raise busy_fault(self.name, response)
+        if status in (401, 403, 410) and self.told:
+            # What the Hub redirects to is signed for a while, and anew for each request.
+            raise FaultError(self.name, f"the server refuses access ({status})")
+        if status == 200:
+            page = headers.get("content-type", "").startswith("text/html")
+            raise self._refused(
+                f"expected a server of byte ranges, found {'an HTML page' if page else 'one of whole files'}"
+            )
+        if status != 206:
+            raise self._refused(f"{_STATUSES.get(status, 'the server answered')} ({status})")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise self._refused("the server compresses what it sends, which makes offsets meaningless")
         found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
         if found is None:
-            raise FaultError("the server sent a range without saying which of how many bytes")
+            raise FaultError(self.name, "the server sent a range without saying which of how many bytes")
         start, stop, size = int(found[1]), int(found[2]) + 1, int(found[3])
         told = {"size": size, "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
         for what, value in told.items():
             if self.told.setdefault(what, value) != value:
-                raise SourceError(
-                    f"{self.name}: the file changed while it was being read (another {what}). Start again."
-                )
+                changed = f"the file changed while it was being read (another {what}). Start again."
+                raise SourceError(f"{self.name}: {changed}")
         if not _STRONG.fullmatch(str(told["ETag"])) and not told["Last-Modified"]:
             raise self._refused("the server gives neither a strong ETag nor a date, so a change would not be seen")
         self.size, end = size, min(end, size)
         if (start, stop) != (begin, end):
-            raise FaultError(f"the server sent bytes {start} to {stop - 1} when asked for {begin} to {end - 1}")
+            wrong = f"the server sent bytes {start} to {stop - 1} when asked for {begin} to {end - 1}"
+            raise FaultError(self.name, wrong)
         # Without a length, what follows the head may be another head as well.
         if (length := headers.get("content-length", "no number of")) != str(end - begin):
-            raise FaultError(f"the server announced {escape(length, 30)} bytes for a range of {end - begin}")
+            wrong = f"the server announced {escape(length, 30)} bytes for a range of {end - begin}"
+            raise FaultError(self.name, wrong)
         return end
-
-    def _check_status(self, response: Any) -> None:
-        status = int(response.status_code)
-        if status in BUSY:
-            raise busy_fault(response)
-        if status in (401, 403, 410) and self.told:
-            # What the Hub redirects to is signed for a while, and anew for each request.
-            raise FaultError(f"the server refuses access ({status})")
-        if status == 200:
-            page = response.headers.get("content-type", "").startswith("text/html")
-            found = "an HTML page" if page else "one of whole files"
-            raise SourceError(f"{self.name}: expected a server of byte ranges, found {found}. {_BY_HAND}")
-        if status != 206:
-            raise self._refused(f"{_STATUSES.get(status, 'the server answered')} ({status})")
 
     def _refused(self, why: str) -> SourceError:
         return SourceError(f"{self.name}: {why}. {_BY_HAND}")
@@ -224,19 +233,3 @@ def check_redirects(name: str, *urls: str) -> None:
     """Refuse to be led from a safe address to another kind."""
     if urls[0].startswith("https:") and not all(url.startswith("https:") for url in urls):
         raise SourceError(f"{name}: the server redirects to an address without https://. {_BY_HAND}")
-
-
-def _pieces(response: Any) -> Iterator[bytes]:
-    """What arrives, as it comes: collecting it into larger pieces would hide a trickle, and lose more when it breaks.
-
-    Raises:
-        FaultError: it is too little for too long.
-    """
-    since, arrived = time.monotonic(), 0
-    for piece in response.iter_raw():
-        yield piece
-        arrived += len(piece)
-        if (now := time.monotonic()) - since > _WINDOW:
-            if arrived < _LEAST:
-                raise FaultError(f"the server is too slow: {arrived} bytes in {now - since:.0f} seconds")
-            since, arrived = now, 0

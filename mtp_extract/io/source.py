@@ -14,7 +14,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
@@ -25,6 +25,10 @@ Progress = Callable[[int, int], None]
 
 Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
+
+
+def nothing_shown(done: int, total: int) -> None:
+    """The progress that nobody looks at."""
 
 
 def counter(progress: Progress, total: int) -> Advance:
@@ -131,7 +135,6 @@ class LocalSource(FileSource):
         self.size = os.fstat(self.fileno).st_size
 
 
-@dataclass(frozen=True)
 class Region:
     """A bounded part of a source: ``size`` bytes from ``begin``, called ``what`` in messages.
 
@@ -139,16 +142,15 @@ class Region:
     never more memory than ``_PAGES_KEPT`` pages.
     """
 
-    source: Source
-    begin: int
-    size: int
-    what: str
-    _pages: dict[int, bytes] = field(default_factory=dict, repr=False, compare=False)
-    _whole: Region | None = field(default=None, repr=False, compare=False)
+    def __init__(self, source: Source, begin: int, size: int, what: str, whole: Region | None = None) -> None:
+        self.source, self.begin, self.size, self.what = source, begin, size, what
+        self._whole = whole
+        if whole is None:
+            self._page = lru_cache(_PAGES_KEPT)(self._read_page)
 
     def part(self, offset: int, size: int, what: str) -> Region:
         """``size`` bytes of it from ``offset``, called ``what``, and read through its pages."""
-        return Region(self.source, self.begin + offset, size, what, _whole=self)
+        return Region(self.source, self.begin + offset, size, what, self)
 
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` within the region; to its end if None.
@@ -167,18 +169,8 @@ class Region:
         if length > _PAGE:
             return self.source.read(self.begin + offset, length)
         index, start = divmod(offset, _PAGE)
-        page = self._page(index)
-        if start + length <= len(page):
-            return page[start : start + length]
-        return page[start:] + self._page(index + 1)[: start + length - len(page)]
+        found = self._page(index)[start : start + length]
+        return found if len(found) == length else found + self._page(index + 1)[: length - len(found)]
 
-    def _page(self, index: int) -> bytes:
-        page = self._pages.get(index)
-        if page is None:
-            offset = index * _PAGE
-            page = self._pages[index] = self.source.read(self.begin + offset, min(_PAGE, self.size - offset))
-            if len(self._pages) > _PAGES_KEPT:
-                # Another thread may have dropped it by now.
-                oldest, *_ = self._pages
-                self._pages.pop(oldest, None)
-        return page
+    def _read_page(self, index: int) -> bytes:
+        return self.source.read(self.begin + index * _PAGE, min(_PAGE, self.size - index * _PAGE))

@@ -26,6 +26,10 @@ class Record(Struct):
     """An object of a JSON file."""
 
 
+class Excerpt(Record):
+    """An object of which only what commands read is listed here; `mtp-tune --json` prints it all."""
+
+
 class Tool(Record):
     """What wrote the file."""
 

@@ -471,3 +471,15 @@ def test_the_parent_of_a_link(tmp_path: Path) -> None:
     with staged(tmp_path / "link" / ".." / "x", overwrite=False) as stage:
         stage.write_bytes(b"")
     assert names(tmp_path / "far") == ["away", "x"]
+
+
+def test_a_folder_that_cannot_be_read_may_hold_anything(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.scandir
+
+    def refusing(path: object) -> object:
+        if str(path).endswith("codes"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    refused(place, "cannot be written: Permission denied")

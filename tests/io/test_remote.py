@@ -143,27 +143,29 @@ def test_no_token_when_none_is_wanted(bundle: HubServer, patience: Patient) -> N
 # --- faults that go away
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-@pytest.mark.parametrize("where", ["resolve", "storage"])
-def test_a_busy_server_is_asked_again(bundle: HubServer, patience: Patient, where: str, status: int) -> None:
-    bundle.fault(where, status=status, times=3)
+BUSY = [(where, {"status": status, "times": 3}) for where in ("resolve", "storage") for status in (429, 500, 502, 503)]
+ASKED = {"Retry-After": "7"}, {"Retry-After": "0"}
+
+
+@pytest.mark.parametrize(
+    ("faults", "waits"),
+    [
+        *(([fault], [0.5, 1.0, 2.0]) for fault in BUSY),
+        *(
+            ([(where, {"status": 429, "headers": ASKED[0]}), (where, {"status": 503, "headers": ASKED[1]})], [7.0, 0.0])
+            for where in ("resolve", "storage")
+        ),
+        # A length or a range that is not as announced is asked for again.
+        ([("storage", {name: by, "skip": 1}) for name, by in (("length", 5), ("length", -5), ("shift", 3))], None),
+    ],
+)
+def test_what_goes_away_is_asked_again(
+    bundle: HubServer, patience: Patient, faults: list[tuple[str, dict[str, Any]]], waits: list[float] | None
+) -> None:
+    for where, fault in faults:
+        bundle.fault(where, **fault)
     assert whole(URL, patience) == DATA
-    assert patience.waits == [0.5, 1.0, 2.0]
-
-
-@pytest.mark.parametrize("where", ["resolve", "storage"])
-def test_retry_after_is_obeyed(bundle: HubServer, patience: Patient, where: str) -> None:
-    bundle.fault(where, status=429, headers={"Retry-After": "7"})
-    bundle.fault(where, status=503, headers={"Retry-After": "0"})
-    assert whole(URL, patience) == DATA
-    assert patience.waits == [7.0, 0.0]
-
-
-@pytest.mark.parametrize("asked", ["soon", "\u00b2", "-1", "1e9", "Thu, 01 Jan 1970 00:00:00 GMT"])
-def test_a_retry_after_that_says_nothing(bundle: HubServer, patience: Patient, asked: str) -> None:
-    bundle.fault("storage", status=503, headers={"Retry-After": asked})
-    assert whole(URL, patience) == DATA
-    assert patience.waits == [0.5]
+    assert patience.waits == waits if waits else len(patience.waits) == len(faults)
 
 
 def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience: Patient) -> None:
@@ -195,34 +197,26 @@ def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -
     assert all("/resolve/" + "c" * 40 in request.path for request in of_hub[1:])
 
 
-def test_a_wrong_length_is_noticed_and_asked_again(bundle: HubServer, patience: Patient) -> None:
-    bundle.fault("storage", length=5, skip=1)
-    bundle.fault("storage", length=-5, skip=1)
-    bundle.fault("storage", shift=3, skip=1)
-    assert whole(URL, patience) == DATA
-    assert len(patience.waits) == 3
-
-
 # --- faults that stay
 
 
-@pytest.mark.parametrize("where", ["resolve", "storage"])
-def test_a_server_that_stays_busy(bundle: HubServer, patience: Patient, where: str) -> None:
-    bundle.fault(where, status=503, times=99)
-    assert "is not available (503)" in fails(URL, patience)
-    assert patience.waits == [0.5, 1.0, 2.0, 4.0, 8.0]
-
-
-def test_a_server_that_wants_too_much_time(bundle: HubServer, patience: Patient) -> None:
-    bundle.fault("resolve", status=429, headers={"Retry-After": "3600"})
-    assert "3600 seconds" in fails(URL, patience)
-    assert patience.waits == []
-
-
-def test_a_connection_that_brings_nothing(bundle: HubServer, patience: Patient) -> None:
-    bundle.fault("storage", cut=10, skip=1, times=99)
-    assert "connection was lost" in fails(URL, patience)
-    assert len(patience.waits) == 5
+@pytest.mark.parametrize(
+    ("where", "fault", "text", "waits"),
+    [
+        ("resolve", {"status": 503}, "is not available (503)", 5),
+        ("storage", {"status": 503}, "is not available (503)", 5),
+        ("storage", {"status": 403}, "the server refuses access (403)", 5),
+        ("resolve", {"status": 429, "headers": {"Retry-After": "3600"}}, "3600 seconds", 0),
+        ("storage", {"cut": 10, "skip": 1}, "connection was lost", 5),
+        ("storage", {"total": 1, "skip": 1}, "changed while it was being read (another size)", 0),
+    ],
+)
+def test_what_stays_ends_in_one_line(
+    bundle: HubServer, patience: Patient, where: str, fault: dict[str, Any], text: str, waits: int
+) -> None:
+    bundle.fault(where, **fault, times=99)
+    assert text in fails(URL, patience)
+    assert len(patience.waits) == waits
 
 
 def test_a_trickle(bundle: HubServer, patience: Patient) -> None:
@@ -240,11 +234,6 @@ def test_slow_but_steady_is_no_trickle(bundle: HubServer, patience: Patient, mon
     assert patience.waits == []
 
 
-def test_another_size(bundle: HubServer, patience: Patient) -> None:
-    bundle.fault("storage", total=1)
-    assert "changed while it was being read (another size)" in fails(URL, patience)
-
-
 def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patience: Patient) -> None:
     with open_source(URL) as source:
         bundle.repos[REPO].older["c" * 40] = dict(bundle.repos[REPO].files)
@@ -254,48 +243,11 @@ def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patienc
         assert source.provenance["commit"] == "c" * 40
 
 
-def test_a_wrong_token(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
-    assert "does not accept the token" in fails(URL, patience)
-
-
-def test_a_private_repository_without_a_token(
-    bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    bundle.repos[REPO].private = True
-    assert "private" in fails(URL, patience)
-
-
-def test_a_gated_repository(bundle: HubServer, patience: Patient) -> None:
-    bundle.repos[REPO].gated = True
-    assert "gated: accept its terms" in fails(URL, patience)
-
-
-@pytest.mark.parametrize(
-    ("url", "text"),
-    [
-        ("hf://org/nothing/a.litertlm", "no such repository"),
-        (f"hf://{REPO}/other.litertlm", "no such file"),
-        (f"{URL}@v9", "no such revision"),
-        ("hf://a--b/c/d.litertlm", "not a repository's name"),
-    ],
-)
-def test_what_does_not_exist(bundle: HubServer, patience: Patient, url: str, text: str) -> None:
-    assert text in fails(url, patience)
-    assert patience.waits == []
-
-
 @pytest.mark.parametrize(("status", "text"), [(401, "refuses access"), (403, "refuses access"), (404, "no such file")])
 def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: int, text: str) -> None:
     hub.plain["/a"] = hub.add("x/y", "z", DATA)
     hub.fault("plain", status=status)
     assert text in fails(hub.url() + "/a", patience)
-
-
-def test_storage_that_refuses_for_good(bundle: HubServer, patience: Patient) -> None:
-    bundle.fault("storage", status=403, times=99)
-    assert "the server refuses access (403)" in fails(URL, patience)
 
 
 def test_nobody_there(patience: Patient, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_looking_fetches_structure_and_extracting_fetches_once(
     path.write_bytes(model if bare else bundle([Part(1, bytes(9)), Part(3, model, MODEL_TYPE)]))
     hub.add(REPO, path.name, path.read_bytes())
     with mtp_extract.open(path) as here, mtp_extract.open(f"hf://{REPO}/{path.name}") as there:
-        local, remote = (inspect(opened, tensors=True).as_json for opened in (here, there))
+        local, remote = (inspect(opened, tensors=True).report for opened in (here, there))
         changed = {"name", "provenance"}
         assert {k: v for k, v in local.items() if k not in changed} == {
             k: v for k, v in remote.items() if k not in changed
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_checked_against_a_remote_bundle(
     result = mtp_extract.extract(path, tmp_path / "local")
     with mtp_extract.open(open_source(URL)) as opened:
         assert all(check.passed for check in verify_against(result.directory, opened).checks)
-        roles = inspect(opened, graph=True).as_json["drafter"]["roles"]
+        roles = inspect(opened, graph=True).report["drafter"]["roles"]
     with path.open("r+b") as file:
         file.seek(next(role["data"]["offset"] for role in roles if role["role"] == "post_projection"))
         byte = file.read(1)[0]

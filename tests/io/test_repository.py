@@ -53,12 +53,6 @@ def test_several_are_listed(one: HubServer) -> None:
         assert source.name == f"hf://{REPO}@main/sub/other.litertlm"
 
 
-def test_none_is_said_with_what_there_is(one: HubServer) -> None:
-    one.add("org/empty", "model.task", DATA)
-    with pytest.raises(SourceError, match=r"expected a \.litertlm, found none among model\.task"):
-        open_source("org/empty")
-
-
 def test_neither_file_nor_id(one: HubServer) -> None:
     with pytest.raises(SourceError, match=r"^hf://org/gone: .*no such repository.* There is no file org/gone here\.$"):
         open_source("org/gone")
