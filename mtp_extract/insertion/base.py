@@ -1,7 +1,7 @@
 """The base in a bundle: where every signature of its sections stores each role, and putting a fine-tuned one there.
 
 Signatures share the codes of a matrix and have scales of their own, so that codes are written once and scales as often
-as there are signatures. Nothing moves: what has no place of its own is refused, by name. Weights are streamed.
+as there are signatures. Weights are streamed.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from mtp_extract.bundle import MODEL_TYPE, Opened, open_bundle
-from mtp_extract.checkpoint.stored import common_dtype
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.stored import Stored, common_dtype
+from mtp_extract.checkpoint.weight import filled
 from mtp_extract.errors import CheckpointError, PairError, RoleError, UnsupportedError, escape, few
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, read_base
 from mtp_extract.insertion.encoding import check_written, encode
 from mtp_extract.insertion.fit import differences
-from mtp_extract.insertion.placing import new_tensors, overlays
-from mtp_extract.insertion.plan import InsertionPlan
-from mtp_extract.insertion.slots import Place, Slot, grouped, require_ones
+from mtp_extract.insertion.plan import InsertionPlan, overlays
+from mtp_extract.insertion.slots import Place, Slot, slots_of
 from mtp_extract.io.laid import copied
-from mtp_extract.io.place import PathLike, files_of
+from mtp_extract.io.place import files_of
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
@@ -44,15 +44,12 @@ _MOST_NODES = 100_000
 _NUMBERS_ALIKE = 1e-5
 
 
-@dataclass(frozen=True)
-class BundledBase:
+class BundledBase(NamedTuple):
     """A bundle's base."""
 
     opened: Opened
-    walk: BaseWalk
-    """Of the signature with most layers: what the decoder computes with."""
-    places: Mapping[str, tuple[Place, ...]]
-    """Role → wherever it is stored, one entry a signature (and a table)."""
+    walk: BaseWalk  # of the signature with most layers: what the decoder computes with
+    places: Mapping[str, tuple[Place, ...]]  # role → wherever it is stored, one entry a signature (and a table)
 
 
 def find_base(opened: Opened) -> BundledBase:
@@ -128,36 +125,23 @@ def check_geometry(base: BundledBase, checkpoint: BaseCheckpoint) -> None:
         "rms_norm_eps": base.walk.rms_norm_eps,
         "final_logit_softcapping": base.walk.soft_cap,
     }
-    compared = [(key, value, checkpoint.text.get(key, value)) for key, value in expected.items()]
-    if wrong := differences(compared, _NUMBERS_ALIKE):
+    found = ((key, value, checkpoint.text.get(key, value)) for key, value in expected.items())
+    if wrong := differences(found, _NUMBERS_ALIKE):
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
             f"{'; '.join(wrong)}. Give the base that the bundle is of, or one tuned from it."
         )
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A role of a base: its weight in the checkpoint, and where the bundle holds it."""
 
     role: str
-    name: str | None
-    """Of its tensor in the checkpoint; None where the checkpoint has none."""
-    shape: tuple[int, ...]
-    """Of the weight in the checkpoint, or else in the bundle."""
-    weight: Weight | None
-    """None where the checkpoint does not say what it is."""
+    name: str | None  # of its tensor in the checkpoint; None where the checkpoint has none
+    shape: tuple[int, ...]  # of the weight in the checkpoint, or else in the bundle
     places: tuple[Place, ...]
-    problem: str
-    """Why the two cannot be compared; empty where they can."""
-
-    @property
-    def slots(self) -> list[Slot]:
-        """A slot for every constant that holds it, or columns of it; signatures share most."""
-        if self.weight is None or self.problem:
-            return []
-        stored = [place for place in self.places if place.found.tensor is not None]
-        return [Slot.of(self.role, group, self.weight, common_dtype([self.weight])) for group in grouped(stored)]
+    slots: list[Slot]  # one for every constant that holds it, or columns of it; none where there is a problem
+    problem: str  # why the two cannot be compared; empty where they can
 
 
 def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
@@ -165,20 +149,23 @@ def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
     for role in dict.fromkeys((*checkpoint.weights, *base.places)):
         own = "embed_tokens" if role == "lm_head" and role not in checkpoint.weights else role
         weight, places = checkpoint.weights.get(own), base.places.get(role, ())
+        name = weight.name if isinstance(weight, Stored) else None
         if weight is None and role.endswith(_LAYER_SCALAR):
             weight = filled((1,))
         # No graph multiplies by a layer scalar of 1, and several tables are one weight.
         shape = places[0].found.shape if places else (1,)
         if ends := [place.columns[1] for place in places if place.columns is not None]:
             shape = (shape[0], max(ends))
-        problem = ""
+        problem, slots = "", list[Slot]()
         if weight is None:
             problem = "the checkpoint has no such tensor"
         elif not places and not role.endswith(_LAYER_SCALAR):
             problem = "no graph of the bundle reads it"
         elif shape != weight.shape:
             problem = f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
-        yield Match(role, checkpoint.names.get(own), weight.shape if weight else shape, weight, places, problem)
+        else:
+            slots = slots_of(role, places, weight, common_dtype([weight]))
+        yield Match(role, name, weight.shape if weight else shape, places, slots, problem)
 
 
 @contextmanager
@@ -202,55 +189,33 @@ def planned_base_insertion(
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan((bundle, *files_of(directory)), opened, checkpoint, progress)
+        slots = _slots(opened, checkpoint)
+        encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
+        every, notes = [encoding for own in encodings.values() for encoding in own], []
+        written = tuple(overlays(every))
+        if written and any(place.found.input is not None for slot in slots for place in slot.places):
+            notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
+        if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
+            notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
+
+        def check(path: Path) -> None:
+            with open_bundle(path) as new:
+                check_written(path, _slots(new, checkpoint))
+
+        layout, inputs = copied(opened.source, 0, opened.source.size), (bundle, *files_of(directory))
+        yield InsertionPlan(opened.source, encodings, layout, written, tuple(notes), inputs, check, of_base=True)
 
 
-def _plan(
-    inputs: tuple[PathLike, ...], opened: Opened, checkpoint: BaseCheckpoint, progress: Progress
-) -> InsertionPlan:
-    slots = _slots(opened, checkpoint)
-    total = sum(math.prod(slot.new.shape) for own in slots.values() for slot in own)
-    made = iter(encode([slot for own in slots.values() for slot in own], counter(progress, total)))
-    encodings = {role: tuple(next(made) for _ in own) for role, own in slots.items()}
-    sites = [(place, encoding) for own in encodings.values() for encoding in own for place in encoding.slot.places]
-    for model in {id(place.model): place.model for place, _ in sites}.values():
-        for _, why in new_tensors(model, (site for site in sites if site[0].model is model)):
-            raise UnsupportedError(f"{why}. A base's weights get no other places: keep equal what is stored once.")
-    written, notes = tuple(overlays(sites)), []
-    if written and any(place.found.input is not None for place, _ in sites):
-        notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
-    if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
-        notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
-
-    def check(path: Path) -> None:
-        with open_bundle(path) as new:
-            again = _slots(new, checkpoint).values()
-            check_written(path, (encoding for _, encoding in sites), (slot for own in again for slot in own))
-
-    layout = copied(opened.source, 0, opened.source.size)
-    return InsertionPlan(
-        opened.source.name, encodings, layout, written, tuple(notes), opened.source, inputs, check, True
-    )
-
-
-def _slots(opened: Opened, checkpoint: BaseCheckpoint) -> dict[str, list[Slot]]:
-    """Every role of the base in ``opened``, with its weight in ``checkpoint`` wherever a constant holds it.
+def _slots(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:
+    """Every role of the base in ``opened``, with its weight in ``checkpoint``.
 
     Raises:
-        PairError, RoleError: as :func:`planned_base_insertion`.
-        CheckpointError: the checkpoint lacks one.
-        UnsupportedError: one is not stored, and would have to be.
+        PairError: one of the two lacks it, or has it in another shape.
     """
-    base = find_base(opened)
+    base, found = find_base(opened), list[Slot]()
     check_geometry(base, checkpoint)
-    found = {}
     for match in matches(base, checkpoint):
-        if match.weight is None:
-            raise CheckpointError(f"{match.role}: the bundle's base has this weight, and {match.problem}.")
         if match.problem:
-            raise UnsupportedError(f"{match.role}: {match.problem}. Give a checkpoint of the same geometry.")
-        # A graph does not multiply by what was 1 when it was exported.
-        if not match.places or any(place.found.tensor is None for place in match.places):
-            require_ones(match.role, match.shape, match.weight, common_dtype([match.weight]))
-        found[match.role] = match.slots
+            raise PairError(f"{match.role}: {match.problem}. Give a checkpoint of the base that the bundle holds.")
+        found += match.slots
     return found

@@ -10,15 +10,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.stored import common_dtype, stored_weight
+from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.pipeline.staging import RECORD
+from mtp_extract.pipeline.check import RECORD
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
@@ -29,27 +32,28 @@ _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_aud
 _HEAD = "lm_head.weight"
 _ASSISTANT = "_assistant"
 _AS_WRITTEN = "Expected a checkpoint as transformers writes it."
-_MOST_LAYERS = 1024
+_FLOATS = frozenset(dtype.safetensors for dtype in DTYPES.values())
 _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """The text model of a base."""
+    """The text model of a base.
+
+    Attributes:
+        text: its configuration, ``text_config``.
+        weights: role → weight, for every role that the directory has a tensor for; no ``lm_head`` where that is tied.
+        unknown: tensors of the text model that play no role.
+        unused: tensors that transformers does not load: K and V of layers that share another layer's.
+        others: tensors of other parts of the model, counted by the part's name.
+    """
 
     directory: Path
     text: Mapping[str, Any]
-    """Its configuration, ``text_config``."""
     weights: Mapping[str, Weight]
-    """Role → weight, for every role that the directory has a tensor for; without ``lm_head`` where that is tied."""
-    names: Mapping[str, str]
-    """Role → name of that tensor."""
     unknown: tuple[str, ...]
-    """Tensors of the text model that play no role."""
     unused: tuple[str, ...]
-    """Tensors that transformers does not load: K and V of layers that share another layer's."""
     others: Mapping[str, int]
-    """Tensors of other parts of the model, counted by the part's name."""
 
 
 def holds_drafter(directory: Path) -> bool:
@@ -81,8 +85,8 @@ def read_base(directory: Path) -> BaseCheckpoint:
         CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
         UnsupportedError: it stores integers, or has parts that no bundle is known to have.
     """
-    text = _text_config(directory)
-    layers, shared = text["num_hidden_layers"], text.get("num_kv_shared_layers") or 0
+    text, sizes = _text_config(directory)
+    layers, shared = sizes.num_hidden_layers, sizes.num_kv_shared_layers or 0
     stored = reading.find_tensors(directory, _WEIGHTS, "fetch the checkpoint again", listed_only=True)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
     if prefix is None:
@@ -91,17 +95,26 @@ def read_base(directory: Path) -> BaseCheckpoint:
     unused = {f"{prefix}layers.{i}.{part}" for i in range(layers - shared, layers) for part in _SHARED} & stored.keys()
     named = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
     names = {role: name for role, name in (named | {"lm_head": _HEAD}).items() if name in stored.keys() - unused}
-    weights = {role: stored_weight(*stored[name]) for role, name in names.items()}
-    for role, weight in weights.items():
-        _require_floats(weight, names[role])
+    weights = {role: Stored(*stored[name], name) for role, name in names.items()}
+    for name in names.values():
+        if (kind := stored[name][1].dtype) not in _FLOATS:
+            raise UnsupportedError(
+                f"{escape(name)}: expected weights in floats, found {escape(kind)}. Give the checkpoint in BF16, F16 "
+                "or F32."
+            )
     rest = [name for name in stored if name not in unused.union(names.values())]
     own = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
     others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own)
-    return BaseCheckpoint(directory, text, weights, names, tuple(own), tuple(n for n in stored if n in unused), others)
+    return BaseCheckpoint(directory, text, weights, tuple(own), tuple(n for n in stored if n in unused), others)
 
 
-def _text_config(directory: Path) -> dict[str, Any]:
-    """The configuration of the text model, whose weights are floats and whose numbers of layers are such."""
+class _Layers(Struct):
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
+    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
+
+
+def _text_config(directory: Path) -> tuple[dict[str, Any], _Layers]:
+    """The configuration of the text model, whose weights are floats, and what it says of its layers."""
     config = read_object(directory / _CONFIG, _AS_WRITTEN)
     model_type = config.get("model_type")
     if model_type not in _MODEL_TYPES:
@@ -119,18 +132,5 @@ def _text_config(directory: Path) -> dict[str, Any]:
         )
     if text.get("enable_moe_block"):
         raise UnsupportedError(f"{escape(directory)}: a mixture of experts, which no bundle is known to hold.")
-    layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers") or 0
-    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
-        raise CheckpointError(f"{escape(directory / _CONFIG)}: num_hidden_layers is {escape(layers)}.")
-    if type(shared) is not int or not 0 <= shared <= layers:
-        raise CheckpointError(
-            f"{escape(directory / _CONFIG)}: num_kv_shared_layers is {escape(shared)}, of {layers} layers."
-        )
-    return text
-
-
-def _require_floats(weight: Weight, name: str) -> None:
-    try:
-        common_dtype([weight])
-    except CheckpointError as error:
-        raise UnsupportedError(f"{escape(name)}: {error} Give the checkpoint in BF16, F16 or F32.") from error
+    with reading.naming(directory / _CONFIG):
+        return text, reading.fields_of(text, _Layers)

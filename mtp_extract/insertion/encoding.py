@@ -4,62 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
-from mtp_extract.checkpoint.weight import divided
-from mtp_extract.errors import CheckpointError, OutputError, few
-from mtp_extract.insertion.slots import Slot, are_alike, over_rows, passing, unchanged
+from mtp_extract.checkpoint.rounding import SCALES, rounded_again
+from mtp_extract.checkpoint.weight import divided, same_weight
+from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, few
+from mtp_extract.insertion.slots import Slot, are_alike, is_same, over_rows, passing
 from mtp_extract.io.source import Advance
-from mtp_extract.litertlm.storage import (
-    CHUNK_ELEMENTS,
-    FLOAT_TYPES,
-    LARGEST_SCALE,
-    Floats,
-    Storage,
-    float_bytes,
-    widened,
-)
+from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, float_bytes, widened
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 
-# Summing numbers that were divided by a factor changes an error by this much, and so do scales that are alike.
-_ERRORS_ALIKE = 1e-6
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
 
-Integers64 = npt.NDArray[np.int64]
-Scales = tuple[Floats, Integers64]
-"""Scales, float32, and zero points, int64, each ``[groups]``; both empty for floats."""
-_NO_SCALES: Scales = np.empty(0, np.float32), np.empty(0, np.int64)
+
+class Scales(NamedTuple):
+    """Of codes, both ``[groups]``; empty for floats."""
+
+    scale: Floats
+    zero_point: npt.NDArray[np.int64]
+
+
+_NO_SCALES = Scales(np.empty(0, np.float32), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """What becomes of one slot."""
+    """What becomes of one slot.
 
-    slot: Slot = field(repr=False)
+    Attributes:
+        how: :data:`KEPT` (the checkpoint holds what the file holds), :data:`CODES` (its integers are taken as they
+            are), :data:`FLOATS` or :data:`REQUANTIZED`.
+        error: root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's.
+    """
+
+    slot: Slot
     how: str
-    """:data:`KEPT` (the checkpoint holds what the file holds), :data:`CODES` (its integers are taken as they are),
-    :data:`FLOATS` or :data:`REQUANTIZED`."""
-    storage: Storage
     error: float
-    """Root mean square of what the file will hold less the checkpoint's weight, as a share of that of the weight."""
-    scales: Scales = field(repr=False)
+    scales: Scales
 
     @property
     def role(self) -> str:
         """The role that it is of."""
         return self.slot.role
 
+    @property
+    def storage(self) -> Storage:
+        """How it lies in the file, before and after."""
+        return self.slot.stored.source.storage
+
     def data(self, first: int, last: int) -> bytes:
-        """The bytes of rows ``[first, last)``; of what is kept too, in case it has to move.
+        """The bytes of rows ``[first, last)``.
 
         Raises:
             UnsupportedError: a number leaves the type.
@@ -67,164 +69,170 @@ class Encoding:
         slot, storage = self.slot, self.storage
         if self.how == KEPT:
             part = slot.part(storage.length, first, last)
-            return slot.constant.source.location.read(part.start, part.stop - part.start)
+            return slot.stored.source.location.read(part.start, part.stop - part.start)
         if self.how == CODES:
-            return storage.stored(slot.ordered(slot.new.codes(first, last)))
+            return storage.stored(slot.new.codes(first, last).reshape(-1))
         values = slot.numbers(first, last)
         if self.how == FLOATS:
             return float_bytes(values, storage.type, slot.role)
         return storage.stored(storage.quantized(values)[2])
 
-    @cached_property
-    def digest(self) -> str:
-        """XXH3-128 of all that it writes: equal for encodings that write the same."""
-        made = xxh3_128(f"{self.storage.type} {self.storage.shape}".encode())
-        for array in self.scales:
-            made.update(array.tobytes())
-        for rows in self.slot.ranges(CHUNK_ELEMENTS):
-            made.update(self.data(*rows))
-        return made.hexdigest()
+    def writes_as(self, other: Encoding) -> bool:
+        """Whether both come to the same bytes."""
+        return (
+            self.storage == other.storage
+            and np.array_equal(self.scales.scale, other.scales.scale)
+            and np.array_equal(self.scales.zero_point, other.scales.zero_point)
+            and all(self.data(*rows) == other.data(*rows) for rows in self.slot.ranges())
+        )
 
 
-def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> list[Encoding]:
-    """What becomes of each of ``slots``, which have constants; ``advance`` is told how many elements were read.
+def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str, tuple[Encoding, ...]]:
+    """What becomes of each of ``slots``, by role; ``advance`` is told how many elements were read.
 
     Raises:
-        UnsupportedError: values that the type cannot hold.
+        UnsupportedError: values that the type cannot hold, or a weight that was folded away and is no longer 1.
         CheckpointError: values that are not finite.
     """
-    found: dict[Slot, Encoding] = {}
-    for slot in unchanged(slots):
-        found[slot] = _kept(slot, 0.0)
+    same = set(passing(slots, is_same))
+    same |= {slot for slot in slots if slot not in same and _has_rounded_scales(slot)}
+    for slot in slots:
+        if slot.constant is None and slot not in same:
+            raise UnsupportedError(
+                f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
+                "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+            )
+    found = {slot: _kept(slot, 0.0) for slot in slots if slot in same and slot.constant is not None}
+    scales = {slot: own for slot in slots if slot not in same and (own := _scales_of_codes(slot)) is not None}
+    for slot in passing(scales, lambda slot, first, last: _are_codes(slot, scales[slot], first, last)):
+        found[slot] = Encoding(slot, CODES, 0.0, scales[slot])
+    for slot in same | found.keys():
         advance(math.prod(slot.new.shape))
-    scales = {slot: own for slot in slots if slot not in found and (own := _scales_of_codes(slot)) is not None}
-
-    def has_codes(slot: Slot, first: int, last: int) -> bool:
-        return _are_codes(slot, scales[slot], first, last)
-
-    for slot in passing(scales, has_codes):
-        found[slot] = Encoding(slot, CODES, slot.target[0], 0.0, scales[slot])
-        advance(math.prod(slot.new.shape))
-    left = [slot for slot in slots if slot not in found]
-    alike = set(passing(left, _encodes_alike))
+    differ = set[Slot]()
 
     def measure(slot: Slot, first: int, last: int) -> _Measured:
+        measured = _measure(slot, first, last, slot in differ)
+        if not measured.alike:
+            differ.add(slot)
         advance((last - first) * slot.new.columns)
-        return _measure(slot, first, last)
+        return measured
 
-    for slot, parts in zip(left, over_rows(left, measure), strict=True):
+    left = [slot for slot in slots if slot.constant is not None and slot not in found]
+    for slot, parts in over_rows(left, measure).items():
         encoding = _encoded(slot, parts)
-        found[slot] = _kept(slot, encoding.error) if slot in alike else encoding
-    return [found[slot] for slot in slots]
+        found[slot] = encoding if slot in differ else _kept(slot, encoding.error)
+    roles: dict[str, list[Encoding]] = {slot.role: [] for slot in slots}
+    for slot in slots:
+        roles[slot.role] += [found[slot]] if slot in found else []
+    return {role: tuple(own) for role, own in roles.items()}
+
+
+def check_written(path: Path, slots: Sequence[Slot]) -> None:
+    """Check that ``slots``, read from the new file at ``path``, hold what they were to hold: nothing is left to do.
+
+    Raises:
+        OutputError: one does not.
+    """
+    wrong = [role for role, own in encode(slots).items() if any(encoding.how != KEPT for encoding in own)]
+    if wrong:
+        raise OutputError(f"{path}: {few(wrong)} reads back differently. Nothing was kept.")
 
 
 def _kept(slot: Slot, error: float) -> Encoding:
-    source = slot.constant.source
-    return Encoding(slot, KEPT, source.storage, error, (source.scale.reshape(-1), source.zero_point.reshape(-1)))
+    source = slot.stored.source
+    return Encoding(slot, KEPT, error, Scales(source.scale.reshape(-1), source.zero_point.reshape(-1)))
+
+
+def _has_rounded_scales(slot: Slot) -> bool:
+    """Whether the new weight has the codes that the bundle holds, with the folded factor divided out and scales in F32
+    or FP16, as formats keep them.
+    """
+    # Without codes, or with scales that run across the rows: no format keeps such integers.
+    with suppress(CheckpointError, UnsupportedError):
+        return slot.new.scheme is not None and any(
+            same_weight(rounded_again(slot.held, (f"{kind}{SCALES}",)), slot.new) for kind in ("F32", "FP16")
+        )
+    return False
 
 
 def _scales_of_codes(slot: Slot) -> Scales | None:
-    """Scales and zero points for the codes of the new weight; None where it has none that can be stored."""
-    steps = slot.new.steps
-    if slot.constant.source.packing is None or steps is None:
+    """Scales and zero points for the codes of the new weight; None where it has none that the file can store."""
+    if slot.constant is None or slot.constant.folded or slot.new.steps is None:
         return None
-    target, factor = slot.target[0], slot.constant.factor
-    size = _by_group(steps.size, steps.block, target, slot.constant.transposed)
-    zero_point = _by_group(steps.zero_point, steps.block, target, slot.constant.transposed)
-    if size is None or zero_point is None or (target.symmetric and zero_point.any()):
+    storage, factor, steps = slot.constant.source.storage, slot.constant.factor, slot.new.steps.by_row()
+    if storage.packing is None:
         return None
-    assert target.packing is not None
-    if zero_point.min() < target.packing.lowest or zero_point.max() > target.packing.highest:
+    sizes, zeros = steps.size, steps.zero_point
+    if storage.by_rows and steps.block % storage.columns == 0:
+        each = steps.block // storage.columns
+        sizes, zeros = np.repeat(sizes, each, axis=1), np.repeat(zeros, each, axis=1)
+    elif storage.groups == 1 and not np.ptp(sizes) and not np.ptp(zeros):
+        sizes, zeros = sizes[:1, :1], zeros[:1, :1]
+    else:
+        return None
+    out_of_range = zeros.min() < storage.packing.lowest or zeros.max() > storage.packing.highest
+    if out_of_range or (storage.symmetric and zeros.any()):
         return None
     # The same factor is folded in already, where the codes are this file's; another is not.
     again = 1.0 if steps.factor == factor else factor / steps.factor
-    scale = size if again == 1.0 else (size.astype(np.float64) * again).astype(np.float32)
-    if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
+    scale = sizes.reshape(-1) if again == 1.0 else (sizes.reshape(-1).astype(np.float64) * again).astype(np.float32)
+    if storage.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
-    return scale, zero_point
-
-
-def _by_group(by_place: npt.NDArray[Any], block: int, target: Storage, transposed: bool) -> npt.NDArray[Any] | None:
-    """``by_place``, one value for each block of a row, ``[rows, columns / block]``, as one value for each group of
-    ``target``; None where a group has several.
-    """
-    if target.kind == "blockwise":
-        if transposed or block % target.block_size:
-            return None
-        return np.repeat(by_place, block // target.block_size, axis=1).reshape(-1)
-    axes = [axis for axis, size in enumerate(target.shape) if size != 1]
-    along_rows = target.kind == "per_channel" and axes[:1] == [target.axis]
-    over: tuple[int, ...] = (0, 1)
-    if target.kind == "per_channel":
-        # Rows of the weight are columns of what is stored turned.
-        over = (1,) if along_rows != transposed else (0,)
-    if np.ptp(by_place, axis=over).any():
-        return None
-    least: npt.NDArray[Any] = by_place.min(axis=over).reshape(-1)
-    return np.repeat(least, block) if over == (0,) and block > 1 else least
+    return Scales(scale, zeros.reshape(-1))
 
 
 def _are_codes(slot: Slot, scales: Scales, first: int, last: int) -> bool:
     """Whether the codes of rows fit the type and say, with ``scales``, what the checkpoint's floats say."""
-    storage, codes = slot.target[0], slot.ordered(slot.new.codes(first, last))
+    storage, codes = slot.stored.source.storage, slot.new.codes(first, last).reshape(-1)
     assert storage.packing is not None
     if codes.min() < storage.packing.lowest or codes.max() > storage.packing.highest:
         return False
     held = codes.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         storage.scale_codes(held, *scales, first * slot.new.columns)
-        floats = slot.ordered(slot.new.floats(first, last))
-        return are_alike(divided(held, slot.constant.factor), floats, slot.dtype)
+        return are_alike(divided(held, slot.stored.factor), slot.new.floats(first, last), slot.dtype)
 
 
-def _encodes_alike(slot: Slot, first: int, last: int) -> bool:
-    """Whether rows, rounded or quantized as the bundle stores them, are what it stores."""
-    storage, source = slot.target[0], slot.constant.source
-    if storage != source.storage:
-        return False
-    values = slot.numbers(first, last)
+class _Measured(NamedTuple):
+    """Of some rows that are to be stored."""
+
+    alike: bool  # whether the file stores them already
+    scales: Scales
+    error: float
+    size: float  # sums of squares of what storing them changes, and of the weights
+
+
+def _measure(slot: Slot, first: int, last: int, differs: bool) -> _Measured:
+    """``differs``: it is known that other rows are not alike, so that these need not be looked at."""
+    source, values = slot.stored.source, slot.numbers(first, last)
+    storage = source.storage
     if storage.type in FLOAT_TYPES:
-        part = slot.part(storage.length, first, last)
-        return float_bytes(values, storage.type, slot.role) == source.location.read(part.start, part.stop - part.start)
-    with np.errstate(over="ignore", invalid="ignore"):
-        scale, zero_point, codes = storage.quantized(values)
+        data, part = float_bytes(values, storage.type, slot.role), slot.part(storage.length, first, last)
+        alike = not differs and data == source.location.read(part.start, part.stop - part.start)
+        made = divided(widened(data, storage.type), slot.stored.factor)
+        return _Measured(alike, _NO_SCALES, *_squares(made, slot.new.floats(first, last)))
     groups, part = slot.part(storage.groups, first, last), slot.part(storage.elements, first, last)
-    return (
-        np.allclose(scale, source.scale.reshape(-1)[groups], rtol=_SCALES_ALIKE, atol=0)
-        and np.array_equal(zero_point, source.zero_point.reshape(-1)[groups])
-        and np.array_equal(codes, source.codes(part.start, part.stop))
-    )
-
-
-_Measured = tuple[Floats, Integers64, float, float]
-"""Scales and zero points of some rows, and the sums of squares of their error and of the weights."""
-
-
-def _measure(slot: Slot, first: int, last: int) -> _Measured:
-    storage, values = slot.target[0], slot.numbers(first, last)
-    if storage.type in FLOAT_TYPES:
-        # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
-        stored = divided(widened(float_bytes(values, storage.type, slot.role), storage.type), slot.constant.factor)
-        return (*_NO_SCALES, *_squares(stored, slot.ordered(slot.target[1].floats(first, last))))
+    # Zero points that all came to be 0 look like those that stay 0.
+    for rule in (storage,) if differs or not storage.symmetric else (replace(storage, symmetric=False), storage):
+        with np.errstate(over="ignore", invalid="ignore"):
+            scale, zero_point, codes = rule.quantized(values)
+            alike = not differs and (
+                np.allclose(scale, source.scale.reshape(-1)[groups], rtol=_SCALES_ALIKE, atol=0)
+                and np.array_equal(zero_point, source.zero_point.reshape(-1)[groups])
+                and np.array_equal(codes, source.codes(part.start, part.stop))
+            )
+            if alike:
+                break
     with np.errstate(over="ignore", invalid="ignore"):
-        scale, zero_point, codes = storage.quantized(values)
-        storage.scale_codes(codes, scale, zero_point)
-        return scale, zero_point, *_squares(codes, values)
+        rule.scale_codes(codes, scale, zero_point)
+    return _Measured(alike, Scales(scale, zero_point), *_squares(codes, values))
 
 
 def _squares(found: Floats, expected: Floats) -> tuple[float, float]:
     # Squares of floats overflow and vanish in F32.
-    exact = expected.astype(np.float64).reshape(-1)
+    exact: npt.NDArray[Any] = expected.astype(np.float64).reshape(-1)
     error = found.reshape(-1) - exact
     return float(np.dot(error, error)), float(np.dot(exact, exact))
-
-
-def _share(squares: Iterable[tuple[float, float]]) -> float:
-    """Root mean square of a difference, as a share of that of what was wanted."""
-    difference, size = (sum(column) for column in zip(*squares, strict=True))
-    if not size:
-        return math.inf if difference else 0.0
-    return math.sqrt(difference / size)
 
 
 def _encoded(slot: Slot, parts: Sequence[_Measured]) -> Encoding:
@@ -233,37 +241,19 @@ def _encoded(slot: Slot, parts: Sequence[_Measured]) -> Encoding:
     Raises:
         CheckpointError: numbers too large for any scale.
     """
-    storage, error = slot.target[0], _share(part[2:] for part in parts)
+    error, storage = relative_error((part.error, part.size) for part in parts), slot.stored.source.storage
     if storage.type in FLOAT_TYPES:
-        return Encoding(slot, FLOATS, storage, error, _NO_SCALES)
-    scale = np.concatenate([part[0] for part in parts])
+        return Encoding(slot, FLOATS, error, _NO_SCALES)
+    scale = np.concatenate([part.scales.scale for part in parts])
     if scale.size and scale.max() > LARGEST_SCALE:
         raise CheckpointError(f"{slot.role}: holds values too large for integers and scales. Train it again.")
     # Tables of a base have a row a token each: zero points that are all 0 are not kept.
     zeros = np.broadcast_to(np.int64(0), scale.shape)
-    zero_point = zeros if storage.symmetric else np.concatenate([part[1] for part in parts])
-    return Encoding(slot, REQUANTIZED, storage, error, (scale, zero_point))
+    zero_point = zeros if storage.symmetric else np.concatenate([part.scales.zero_point for part in parts])
+    return Encoding(slot, REQUANTIZED, error, Scales(scale, zero_point))
 
 
-def check_written(path: Path, planned: Iterable[Encoding], slots: Iterable[Slot]) -> None:
-    """Check that ``slots``, read from the new file at ``path``, hold what was ``planned``: what is exact to the bit,
-    anything else with the error that was planned.
-
-    Raises:
-        OutputError: one does not.
-    """
-    expected = {(e.role, place.signature, place.columns): e for e in planned for place in e.slot.places}
-    found = {slot: [expected[slot.role, place.signature, place.columns] for place in slot.places] for slot in slots}
-    exact = [slot for slot, own in found.items() if all(e.how != REQUANTIZED and not e.error for e in own)]
-    wrong = {slot.role for slot in set(exact) - set(unchanged(exact))}
-    rounded = [slot for slot in found if slot not in set(exact)]
-
-    def squares(slot: Slot, first: int, last: int) -> tuple[float, float]:
-        return _squares(slot.held.floats(first, last), slot.new.floats(first, last))
-
-    for slot, parts in zip(rounded, over_rows(rounded, squares), strict=True):
-        # Those that are kept have scales that are alike. What is no number is not alike.
-        if any(not abs(_share(parts) - e.error) <= (1 + (e.how == KEPT)) * _ERRORS_ALIKE for e in found[slot]):
-            wrong.add(slot.role)
-    if wrong:
-        raise OutputError(f"{path}: {few(sorted(wrong))} reads back differently. Nothing was kept.")
+def relative_error(squares: Iterable[tuple[float, float]]) -> float:
+    """Root mean square of a difference as a share of that of the weight, from sums of squares of both."""
+    difference, size = (sum(column) for column in zip(*squares, strict=True))
+    return math.sqrt(difference / size) if size else math.inf if difference else 0.0

@@ -15,21 +15,21 @@ _BASE = "prefill_decode"
 _DECODE, _VERIFY = "decode", "verify"
 _CLOSE = 1e-6
 
-_COMPARED = {
-    "backbone_hidden_size": "a base's width of",
-    "hidden_size": "a width of",
-    "intermediate_size": "a feed-forward width of",
-    "vocab_size": "a vocabulary of",
-    "num_heads": "a number of heads of",
-    "num_layers": "a number of layers of",
-    "layer_types": "layers of type",
-    "head_dims": "heads of width",
-    "num_kv_heads": "KV heads",
-    "sliding_window": "a window of",
-    "rms_norm_eps": "an epsilon of",
-    "attention_scale": "an attention scale of",
-    "hidden_activation": "the activation",
-}
+_COMPARED = (
+    "backbone_hidden_size",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_heads",
+    "num_layers",
+    "layer_types",
+    "head_dims",
+    "num_kv_heads",
+    "sliding_window",
+    "rms_norm_eps",
+    "attention_scale",
+    "hidden_activation",
+)
 
 
 def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
@@ -41,7 +41,14 @@ def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -
     Raises:
         PairError: they are not of one shape, or compute differently; the message lists how.
     """
-    if wrong := differences(_compared(checkpoint, graph)):
+    compared = [(name, getattr(checkpoint, name), getattr(graph, name)) for name in _COMPARED]
+    for layer_type, rope in graph.rope.items():
+        other = checkpoint.rope.get(layer_type)
+        compared += [
+            (f"RoPE's {key} in {layer_type}", getattr(other, key, None), getattr(rope, key))
+            for key in ("theta", "partial_rotary_factor", "factor")
+        ]
+    if wrong := differences(compared):
         raise PairError(
             f"{name}: the checkpoint does not fit its drafter, which has {'; '.join(wrong)}. Give the checkpoint of a "
             "drafter for this bundle."
@@ -55,29 +62,20 @@ def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -
     return notes
 
 
-def _compared(checkpoint: DrafterConfig, graph: DrafterConfig) -> Iterator[tuple[str, object, object]]:
-    for name, what in _COMPARED.items():
-        yield what, getattr(checkpoint, name), getattr(graph, name)
-    for layer_type, rope in graph.rope.items():
-        own = checkpoint.rope.get(layer_type)
-        for name in ("theta", "partial_rotary_factor", "factor"):
-            yield f"RoPE's {name} in {layer_type}", getattr(own, name, None), getattr(rope, name)
-
-
 def differences(compared: Iterable[tuple[str, object, object]], close: float = _CLOSE) -> list[str]:
     """What differs of ``compared``: (what it is, expected, found), floats by more than the share ``close``."""
+
+    def alike(expected: object, found: object) -> bool:
+        if not isinstance(expected, float) or not isinstance(found, int | float):
+            return expected == found
+        # Not a difference: an integer of a configuration may be too large for a float.
+        return expected - close * abs(expected) <= found <= expected + close * abs(expected)
+
     return [
         f"{what} {escape(found)} instead of {escape(expected)}"
         for what, expected, found in compared
-        if not (expected == found or _is_close(expected, found, close))
+        if not alike(expected, found)
     ]
-
-
-def _is_close(expected: object, found: object, close: float) -> bool:
-    if not isinstance(expected, float) or not isinstance(found, int | float):
-        return False
-    # Not a difference: an integer of a configuration may be too large for a float.
-    return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
 
 def base_misfits(opened: Opened, drafter: Shard) -> Iterator[str]:

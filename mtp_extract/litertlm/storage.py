@@ -284,7 +284,7 @@ class Storage:
     def _bounds(self) -> tuple[int, int]:
         """The least and the greatest code that a number becomes."""
         assert self.packing is not None
-        narrow = self.symmetric and self.packing.bits >= 8
+        narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
         return self.packing.lowest + narrow, self.packing.highest
 
     def _scales(self, rows: npt.NDArray[Any], lowest: int, highest: int) -> tuple[Floats, npt.NDArray[np.int64]]:

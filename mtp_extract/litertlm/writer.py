@@ -1,30 +1,32 @@
-"""Writing a bundle: its sections, and the header that says where they lie."""
+"""Writing a bundle with more sections, and the header that says where they lie.
+
+The new header stands before the old one, which stays as it was: an offset of a flatbuffer leads forward only, so a new
+root and a new list of sections may lead on into the old buffer. Whatever the schema has learned since is kept with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import flatbuffers
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.io.files import aligned
 from mtp_extract.io.laid import Laid, Piece, copied, made
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.container import HEADER_START, Bundle
+from mtp_extract.litertlm.container import HEADER_START, Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
-from mtp_extract.litertlm.graft import Graft, copied_places
 
 ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 
-_ROOT = "oo"
-_LISTING = "o"
-_SECTION = "oQQB"
-_PAIR = "oBo"
 _STRING_VALUE = 9
+# What the old header is moved by is a multiple of it, so that whatever was aligned in it still is.
+_HEADER_ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Added:
+class Added(NamedTuple):
     """A section that a bundle has not: its type, its items (strings) and its bytes."""
 
     data_type: int
@@ -32,75 +34,82 @@ class Added:
     content: Laid
 
 
-def bundle_with(
-    bundle: Bundle, replaced: Mapping[int, Laid], added: Sequence[Added] = (), removed: frozenset[int] = frozenset()
-) -> Laid:
-    """``bundle`` with other sections, the rest in the order in which they lie.
-
-    Args:
-        replaced: index of a section → what it is to be.
-        added: sections to put at the end.
-        removed: indices of sections to leave out.
+def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Laid:
+    """``bundle`` with the sections ``added`` at its end.
 
     Raises:
         UnsupportedError: the header has a field that cannot be rewritten, or does not fit before the first section.
     """
-    kept = sorted((s for s in bundle.sections if s.index not in removed), key=lambda s: s.begin)
-    contents = [replaced.get(s.index) or copied(bundle.source, s.begin, s.size) for s in kept]
-    ranges: list[tuple[int, int]] = []
-    pieces: list[Piece] = []
-    at = ALIGNMENT
-    for content in (*contents, *(entry.content for entry in added)):
+    kept = sorted(bundle.sections, key=lambda s: s.begin)
+    contents = [copied(bundle.source, s.begin, s.size) for s in kept] + [entry.content for entry in added]
+    ranges, pieces, at = list[tuple[int, int]](), list[Piece](), ALIGNMENT
+    for content in contents:
         ranges.append((at, at + content.size))
         pieces += (piece.moved(at) for piece in content.pieces)
         at = aligned(at + content.size, ALIGNMENT)
-    places = dict(zip((s.index for s in kept), ranges[: len(kept)], strict=True))
     size = max((end for _, end in ranges), default=ALIGNMENT)
-    return Laid(size, (*_header(bundle, places, added, ranges[len(kept) :], removed), *pieces))
+    return Laid(size, (*_header(bundle, kept, added, ranges), *pieces))
 
 
 def _header(
-    bundle: Bundle,
-    places: Mapping[int, tuple[int, int]],
-    added: Sequence[Added],
-    new: Sequence[tuple[int, int]],
-    removed: frozenset[int],
+    bundle: Bundle, kept: Sequence[Section], added: Sequence[Added], ranges: Sequence[tuple[int, int]]
 ) -> Iterator[Piece]:
-    """The header, with sections where they are now."""
-    region = Region(bundle.source, HEADER_START, bundle.header_end - HEADER_START, "the header")
+    """The header that lists the sections ``kept`` and ``added``, which lie at ``ranges`` now."""
+    source, name = bundle.source, bundle.source.name
+    region = Region(source, HEADER_START, bundle.header_end - HEADER_START, "the header")
     root = FlatBuffer(region).root()
     listing = root.table(1)
     tables = list(listing.tables(0)) if listing is not None else []
-    front = b""
-    if added or removed:
-        front = _front(bundle, root, [t for i, t in enumerate(tables) if i not in removed], added, new)
+    if any(root.slots[2:]) or (listing is not None and any(listing.slots[1:])):
+        raise UnsupportedError(
+            f"{name}: its header has a field that is newer than this release, so no section can be added."
+        )
+    front = _front(root, tables, added, ranges[len(kept) :])
     shift = HEADER_START + len(front)
     end = shift + region.size
     if end > ALIGNMENT:
-        raise UnsupportedError(f"{bundle.source.name}: its header leaves no room for another section.")
-    yield Piece(0, HEADER_START, source=bundle.source)
+        raise UnsupportedError(f"{name}: its header leaves no room for another section.")
+    yield Piece(0, HEADER_START, source=source)
     yield made(24, end.to_bytes(8, "little"))
     yield made(HEADER_START, front)
-    yield Piece(shift, region.size, source=bundle.source, offset=HEADER_START)
-    for index, place in places.items():
+    yield Piece(shift, region.size, source=source, offset=HEADER_START)
+    for section, place in zip(kept, ranges, strict=False):
         for slot, value in zip((1, 2), place, strict=True):
-            if not tables[index].at(slot) and place[0] < place[1]:
-                raise UnsupportedError(f"{bundle.source.name}: section {index} does not say where it lies.")
-            if tables[index].at(slot):
-                yield made(shift + tables[index].at(slot), value.to_bytes(8, "little"))
+            if at := tables[section.index].at(slot):
+                yield made(shift + at, value.to_bytes(8, "little"))
+            elif section.size:
+                raise UnsupportedError(f"{name}: {section.label} does not say where it lies.")
 
 
-def _front(
-    bundle: Bundle, root: Table, kept: Sequence[Table], added: Sequence[Added], new: Sequence[tuple[int, int]]
-) -> bytes:
-    graft, what = Graft(), f"{bundle.source.name}: the header"
-    objects = []
-    for entry, (begin, end) in zip(added, new, strict=True):
+def _front(root: Table, kept: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
+    """A root and a list of sections that lead on into the old header, right before which they are to stand."""
+    builder = flatbuffers.Builder(1 << 12)
+    to, byte, number = builder.PrependUOffsetTRelative, builder.PrependUint8, builder.PrependUint64
+
+    def table(*fields: tuple[Callable[[int], None], int] | None) -> int:
+        builder.StartObject(len(fields))
+        for slot, field in enumerate(fields):
+            if field is not None:
+                field[0](field[1])
+                builder.Slot(slot)
+        return int(builder.EndObject())
+
+    def offsets(places: Sequence[int]) -> int:
+        builder.StartVector(4, len(places), 4)
+        for place in reversed(places):
+            to(place)
+        return int(builder.EndVector())
+
+    sections = []
+    for (data_type, items, _), (begin, end) in zip(added, ranges, strict=True):
         pairs = []
-        for key, value in entry.items.items():
-            name, text = graft.text(key), graft.text(value)
-            pairs.append(graft.table(_PAIR, {0: name, 1: _STRING_VALUE, 2: graft.table("o", {0: text})}))
-        items = graft.offsets(pairs)
-        objects.append(graft.table(_SECTION, {0: items, 1: begin, 2: end, 3: entry.data_type}))
-    listed = graft.offsets([*copied_places(kept, {}), *objects])
-    return graft.finish(graft.copy(root, _ROOT, {1: graft.table(_LISTING, {0: listed})}, what))
+        for key, value in items.items():
+            name, text = builder.CreateString(key), builder.CreateString(value)
+            pairs.append(table((to, name), (byte, _STRING_VALUE), (to, table((to, text)))))
+        sections.append(table((to, offsets(pairs)), (number, begin), (number, end), (byte, data_type)))
+    # Places count from the end, so that those in the old header are negative.
+    listed = table((to, offsets([*(-table.position for table in kept), *sections])))
+    new = table((to, -root.follow(0)) if root.at(0) else None, (to, listed))
+    builder.Prep(_HEADER_ALIGNMENT, 0)
+    builder.Finish(new)
+    return bytes(builder.Output())

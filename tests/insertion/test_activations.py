@@ -12,8 +12,7 @@ from helpers.variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.insertion.activations import Range, Ranges
-from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.drafter import Ranges, planned_insertion
 
 STATIC = variant("torch_static8_mix48_kv8")
 
@@ -36,8 +35,8 @@ def ranges_of(roles: list[str]) -> Ranges:
     """Another range for every role; gate and up read one value."""
     return {
         role: (
-            Range(-5.0 - index / 100 * (not role.endswith(("gate_proj", "up_proj"))), 0.5),
-            Range(-0.25, 5.0 + index / 100),
+            (-5.0 - index / 100 * (not role.endswith(("gate_proj", "up_proj"))), 0.5),
+            (-0.25, 5.0 + index / 100),
         )
         for index, role in enumerate(roles)
     }
@@ -62,7 +61,7 @@ def test_new_scales_are_the_ranges(own: Path, tmp_path: Path) -> None:
     after = scales_of(tmp_path / "new.tflite")
     assert after.keys() == before.keys()
     for role, (scale, zero_point, out, out_zero) in after.items():
-        low, high = -ranges[role][0].low, ranges[role][1].high
+        low, high = -ranges[role][0][0], ranges[role][1][1]
         assert (scale, zero_point) == (pytest.approx(low / 127), 0)
         assert (out, out_zero) == (pytest.approx(high / 127), 0)
     old, new = STATIC.read_bytes(), (tmp_path / "new.tflite").read_bytes()
@@ -83,8 +82,8 @@ def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
         tensor = result.producer.operand(0).tensors[-1]
     model.subgraphs[0].tensors[tensor.index].quantization.zeroPoint = np.array([-7], np.int64)
     (tmp_path / "old.tflite").write_bytes(pack(model))
-    nothing = Range(0.0, 0.0)
-    ranges = {"layers.0.o_proj": (Range(-1.0, 4.1), nothing), "layers.1.o_proj": (nothing, nothing)}
+    nothing = (0.0, 0.0)
+    ranges = {"layers.0.o_proj": ((-1.0, 4.1), nothing), "layers.1.o_proj": (nothing, nothing)}
     with planned_insertion(own, tmp_path / "old.tflite", ranges=ranges) as plan:
         plan.write(tmp_path / "new.tflite")
     before, after = scales_of(tmp_path / "old.tflite"), scales_of(tmp_path / "new.tflite")
@@ -96,7 +95,7 @@ def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
 
 
 def test_a_graph_without_static_activations(exact: Path, sample: Path, tmp_path: Path) -> None:
-    with planned_insertion(exact, sample, ranges={"lm_head": (Range(-1, 1), Range(-1, 1))}) as plan:
+    with planned_insertion(exact, sample, ranges={"lm_head": ((-1, 1), (-1, 1))}) as plan:
         assert "The graph has no static activations: nothing was calibrated." in plan.notes
         plan.write(tmp_path / "new.litertlm")
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)

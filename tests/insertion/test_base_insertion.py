@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
-from helpers.bases import PREFIX, Weights, base_with, edited_section, patched, places_of
+from helpers.bases import (
+    PREFIX,
+    Weights,
+    base_with,
+    broken,
+    edited_section,
+    fewer,
+    more,
+    patched,
+    places_of,
+    scalar,
+)
 from helpers.make_bundle import kind, set_buffer
+from safetensors.numpy import load_file, save_file
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import insert as insert_command
 from mtp_extract.cli import inspect as inspect_command
-from mtp_extract.cli._run import run_lean
+from mtp_extract.cli._command import run_lean
+from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
-from mtp_extract.insertion.base import find_base, planned_base_insertion
-from mtp_extract.insertion.comparison import EQUAL, EQUAL_CODES, compare_base
+from mtp_extract.insertion.base import find_base, matches, planned_base_insertion
+from mtp_extract.insertion.base_checkpoint import read_base
+from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, compare_base
 from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.plan import InsertionResult
-from mtp_extract.insertion.slots import grouped
 from mtp_extract.io.laid import write_laid
 from mtp_extract.pipeline.extraction import extract
 
@@ -65,12 +79,12 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
     assert any("drafter" in note for note in result.notes)
     with open_bundle(out) as opened:
         found = compare_base(opened, base)
-        written = find_base(opened)
-        regions = {place.model.region.begin: place.model.region for each in written.places.values() for place in each}
+        written = list(matches(find_base(opened), read_base(base)))
+        regions = {place.model.region.begin: place.model.region for each in written for place in each.places}
     assert found.problem is None
-    assert found.counts == {EQUAL: 48, EQUAL_CODES: 54}
+    assert found.counts == {EQUAL: 48, HALF_STEP: 54}
     # Signatures agree, so that each role is stored in one way.
-    assert {len(grouped(places)) for places in written.places.values()} == {1}
+    assert {len(each.slots) for each in written} == {1}
     old, new = sample.read_bytes(), out.read_bytes()
     assert len(old) == len(new)
     inside = np.zeros(len(old), bool)
@@ -115,39 +129,23 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
     assert not list(tmp_path.glob("*.litertlm"))
 
 
-def _scalar(weights: Weights) -> None:
-    weights[f"{LAYER}layer_scalar"] = np.array([2], np.float32)
-
-
-def _more(weights: Weights) -> None:
-    weights[f"{LAYER}self_attn.v_norm.weight"] = np.ones(32, np.float32)
-
-
-def _fewer(weights: Weights) -> None:
-    del weights[f"{LAYER}self_attn.v_proj.weight"]
-
-
 def _wider(weights: Weights) -> None:
     weights[f"{LAYER}mlp.up_proj.weight"] = np.zeros((256, 64), np.float32)
-
-
-def _broken(weights: Weights) -> None:
-    weights[f"{LAYER}mlp.up_proj.weight"][3, 4] = np.nan
 
 
 @pytest.mark.parametrize(
     ("change", "config", "error", "words"),
     [
-        (_scalar, {}, UnsupportedError, r"layers\.0\.layer_scalar: the graph multiplies by nothing"),
-        (_more, {}, CheckpointError, "1 tensors play no role"),
+        (scalar, {}, UnsupportedError, r"layers\.0\.layer_scalar: the graph multiplies by nothing"),
+        (more, {}, CheckpointError, "1 tensors play no role"),
         (
-            _fewer,
+            fewer,
             {},
-            CheckpointError,
-            r"layers\.0\.v_proj: .* the checkpoint has no such tensor",
+            PairError,
+            r"layers\.0\.v_proj: the checkpoint has no such tensor",
         ),
-        (_wider, {}, UnsupportedError, r"layers\.0\.up_proj: the checkpoint's is \[256, 64\]"),
-        (_broken, {}, CheckpointError, r"layers\.0\.up_proj: holds values that are not finite"),
+        (_wider, {}, PairError, r"layers\.0\.up_proj: the checkpoint's is \[256, 64\]"),
+        (broken, {}, CheckpointError, r"layers\.0\.up_proj: holds values that are not finite"),
         (tuned, {"hidden_size": 128}, PairError, "another model"),
     ],
 )
@@ -189,13 +187,13 @@ def _data(model: Any, tensor: Any) -> bytes:
 
 def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: Path) -> None:
     bundle, new = _share(sample, tmp_path / "shared.litertlm", None), tmp_path / "new.litertlm"
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.k_norm: .* has the bytes of .*, which plays no role"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.k_norm: .* which plays no role, has the same bytes"):
         put(base_with(tmp_path / "base", tuned), bundle, new)
 
 
 def test_roles_that_share_a_constant_must_agree(sample: Path, tmp_path: Path) -> None:
     bundle, new = _share(sample, tmp_path / "shared.litertlm", "layers.0.q_norm"), tmp_path / "new.litertlm"
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.q_norm and layers\.0\.k_norm: .* are to differ"):
+    with pytest.raises(UnsupportedError, match=r"one constant for both .* are to differ"):
         put(base_with(tmp_path / "base", tuned), bundle, new)
 
     def agreeing(weights: Weights) -> None:
@@ -261,7 +259,7 @@ def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
         found = compare_base(opened, new)
     assert found.problem is None
     verdicts = {role.role: role.verdict for role in found.roles}
-    assert verdicts["embed_tokens_per_layer"] == EQUAL_CODES
+    assert verdicts["embed_tokens_per_layer"] == HALF_STEP
 
 
 def run(capsys: pytest.CaptureFixture[str], command: Any, *arguments: object) -> tuple[int, str, str]:
@@ -284,15 +282,37 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.C
     status, out, _ = run(capsys, inspect_command, sample, "--against", base, "--json")
     report = json.loads(out)
     assert status == 0 and report["tensors_found"] == report["tensors"] == 101
-    assert report["verdicts"] == {"equal": 48, "equal codes": 54} and len(report["roles"]) == 102
+    assert report["verdicts"] == {"equal": 48, "within half a step": 54} and len(report["roles"]) == 102
     new, other = tmp_path / "new.litertlm", base_with(tmp_path / "base", tuned)
     status, out, err = run(capsys, inspect_command, sample, "--against", other)
     assert status == 1 and "101 of 101 tensors found" in out and "are not the weights of" in err
     status, out, _ = run(capsys, insert_command, other, sample, "-o", new)
     assert status == 0 and "requantized" in out and f"Wrote {new}" in out
     status, out, _ = run(capsys, inspect_command, new, "--against", other)
-    assert status == 0 and "102 roles: 48 equal, 54 equal codes" in out
-    status, _, err = run(capsys, insert_command, base, sample, "--section", "3", "--dry-run")
+    assert status == 0 and "102 roles: 48 equal, 54 within half a step" in out
+    status, _, err = run(capsys, insert_command, base, sample, "--graph-from", "x", "--dry-run")
     assert status == 1 and "found a base's" in err
     status, _, err = run(capsys, inspect_command, sample, "--against", sample)
     assert status == 1 and "found none" in err
+
+
+def test_the_packaged_base_changes_no_byte(tmp_path: Path) -> None:
+    again = tmp_path / "again.litertlm"
+    with planned_base_insertion(sample_base(), sample_bundle()) as plan:
+        plan.write(again)
+    assert again.read_bytes() == sample_bundle().read_bytes()
+
+
+def test_a_weight_with_a_factor_in_it_is_put_back_with_it(tmp_path: Path) -> None:
+    """``per_layer_model_projection`` has 1/√width in its scales: a changed one gets it, too."""
+    base = Path(shutil.copytree(sample_base(), tmp_path / "base"))
+    tensors = load_file(base / "model.safetensors")
+    name = "model.language_model.per_layer_model_projection.weight"
+    tensors[name] = np.ascontiguousarray(tensors[name][::-1])
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "new.litertlm"
+    with planned_base_insertion(base, sample_bundle()) as plan:
+        plan.write(out)
+    for weights, same in ((base, True), (sample_base(), False)):
+        with open_bundle(out) as opened:
+            assert (compare_base(opened, weights).problem is None) == same
