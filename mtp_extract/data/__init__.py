@@ -34,4 +34,4 @@ def sample_base() -> Path:
 
 def sample_prompts() -> Path:
     """Prompts of the kind that base was trained on, of texts it has not seen; for chat prompts it is too small."""
-    return sample_base() / "prompts.json"
+    return sample_base() / "prompts.jsonl"

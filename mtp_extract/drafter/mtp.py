@@ -6,17 +6,14 @@ of their own look at the base model's cache. Out come logits for the next token,
 width that takes the place of the hidden state in the next step.
 
 Weights and activations may be BF16; every RMSNorm, the rotation, attention logits, softmax and soft cap
-are computed in F32. FP16 is refused when loading: the residual stream of Gemma 4 leaves its range.
-
-Every matrix is an ``nn.Linear`` under the name of its role (``layers.0.q_proj``), so that PyTorch's
-forward hooks can see and replace its input and output; hooks on ``layers.N`` see the output of a whole
-layer.
+are computed in F32. FP16 is refused when loading: the residual stream of Gemma 4 leaves its range. Every matrix is an
+``nn.Linear`` under the name of its role, so that PyTorch's forward hooks can see and replace its input and output.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig
-from mtp_extract.drafter.arguments import DraftArguments, Transform
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
 from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn, with_weights
 from mtp_extract.drafter.protocol import KV, BaseState, Needs, picked
@@ -38,6 +34,33 @@ class DrafterOutput(NamedTuple):
 
     logits: Tensor
     projected: Tensor
+
+
+@dataclass(frozen=True)
+class DraftArguments:
+    """What one draft step reads; ``drafter(*arguments)`` runs it. Controls are changed copies of it."""
+
+    embedding: Tensor  # [batch, queries, base width], the base's embedding of the last token, times sqrt(base width)
+    hidden: Tensor
+    """[batch, queries, base width], the base's state after its final norm in the first step of a round, the drafter's
+    projected state in later ones."""
+    shared_kv: Mapping[str, KV]
+    """Layer type → the base's K and V, each [batch, KV heads, slots, head_dim], K already rotated."""
+    position_ids: Tensor  # integers [batch, queries]; the same in every step of a round
+    masks: Mapping[str, Tensor] | None
+    """Layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot."""
+
+    @property
+    def embedding_and_hidden(self) -> Tensor:
+        """[batch, queries, 2 · base width], the embedding first: what the pre projection reads."""
+        return torch.cat((self.embedding, self.hidden), dim=-1)
+
+    def __iter__(self) -> Iterator[object]:
+        return iter((self.embedding_and_hidden, self.shared_kv, self.position_ids, self.masks))
+
+
+Transform = Callable[[DraftArguments, int], DraftArguments]
+"""Changes the arguments of a draft step; gets them and the step, counted from 0. For controls."""
 
 
 class OrderedHead(nn.Module):

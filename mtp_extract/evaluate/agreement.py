@@ -1,4 +1,4 @@
-"""Agreement with the base: what the drafter drafts after every token of the base's own greedy text.
+"""The base's own text, and agreement with it: what a drafter drafts after every token.
 
 Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after an anchor token:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -22,18 +22,17 @@ from typing import TypeVar
 import torch
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.batches import base_texts, groups
-from mtp_extract.evaluate.intervals import Interval
+from mtp_extract.evaluate.intervals import Interval, repeats
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.evaluate.texts import repeats
 from mtp_extract.io.typed import Count, Figure, Positive, Record
+from mtp_extract.speculate.codec import count
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Along, Text, ranks_of_text, read_texts, teacher_forced
 
-_RUN = 8
-
 Found = TypeVar("Found", Agreement, Along)
+Done = Callable[[], object]
+"""Called after each batch."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,12 @@ class Continuations:
         return repeats([text.tokens for text in self.texts])
 
     @property
-    def repeated(self) -> float:
-        """Share of eight-token runs of the continuations that stand earlier in the same one: how much is loops."""
-        seen = total = 0
-        for text in self.texts:
-            new = text.continuation
-            runs = [tuple(new[at : at + _RUN]) for at in range(len(new) - _RUN + 1)]
-            seen, total = seen + len(runs) - len(set(runs)), total + len(runs)
-        return seen / total if total else 0.0
-
-    def of_workload(self, name: str) -> list[int]:
-        return [index for index, prompt in enumerate(self.prompts) if prompt.workload == name]
-
-    @property
-    def workloads(self) -> tuple[str, ...]:
-        """Names, in order of first appearance."""
-        return tuple(dict.fromkeys(prompt.workload for prompt in self.prompts))
+    def workloads(self) -> dict[str, list[int]]:
+        """Indices of the texts of each, by name, in order of first appearance."""
+        found: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.prompts):
+            found.setdefault(prompt.workload, []).append(index)
+        return found
 
 
 class Step(Record):
@@ -90,6 +79,66 @@ class Workload(Record):
     steps: list[Step]  #: by draft step
 
 
+def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+    """Indices in groups of similar length, so that little of a batch is padding.
+
+    A last group of one joins the one before: some controls need two texts.
+
+    Raises:
+        MtpExtractError: ``batch`` is no number of at least 1.
+    """
+    count("batch", batch, least=1)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    made = [order[at : at + batch] for at in range(0, len(order), batch)]
+    if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
+        alone = made.pop()
+        made[-1] += alone
+    yield from made
+
+
+@torch.inference_mode()
+def base_texts(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    batch: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    done: Done = lambda: None,
+) -> list[tuple[int, ...]]:
+    """What the base writes after each prompt, by transformers' own generation: new token ids, a stop token included.
+
+    Args:
+        prompts: token ids.
+        batch: prompts at a time.
+        temperature: 0 is greedy.
+        seed: of the random numbers, with the number of the batch.
+        done: called after each batch.
+    """
+    drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    stops, device, found = frozenset(base.stop_token_ids), base.device, dict[int, tuple[int, ...]]()
+    for number, group in enumerate(groups(list(map(len, prompts)), batch)):
+        longest = max(len(prompts[index]) for index in group)
+        before = [longest - len(prompts[index]) for index in group]
+        tokens = [[0] * pad + list(prompts[index]) for pad, index in zip(before, group, strict=True)]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed + (number << 20))
+            made = base.model.generate(
+                input_ids=torch.tensor(tokens, device=device),
+                attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in before], device=device),
+                max_new_tokens=new_tokens,
+                do_sample=temperature > 0,
+                pad_token_id=0,
+                **drawn,
+            )
+        for index, row in zip(group, made[:, longest:].tolist(), strict=True):
+            # What comes after a stop token is padding.
+            found[index] = tuple(row[: next((at + 1 for at, token in enumerate(row) if token in stops), len(row))])
+        done()
+    return [found[index] for index in range(len(prompts))]
+
+
 def continue_greedily(
     base: Base,
     prompts: Sequence[Prompt],
@@ -97,7 +146,7 @@ def continue_greedily(
     *,
     new_tokens: int,
     batch: int,
-    done: Callable[[], None] = lambda: None,
+    done: Done = lambda: None,
 ) -> Continuations:
     """The base's own text after each prompt, whose token ids are ``encoded``. ``done`` is called after each batch."""
     written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, done=done)
@@ -105,26 +154,19 @@ def continue_greedily(
     return Continuations(tuple(prompts), tuple(texts))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A drafter that is to draft after the tokens of the texts."""
-
-    drafter: Drafter
-    every: int = 1  # of each text only every so many positions, from the first on
-
-
 def measure_agreements(
     base: Base,
-    asked: Sequence[Asked],
+    drafters: Sequence[tuple[Drafter, int]],
     continuations: Continuations,
     steps: int,
     *,
     batch: int,
-    done: Callable[[], None] = lambda: None,
+    done: Done = lambda: None,
 ) -> list[Agreement]:
     """Teacher forcing over all texts, a batch at a time, which the base reads once for all drafters.
 
     Args:
+        drafters: each with a number n: it drafts at every n-th position of a text, from the first on.
         done: called after each batch.
 
     Returns:
@@ -135,8 +177,8 @@ def measure_agreements(
     """
 
     def measure(texts: Sequence[Text]) -> list[Agreement]:
-        full = read_texts(base, texts, [one.drafter.needs for one in asked])
-        found = [teacher_forced(base, one.drafter, texts, steps, every=one.every, full=full) for one in asked]
+        full = read_texts(base, texts, [drafter.needs for drafter, _ in drafters])
+        found = [teacher_forced(base, drafter, texts, steps, every=every, full=full) for drafter, every in drafters]
         done()
         return found
 
@@ -164,30 +206,20 @@ def _over_all(
     return [type(own[0]).joined(own) for own in zip(*parts, strict=True)]
 
 
-def at_every(agreement: Agreement, continuations: Continuations, every: int) -> Agreement:
-    """``agreement`` at the positions that :class:`Asked` of ``every`` drafts at."""
-    first = torch.tensor([text.anchors.start for text in continuations.texts])[agreement.text]
-    return agreement.where((agreement.anchor - first) % every == 0)
-
-
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workload:
     """What ``agreement`` comes to, over all texts or those of these indices."""
     part = agreement if texts is None else agreement.of(texts)
-    rounds, count = of_agreement(part), len(set(part.text.tolist()))
+    rounds, steps = of_agreement(part), list[Step]()
+    for step in range(part.steps):
+        found = {}
+        for name, (hit, among) in part.counted(step).items():
+            interval = share_over_texts(part.text[among], hit[among])
+            found[name] = figure(part.rate(name, step), int(among.sum()), interval)
+        steps.append(Step(step + 1, **found))
     forced = figure(rounds.teacher_forced, len(rounds.anchor), rounds.interval)
-    return Workload(count, len(part.anchor), forced, [_step(part, index) for index in range(part.steps)])
+    return Workload(len(set(part.text.tolist())), len(part.anchor), forced, steps)
 
 
 def figure(value: float, n: int, interval: Interval | None) -> Figure:
     """As a record has it."""
     return Figure(None if math.isnan(value) else value, n, list(interval) if interval else None)
-
-
-def _step(part: Agreement, step: int) -> Step:
-    counted = part.counted(step)
-    found = {}
-    for name in ("top1", "top5", "conditional"):
-        hit, among = counted[name]
-        interval = share_over_texts(part.text[among], hit[among])
-        found[name] = figure(part.rate(name, step), int(among.sum()), interval)
-    return Step(step + 1, **found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +54,23 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         MtpExtractError: too little memory, or a device that is not there.
     """
     require("torch", "transformers", "accelerate")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-    placed = placement(device)
+    placed = _placed(device)
     where, revision, weights = _located(name)
     found = {"revision": revision} if revision else {}
-    config = _config(name, where, found)
+    with _explained(name, "model"):
+        stored, _ = PretrainedConfig.get_config_dict(where, **found)
+        layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
+        # Before transformers sees it: a config of a billion layers keeps it busy for hours.
+        if not 0 < layers <= _MOST_LAYERS:
+            raise ValueError(f"{escape(layers)} layers")
+        config = AutoConfig.from_pretrained(where, **found)
+    if str(config.model_type).endswith("_assistant"):
+        raise PairError(
+            f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
+            "drafts for"
+        )
     needed, free = math.ceil(weights * _HEADROOM), free_memory(placed)
     if free < needed:  # before the machine starts to swap
         raise MtpExtractError(
@@ -96,7 +107,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
 
 
-def placement(device: str) -> torch.device | None:
+def _placed(device: str) -> torch.device | None:
     """The one device that ``device`` means, or None for all GPUs.
 
     Raises:
@@ -109,53 +120,37 @@ def placement(device: str) -> torch.device | None:
         return None
     try:
         kind = torch.device(device)
-    except RuntimeError:
-        kind = None
-    there = {"cpu": True, "cuda": kind is not None and (kind.index or 0) < count}
-    there["mps"] = torch.backends.mps.is_available()
-    if kind is None or not there.get(kind.type):
-        raise MtpExtractError(
-            f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}; let it be "
-            "chosen",
-            remedies=("device=auto",),
-        )
-    return kind
+        if kind.type in ("cpu", "cuda", "mps"):
+            torch.empty(0, device=kind)
+            return kind
+    except (AssertionError, RuntimeError):  # as torch raises for what it does not know, or does not have
+        pass
+    raise MtpExtractError(
+        f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}; let it be "
+        "chosen",
+        remedies=("device=auto",),
+    )
 
 
 def _located(name: str) -> tuple[str, str | None, int]:
-    """A directory or a repository of the Hub; a revision of that; and bytes of its weights' files, 0 for unknown."""
+    """A directory or a repository of the Hub; a revision of that; and bytes of its weights' files, 0 for unknown.
+
+    The Hub is asked once, rather than for every file; out of reach, what its cache holds is a directory.
+
+    Raises:
+        PairError: there is no such directory, or no model in it.
+        HubError: there is no such model, it is gated, or the Hub cannot be reached and nothing is cached.
+    """
     if Path(name).is_dir():
         return name, None, _checked_directory(Path(name))
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise PairError(
             f"expected a directory or a Hub id such as google/gemma-4-E4B-it, found {escape(name)}, which is neither"
         )
-    repository, _, revision = name.partition("@")
-    return _asked(repository, revision or None)
-
-
-def _checked_directory(directory: Path) -> int:
-    """Bytes of its weights' files."""
-    if not (directory / "config.json").is_file():
-        raise PairError(
-            f"expected a model's config.json in {escape(directory)}, found none; give the base model's directory"
-        )
-    files = files_of(directory)
-    if odd := [file.name for file in files if file.exists() and not file.is_file()]:
-        raise PairError(
-            f"expected regular files in {escape(directory)}, found {few(odd)}; put the files themselves there"
-        )
-    return sum(file.stat().st_size for file in files if _WEIGHTS.fullmatch(file.name))
-
-
-def _asked(repository: str, revision: str | None) -> tuple[str, str | None, int]:
-    """Ask the Hub once, rather than for every file; out of reach, what its cache holds is a directory.
-
-    Raises:
-        HubError: there is no such model, it is gated, or the Hub cannot be reached and nothing is cached.
-    """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
+    repository, _, given = name.partition("@")
+    revision = given or None
     try:
         with faults(repository):
             found = HfApi().model_info(repository, revision=revision, timeout=_PATIENCE, files_metadata=True)
@@ -168,31 +163,22 @@ def _asked(repository: str, revision: str | None) -> tuple[str, str | None, int]
             f"{where}{str(error).rstrip('.')}. To do without the Hub, give a local directory as the base",
             remedies=("base",),
         ) from error
-    weights = (file.size or 0 for file in found.siblings or () if _WEIGHTS.fullmatch(file.rfilename))
-    return repository, revision, sum(weights)
+    return repository, revision, sum(f.size or 0 for f in found.siblings or () if _WEIGHTS.fullmatch(f.rfilename))
 
 
-def _config(name: str, where: str, found: Mapping[str, str]) -> Any:
-    """Its config, as transformers has it.
-
-    Raises:
-        PairError: there is none, it is that of a drafter, or of more layers than any model has.
-    """
-    from transformers import AutoConfig, PretrainedConfig
-
-    with _explained(name, "model"):
-        stored, _ = PretrainedConfig.get_config_dict(where, **found)
-        text = stored.get("text_config") or stored
-        # Before transformers sees it: a config of a billion layers keeps it busy for hours.
-        if not 0 < text.get("num_hidden_layers", 1) <= _MOST_LAYERS:
-            raise ValueError(f"{escape(text['num_hidden_layers'])} layers")
-        config = AutoConfig.from_pretrained(where, **found)
-    if str(config.model_type).endswith("_assistant"):
+def _checked_directory(directory: Path) -> int:
+    """Bytes of its weights' files."""
+    if not (directory / "config.json").is_file():
         raise PairError(
-            f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
-            "drafts for"
+            f"expected a model's config.json in {escape(directory)}, found none; give the base model's directory"
         )
-    return config
+    files = files_of(directory)
+    # transformers would take them for missing, or wait for them.
+    if odd := [file.name for file in files if file.exists() and not file.is_file()]:
+        raise PairError(
+            f"expected regular files in {escape(directory)}, found {few(odd)}; put the files themselves there"
+        )
+    return sum(file.stat().st_size for file in files if _WEIGHTS.fullmatch(file.name))
 
 
 def free_memory(device: torch.device | None) -> int:
@@ -208,11 +194,7 @@ def free_memory(device: torch.device | None) -> int:
 
 @contextmanager
 def _explained(name: str, what: str) -> Iterator[None]:
-    """Turn what transformers raises for a missing or broken part into one line.
-
-    Raises:
-        PairError: it raised anything but that memory ran out.
-    """
+    """Turn what transformers raises for a missing or broken part, but for want of memory, into a line."""
     try:
         yield
     except Exception as error:  # What a damaged part raises in there has no class of its own.

@@ -11,8 +11,6 @@ from mtp_extract.errors import MtpExtractError, escape
 TRANSFORMERS = ">=5.16.1,<5.23"
 """The releases of transformers that construct an assistant and were tried, as ``pyproject.toml`` asks for them."""
 
-_PACKAGES = {"ai_edge_litert": "ai-edge-litert"}
-
 
 def require(*modules: str) -> None:
     """Import ``modules``, so that a missing one is reported before any work is done.
@@ -22,9 +20,8 @@ def require(*modules: str) -> None:
     """
     for module in modules:
         if why := unusable(module):
-            package = _PACKAGES.get(module, module)
             raise MtpExtractError(
-                f"expected the package {package}, but {why}. Validation and tuning need more packages than "
+                f"expected the package {module}, but {why}. Validation and tuning need more packages than "
                 "extraction: pip install 'mtp-extract[validate]'"
             )
 

@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils import rnn
 
 from mtp_extract.evaluate.intervals import Interval, difference_interval, ratio_interval, share_interval
@@ -78,8 +77,7 @@ class Measured(OfTexts):
     @property
     def conditional(self) -> list[float]:
         """Acceptance by step: accepted_i / accepted_(i-1); 0 where nothing came to a step."""
-        rates = [1.0, *self.stands.mean(dim=0).tolist()]
-        return [rate / before if before else 0.0 for before, rate in pairwise(rates)]
+        return [rate / before if before else 0.0 for before, rate in pairwise([1.0, *self.stands.mean(dim=0).tolist()])]
 
     @property
     def texts(self) -> int:
@@ -120,11 +118,13 @@ class Saving:
 
 
 def saving(before: Measured, after: Measured) -> Saving:
+    """Over all texts of both."""
     sums = [_by_text(before.text, measured.begins)[0] for measured in (before, after)]
     return Saving(before.rounds / after.rounds if after.rounds else float("nan"), ratio_interval(*sums))
 
 
 def compare(before: Measured, after: Measured) -> Change:
+    """At every anchor of both."""
     difference, steps = (after.stands - before.stands).sum(dim=1), before.stands.shape[1]
     found = difference_over_texts(before.text, difference / steps)
     return Change(float(difference.mean()), found and found.scaled(steps), before.texts)
@@ -141,16 +141,16 @@ def _begins(text: Tensor, along: Tensor) -> Tensor:
     """F64 [N], the probability that a round begins at each anchor; the first of each text begins one."""
     if not len(text):
         return torch.zeros(0, dtype=torch.double)
-    steps = along.shape[1]
-    whole = functional.pad(functional.pad(along.double(), (1, 0), value=1.0), (0, 1))
-    exactly = whole[:, :-1] - whole[:, 1:]  # [N, K + 1], so many drafts stand
+    ends = along.new_ones(len(along), 1, dtype=torch.double)
+    exactly = -torch.cat((ends, along.double(), 0 * ends), dim=1).diff(dim=1)  # [N, K + 1], so many drafts stand
     lengths = torch.unique_consecutive(text, return_counts=True)[1]
     rows = rnn.pad_sequence(list(torch.split(exactly, lengths.tolist())), batch_first=True)
-    begins = torch.zeros(rows.shape[0], rows.shape[1] + steps + 1, dtype=torch.double)
+    texts, longest, ahead = rows.shape
+    begins = torch.zeros(texts, longest + ahead, dtype=torch.double)
     begins[:, 0] = 1
-    for n in range(rows.shape[1]):
-        begins[:, n + 1 : n + steps + 2] += begins[:, n, None] * rows[:, n]
-    return begins[:, : rows.shape[1]][torch.arange(rows.shape[1]) < lengths[:, None]]
+    for n in range(longest):
+        begins[:, n + 1 : n + 1 + ahead] += begins[:, n, None] * rows[:, n]
+    return begins[:, :longest][torch.arange(longest) < lengths[:, None]]
 
 
 def share_over_texts(text: Tensor, values: Tensor) -> Interval | None:

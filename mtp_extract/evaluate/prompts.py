@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,11 @@ LARGEST = 1 << 28
 FEW = 20
 """Of every shipped workload so many, where all of them would take long."""
 
-_SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.json"
-_OBJECT = '{"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…"]}'
-_FORMS: Mapping[str, str] = {
-    ".txt": "prompts in UTF-8, one a line",
-    ".json": f'prompts as JSON, {{"workload": ["prompt", …]}} or a list of objects such as {_OBJECT}',
-    ".jsonl": f"prompts, one a line as JSON such as {_OBJECT}",
-}
+_SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
+_FORM = (
+    "prompts in UTF-8, as .txt, one a line, or as .jsonl, an object a line such as "
+    '{"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…"]}'
+)
 
 Messages = tuple[Mapping[str, Any], ...]
 """A chat up to what is to be answered: dicts with ``role`` and ``content``."""
@@ -112,17 +110,9 @@ class _Message(msgspec.Struct, omit_defaults=True):
         if self.content is None and not self.tool_calls:
             raise ValueError("a message without content")
 
-    @property
     def written(self) -> dict[str, Any]:
         """It as a chat template takes it."""
         return {"content": self.content, **msgspec.to_builtins(self)}
-
-    @property
-    def text(self) -> str | None:
-        """Its content, where that is text or parts of text."""
-        if isinstance(self.content, list):
-            return "".join(str(part.get("text", "")) for part in self.content)
-        return self.content
 
 
 class _Row(msgspec.Struct):
@@ -149,10 +139,11 @@ class _Row(msgspec.Struct):
         answer = self.completion or self.response or None
         if isinstance(asked, list) and answer is None and asked[-1].role == "assistant":
             *asked, last = asked
-            answer = last.text
+            parts = last.content if isinstance(last.content, list) else [{"text": last.content or ""}]
+            answer = "".join(str(part.get("text", "")) for part in parts) or None
         if not asked or (isinstance(asked, str) and not asked.strip()):
             raise ValueError("no prompt, no messages and no turns in which something is asked")
-        content = asked if isinstance(asked, str) else tuple(message.written for message in asked)
+        content: str | Messages = asked if isinstance(asked, str) else tuple(message.written() for message in asked)
         source = self.question_id or self.task_id or self.source or ""
         return Prompt(self.workload or self.category or workload, content, str(source), answer)
 
@@ -161,7 +152,6 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Prompts, or texts, from a file of UTF-8, by the end of its name.
 
     - ``.txt``: one a line; blank lines are left out.
-    - ``.json``: ``{"workload": ["prompt", …], …}``, or a list of objects as in ``.jsonl``.
     - ``.jsonl``: an object a line, with one of
 
       - ``messages`` with ``role`` and ``content`` (OpenAI): where the assistant has the last word, that is the
@@ -176,7 +166,6 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.
     """
-    form = _FORMS.get(path.suffix.lower(), 'prompts as .txt, one a line, .jsonl such as {"prompt": "…"}, or .json')
     try:
         prompts = tuple(_prompts_in(path))
     except OSError as error:
@@ -185,39 +174,26 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
             remedies=("prompts",),
         ) from error
     except (ValueError, RecursionError) as error:
-        raise MtpExtractError(
-            f"{escape(path)}: expected {form}, found: {escape(error)}. Bring it into that form."
-        ) from error
+        raise MtpExtractError(f"{escape(path)}: expected {_FORM}, found: {escape(error)}. Write it so.") from error
     if not prompts:
-        raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none. Give {form}.")
+        raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none. Give {_FORM}.")
     return prompts
 
 
 def _prompts_in(path: Path) -> Iterator[Prompt]:
-    suffix, workload = path.suffix.lower(), path.stem
-    if suffix not in _FORMS:
+    suffix = path.suffix.lower()
+    if suffix not in (".txt", ".jsonl"):
         raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
     stored = read_regular(path, LARGEST).removeprefix(b"\xef\xbb\xbf")
     if suffix == ".txt":
-        lines = io.StringIO(stored.decode(), newline=None)
-        yield from (Prompt(workload, line.rstrip("\n")) for line in lines if line.strip())
+        yield from (Prompt(path.stem, line) for line in re.split(r"\r\n|\r|\n", stored.decode()) if line.strip())
         return
-    if suffix == ".jsonl":
-        lines_of = enumerate(stored.splitlines(), 1)
-        yield from (_prompt_in(f"line {number}", line, workload) for number, line in lines_of if line.strip())
-        return
-    found = msgspec.json.decode(stored, type=dict[str, list[str]] | list[msgspec.Raw])
-    if isinstance(found, dict):
-        yield from (Prompt(name, text) for name, texts in found.items() for text in texts if text.strip())
-    else:
-        yield from (_prompt_in(f"entry {number}", bytes(row), workload) for number, row in enumerate(found, 1))
-
-
-def _prompt_in(place: str, row: bytes, workload: str) -> Prompt:
-    try:
-        return msgspec.json.decode(row, type=_Row).as_prompt(workload)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}, in {row.decode(errors='replace').strip()}") from error
+    for number, line in enumerate(stored.splitlines(), 1):
+        if line.strip():
+            try:
+                yield msgspec.json.decode(line, type=_Row).as_prompt(path.stem)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}, in {line.decode(errors='replace').strip()}") from error
 
 
 def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bool) -> list[tuple[int, ...]]:

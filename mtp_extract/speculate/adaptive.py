@@ -1,15 +1,56 @@
-"""Choosing K while generating, from the acceptance and the times seen so far."""
+"""The arithmetic of speculative decoding: what a round yields, how many drafts are worth it, and choosing K on the way.
+
+Notation: K drafts a round; ``p[i]`` the probability that draft i is accepted given that all before it were
+(the *conditional* acceptance). A round always emits one token more than it accepts: the base's own choice
+at the first rejection, or after the last draft.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_extract.speculate.arithmetic import best_draft_length
-from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.codec import count
 
 _FIRST = 4  # the first K
 _PRIOR, _START = 4.0, 0.7  # rounds that every step is taken to have seen, and the acceptance of all of them at first
 _MEMORY = 0.95  # weight that a past round keeps with each new one
+
+
+def expected_tokens(conditional: Sequence[float]) -> float:
+    """Mean tokens a round from per-step conditional acceptance: 1 + p₁ + p₁p₂ + … + p₁⋯p_K.
+
+    With the same p at every step that is (1 - p^(K+1)) / (1 - p).
+
+    >>> expected_tokens([0.5, 0.5])
+    1.75
+    """
+    total = reached = 1.0
+    for rate in conditional:
+        # A step that is never reached has no rate.
+        reached = reached and reached * rate
+        total += reached
+    return total
+
+
+def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int:
+    """The K from 0 to ``len(conditional)`` with the most tokens a unit of time; the smallest such K in a tie.
+
+    A round of K drafts takes ``1 + K · draft_cost``: the unit is one forward of the base. What a further token adds to
+    that forward is small while memory bandwidth is the limit, and not counted.
+
+    Args:
+        conditional: per-step conditional acceptance.
+        draft_cost: time of one step of the drafter over that of one forward of the base.
+
+    >>> best_draft_length([0.8] * 8, draft_cost=0.1)
+    6
+    >>> best_draft_length([0.1] * 8, draft_cost=0.2)
+    0
+    """
+    lengths = range(len(conditional) + 1)
+    gains = [expected_tokens(conditional[:drafts]) / (1 + drafts * draft_cost) for drafts in lengths]
+    return gains.index(max(gains))
 
 
 @dataclass(frozen=True)
@@ -30,7 +71,7 @@ class AdaptiveDrafts:
 
 
 class RunningLength:
-    """The K of the next round: :func:`~.arithmetic.best_draft_length` of the running conditional acceptance.
+    """The K of the next round: :func:`best_draft_length` of the running conditional acceptance.
 
     The rate of a step that has seen few drafts is drawn towards that of all steps.
 

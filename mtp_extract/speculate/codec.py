@@ -1,12 +1,12 @@
-"""Between text and tokens, by the base's own tokenizer."""
+"""Between text and tokens, by the base's own tokenizer; and whole numbers that come from outside."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mtp_extract.errors import PairError, escape
-from mtp_extract.speculate.numbers import count
+from mtp_extract.errors import MtpExtractError, PairError, escape
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or messages: dicts with ``role`` and ``content``."""
@@ -85,3 +85,18 @@ class Codec:
                 f"expected tokens below {self._vocab_size}, found {most}; tokenize with the base's own tokenizer"
             )
         return tokens
+
+
+def count(what: str, value: Any, *, least: int) -> int:
+    """``value`` as an int: any integer type, but neither a float, however whole, nor a bool.
+
+    Raises:
+        MtpExtractError: not a whole number, or less than ``least``; it names ``what``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise MtpExtractError(f"expected {what} to be a whole number of at least {least}, found {escape(value)}")
+    return number

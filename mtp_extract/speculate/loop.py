@@ -1,12 +1,11 @@
 """The loop: draft K tokens, verify them in one forward of the base, keep the accepted ones and one more.
 
-The base has seen all of a text but its last token, the *pending* one; their K and V are in transformers' own cache. A
-round
+The base has seen all of a text but its last token, the *pending* one; their K and V are in transformers' own cache.
+What rejected drafts wrote is cropped from it.
 
-1. drafts K tokens from the pending one,
-2. feeds the pending token and the drafts to the base, in one forward,
-3. keeps the drafts that the base agrees with, and the base's own token after them, which is the new pending one; what
-   the others wrote is cropped from the cache.
+A round drafts K tokens (fewer when fewer could still be emitted, as in transformers); acceptance is accepted over
+drafted, the "success rate" LiteRT-LM prints, where every round counts K. The first token comes from the prompt's
+forward and belongs to no round. A draft after a stop token is drafted, not accepted.
 
 Greedy text is the base's own, token for token. Sampled text has the base's distribution.
 """
@@ -25,8 +24,7 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
 from mtp_extract.errors import DrafterError, MtpExtractError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.codec import Codec, Prompt
-from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.codec import Codec, Prompt, count
 from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, draw, judge
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.speculate.trees import Tree, grow
@@ -156,46 +154,57 @@ class SpeculativeGenerator:
             MtpExtractError: an option out of range.
             DrafterError: a token cannot be drawn, as logits are no numbers.
         """
-        left, sampling = count("max_new_tokens", max_new_tokens, least=1), sampling or Sampling()
-        stops = frozenset(self.base.stop_token_ids if stop_token_ids is None else stop_token_ids)
-        random = torch.Generator(self.base.device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
+        base, drafter, left = self.base, self.drafter, count("max_new_tokens", max_new_tokens, least=1)
+        sampling, device = sampling or Sampling(), base.device
+        stops = frozenset(base.stop_token_ids if stop_token_ids is None else stop_token_ids)
+        random = torch.Generator(device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
         adaptive = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        fixed = 0 if isinstance(drafts, AdaptiveDrafts) else self._checked(drafts)
-        base, layers, cache, start = self.base, self.drafter.needs.layers, self.base.new_cache(), self._clock()
-        fed = base.keep(cache, base.feed(self._tensor(prompt), cache, layers), range(len(prompt)))
+        most = self._checked(4 if isinstance(drafts, AdaptiveDrafts) else drafts)
+        cache, start = base.new_cache(), self._clock()
+        fed = base.feed(torch.tensor([list(prompt)], device=device), cache, drafter.needs.layers)
+        fed, previous = base.keep(cache, fed, range(len(prompt))), None
         new = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
         yield Round(tuple(new), 0, 0, 0.0, 1e3 * (self._clock() - start))
-        previous: DraftState = None
         while (left := left - len(new)) and new[-1] not in stops:
             start = middle = self._clock()
-            nodes, q = self._tensor(new[-1:]), list[Tensor]()
+            nodes, q, tree = torch.tensor([new[-1:]], device=device), list[Tensor](), None
             # Of the tokens that are left, one is the base's own.
-            if now := _shortened(adaptive.value if adaptive else fixed, left - 1):
-                known = BaseState.after(fed, fed.positions[:, -1:] + 1, base.embed, previous)
-                state = self.drafter.start(known)
-                previous = state if self.drafter.needs.own_cache else None
-                nodes, q = self._drafted(state, nodes, now, sampling, random)
+            if left > 1 and (now := adaptive.value if adaptive else most):
+                state = drafter.start(BaseState.after(fed, fed.positions[:, -1:] + 1, base.embed, previous))
+                previous = state if drafter.needs.own_cache else None
+                if isinstance(now, Tree):
+                    tree = now.to_depth(left - 1)
+                    nodes = grow(drafter, state, nodes, tree)
+                else:
+                    nodes, q = self._chain(state, nodes, min(now, left - 1), sampling, random)
                 middle = self._clock()
-            tree = now if isinstance(now, Tree) else None
-            fed = base.feed(nodes, cache, layers, tree=tree)
-            way, new = _judged(nodes[0], base.logits(fed.hidden[0]), q, tree, sampling, random)
+            fed = base.feed(nodes, cache, drafter.needs.layers, tree=tree)
+            logits = base.logits(fed.hidden[0])
+            if tree is None:
+                accepted, following = judge(logits, nodes[0, 1:], q, sampling, random)
+                held, *tokens, last = _to_host(torch.cat((accepted[None], nodes[0, 1:], following[None])))
+                way, new = list(range(held + 1)), [*tokens[:held], last]
+            else:
+                # The base chooses a token after every node, and the tree is followed as long as it holds that token.
+                both = _to_host(torch.cat((nodes[0], sampling.choose(logits, random))))
+                tokens, choices = both[: nodes.shape[1]], both[nodes.shape[1] :]
+                way = tree.followed(tokens, choices)
+                new = [*(tokens[node] for node in way[1:]), choices[way[-1]]]
             fed = base.keep(cache, fed, way)
             draft_ms, verify_ms = 1e3 * (middle - start), 1e3 * (self._clock() - middle)
-            drafted, accepted = tree.depth if tree else nodes.shape[1] - 1, len(way) - 1
+            drafted, stands = tree.depth if tree else nodes.shape[1] - 1, len(way) - 1
             if adaptive:
-                adaptive.observe(drafted, accepted, draft_ms, verify_ms)
+                adaptive.observe(drafted, stands, draft_ms, verify_ms)
             ends = next((place + 1 for place, token in enumerate(new) if token in stops), len(new))
             new = new[:ends]
-            yield Round(tuple(new), drafted, min(accepted, ends), draft_ms, verify_ms)
+            yield Round(tuple(new), drafted, min(stands, ends), draft_ms, verify_ms)
 
-    def _drafted(
-        self, state: DraftState, pending: Tensor, shape: int | Tree, sampling: Sampling, random: torch.Generator
+    def _chain(
+        self, state: DraftState, pending: Tensor, steps: int, sampling: Sampling, random: torch.Generator
     ) -> tuple[Tensor, list[Tensor]]:
-        """``pending`` and the drafts after it, int64 [1, n]; and the distributions a chain's drafts were drawn from."""
-        if isinstance(shape, Tree):
-            return grow(self.drafter, state, pending, shape), []
+        """``pending`` and ``steps`` drafts after it, int64 [1, n]; and the distributions these were drawn from."""
         tokens, q = [pending], list[Tensor]()
-        for _ in range(shape):
+        for _ in range(steps):
             logits, state = self.drafter.step(state, tokens[-1])
             scores = logits[0].to(self.base.device)
             if sampling.greedy:
@@ -205,7 +214,7 @@ class SpeculativeGenerator:
                 tokens.append(draw(q[-1], random)[None].clamp(min=0))
         return torch.cat(tokens, dim=1), q
 
-    def _checked(self, drafts: Drafts) -> int | Tree:
+    def _checked(self, drafts: int | Tree) -> int | Tree:
         if isinstance(drafts, Tree) and drafts.width > self.base.vocab_size:
             raise MtpExtractError(
                 f"expected a tree of at most {self.base.vocab_size} drafts for one place, as many as the base has "
@@ -213,39 +222,11 @@ class SpeculativeGenerator:
             )
         return drafts if isinstance(drafts, Tree) else count("drafts", drafts, least=0)
 
-    def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], device=self.base.device)
-
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         return time.perf_counter()
-
-
-def _shortened(drafts: int | Tree, most: int) -> int | Tree:
-    """At most ``most`` steps of ``drafts``."""
-    if isinstance(drafts, Tree):
-        return drafts.to_depth(most) if most else 0
-    return min(drafts, most)
-
-
-def _judged(
-    nodes: Tensor, logits: Tensor, q: list[Tensor], tree: Tree | None, sampling: Sampling, random: torch.Generator
-) -> tuple[list[int], list[int]]:
-    """Which of the ``nodes`` stand, the pending token first; and the tokens that are new.
-
-    Of a tree the base chooses a token after every node, and the tree is followed as long as it holds that token: the
-    text is what the base would choose alone.
-    """
-    if tree is None:
-        accepted, following = judge(logits, nodes[1:], q, sampling, random)
-        held, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
-        return list(range(held + 1)), [*drafts[:held], last]
-    both = _to_host(torch.cat((nodes, sampling.choose(logits, random))))
-    tokens, choices = both[: len(nodes)], both[len(nodes) :]
-    way = tree.followed(tokens, choices)
-    return way, [*(tokens[node] for node in way[1:]), choices[way[-1]]]
 
 
 def _to_host(tokens: Tensor) -> list[int]:

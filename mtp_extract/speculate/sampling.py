@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.codec import count
 
 _NO_TOKENS: Any = None  # the text so far, which these warpers do not look at
 _COLDEST = torch.finfo(torch.float32).tiny  # F32 does not divide by less

@@ -119,14 +119,10 @@ class Base:
                 slots = [*range(before), *(before + node for node in order)]
                 layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
             layer.crop(len(at) - count)
-        first = fed.positions[:, :1]
-        return Fed(
-            fed.tokens[:, at],
-            first + torch.arange(len(at), device=first.device),
-            fed.hidden[:, at],
-            {layer: states[:, at] for layer, states in fed.layers.items()},
-            {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()},
-        )
+        positions = fed.positions[:, :1] + torch.arange(len(at), device=fed.positions.device)
+        states = {layer: states[:, at] for layer, states in fed.layers.items()}
+        kv = {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()}
+        return Fed(fed.tokens[:, at], positions, fed.hidden[:, at], states, kv)
 
     def full_pass(self, tokens: Tensor, layers: Sequence[int] = ()) -> Fed:
         """One forward over ``tokens`` [batch, length], right-padded with anything: no token sees the padding.
@@ -142,15 +138,13 @@ class Base:
     def _run(self, tokens: Tensor, positions: Tensor, layers: Sequence[int], **more: Any) -> Fed:
         """The body's output, with the hidden states that enter ``layers``; what enters the final norm is the last."""
         states: dict[int, Tensor] = {}
-
-        def note(layer: int, entering: tuple[Tensor, ...]) -> None:
-            states[layer] = entering[0]
-
         decoder = self.model.get_decoder()
         modules = [*decoder.layers, decoder.norm]
         with ExitStack() as hooks:
             for layer in layers:
-                hook = modules[layer].register_forward_pre_hook(lambda _, given, layer=layer: note(layer, given))
+                hook = modules[layer].register_forward_pre_hook(
+                    lambda _, entering, layer=layer: states.update({layer: entering[0]})
+                )
                 hooks.callback(hook.remove)
             output = self.model.model(input_ids=tokens, position_ids=positions, return_shared_kv_states=True, **more)
         kv = getattr(output, "shared_kv_states", None)

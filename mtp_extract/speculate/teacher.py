@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, Fed, Needs
 from mtp_extract.errors import PairError
-from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.codec import count
 from mtp_extract.speculate.target import Base
 
 _LOGITS_AT_ONCE = 1 << 28
@@ -36,8 +36,6 @@ _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max
 
 _Part = TypeVar("_Part", bound="OfTexts")
-Look = Callable[[Tensor, Tensor], Sequence[Tensor]]
-"""Draft logits [batch, anchors, vocabulary] and their targets int64 [batch, anchors] → columns [batch, anchors]."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +157,17 @@ def teacher_forced(
 
     Raises:
         PairError: no text has an anchor.
-        MtpExtractError: ``steps`` or ``logits_at_once`` is no number of at least 1.
+        MtpExtractError: ``steps`` is no number of at least 1.
     """
+    full = full or read_texts(base, texts, [drafter.needs])
+    text, anchor, aims, (drafts, top5) = _stepped(base, drafter, texts, steps, full, _agreed, logits_at_once, every)
+    return Agreement(text, anchor, drafts, aims, top5)
 
-    def look(logits: Tensor, aim: Tensor) -> Sequence[Tensor]:
-        best = logits.topk(min(_TOP, logits.shape[-1]), dim=-1).indices
-        return logits.argmax(-1), (best == aim[..., None]).any(-1)
 
-    place, targets, (drafts, top5) = _stepped(
-        base, drafter, texts, steps, look, logits_at_once=logits_at_once, every=every, full=full
-    )
-    return Agreement(*place, drafts, targets, top5)
+def _agreed(logits: Tensor, aim: Tensor) -> tuple[Tensor, ...]:
+    """The drafts, and whether the target is among the five most likely."""
+    best = logits.topk(min(_TOP, logits.shape[-1]), dim=-1).indices
+    return logits.argmax(-1), (best == aim[..., None]).any(-1)
 
 
 def ranks_of_text(base: Base, drafter: Drafter, texts: Sequence[Text], steps: int) -> Along:
@@ -182,40 +180,33 @@ def ranks_of_text(base: Base, drafter: Drafter, texts: Sequence[Text], steps: in
         int64 values; of tokens that tie the first comes first. -1 past the text's end, and more than any tree holds for
         a token that the drafter cannot draft.
     """
-
-    def look(logits: Tensor, aim: Tensor) -> Sequence[Tensor]:
-        token, before = aim.clamp(min=0), torch.arange(logits.shape[-1], device=logits.device)
-        own = logits.gather(-1, token[..., None])
-        better = ((logits > own) | ((logits == own) & (before < token[..., None]))).sum(-1)
-        return [torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better).where(aim != _NO_TARGET, _NO_TARGET)]
-
-    place, _, (ranks,) = _stepped(base, drafter, texts, steps, look, along=True)
-    return Along(*place, ranks)
+    full = read_texts(base, texts, [drafter.needs])
+    text, anchor, _, (ranks,) = _stepped(base, drafter, texts, steps, full, _ranked, along=True)
+    return Along(text, anchor, ranks)
 
 
-@dataclass(frozen=True)
-class OwnChances:
-    """What the base makes of texts, at every position but the last: of the token that follows there."""
+def _ranked(logits: Tensor, aim: Tensor) -> tuple[Tensor, ...]:
+    token, before = aim.clamp(min=0), torch.arange(logits.shape[-1], device=logits.device)
+    own = logits.gather(-1, token[..., None])
+    better = ((logits > own) | ((logits == own) & (before < token[..., None]))).sum(-1)
+    return (torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better).where(aim != _NO_TARGET, _NO_TARGET),)
 
-    chance: Tensor  # F64 [texts, length - 1], its probability
-    likeliest: Tensor  # bool [texts, length - 1], whether it is the argmax
+
+class OwnChances(NamedTuple):
+    """What the base makes of texts, at every position but the last."""
+
+    likeliest: Tensor  # bool [texts, length - 1], whether the token that follows is the argmax
     best: Tensor  # F64 [texts, length - 1], the probability of the argmax
 
 
 @torch.inference_mode()
-def chances_of_base(base: Base, texts: Sequence[Text], temperature: float, *, full: Fed | None = None) -> OwnChances:
-    """How likely the base thinks each token of ``texts``, at ``temperature`` above 0; past a text's end anything.
-
-    Args:
-        full: :func:`read_texts` of these texts, where it is at hand.
-    """
+def chances_of_base(base: Base, texts: Sequence[Text], temperature: float) -> OwnChances:
+    """What ``base`` thinks likeliest along ``texts``, at ``temperature`` above 0; past a text's end anything."""
     tokens = _padded([text.tokens for text in texts], 0)
-    hidden = (full or base.full_pass(tokens.to(base.device))).hidden
     rows = []
-    for state, following in zip(hidden, tokens[:, 1:], strict=True):
-        p = torch.softmax(base.logits(state[:-1]).cpu().double() / temperature, dim=-1)
-        best, index = p.max(-1)
-        rows.append((p.gather(-1, following[:, None])[:, 0], index == following, best))
+    for state, following in zip(base.full_pass(tokens.to(base.device)).hidden, tokens[:, 1:], strict=True):
+        best, index = torch.softmax(base.logits(state[:-1]).cpu().double() / temperature, dim=-1).max(-1)
+        rows.append((index == following, best))
     return OwnChances(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
@@ -225,16 +216,18 @@ def _stepped(
     drafter: Drafter,
     texts: Sequence[Text],
     steps: int,
-    look: Look,
-    *,
-    along: bool = False,
+    full: Fed,
+    look: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     logits_at_once: int = _LOGITS_AT_ONCE,
     every: int = 1,
-    full: Fed | None = None,
-) -> tuple[tuple[Tensor, Tensor], Tensor, list[Tensor]]:
+    *,
+    along: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """What ``look`` makes of the logits of every step of a round at every anchor.
 
     Args:
+        look: draft logits [batch, anchors, vocabulary] and their targets int64 [batch, anchors] → columns
+            [batch, anchors].
         along: each step reads the text's own token; else the drafter's likeliest.
 
     Returns:
@@ -246,8 +239,7 @@ def _stepped(
     lengths = torch.tensor(list(map(len, taken)))
     if not lengths.any():
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
-    full = full or read_texts(base, texts, [drafter.needs])
-    width = max(1, count("logits_at_once", logits_at_once, least=1) // (len(texts) * base.vocab_size))
+    width = max(1, logits_at_once // (len(texts) * base.vocab_size))
     anchors = _padded(taken, 1)
     aims, real = targets(texts, anchors, steps), torch.arange(anchors.shape[1])[None] < lengths[:, None]
     parts = []
@@ -263,7 +255,7 @@ def _stepped(
         parts.append([torch.stack(column, dim=-1) for column in zip(*columns, strict=True)])
     text = torch.arange(len(texts))[:, None].expand_as(real)
     found = [torch.cat(column, dim=1)[real] for column in zip(*parts, strict=True)]
-    return (text[real], anchors[real]), aims[real], found
+    return text[real], anchors[real], aims[real], found
 
 
 def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:

@@ -3,8 +3,8 @@
 A node is numbered level by level, the pending token first. A draft is named by the ranks on the way to it: ``(1, 0)``
 is the drafter's first choice after its second choice after the pending token.
 
->>> Tree.parse("2x1").paths
-((0,), (1,), (0, 0), (1, 0))
+>>> Tree.parse("2x1").nodes
+{(): 0, (0,): 1, (1,): 2, (0, 0): 3, (1, 0): 4}
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 from typing import TYPE_CHECKING
 
 from mtp_extract.errors import MtpExtractError, escape
@@ -72,15 +72,10 @@ class Tree:
         return max(self.widths)
 
     @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks on the way to each draft, in the order of the nodes."""
-        levels = (product(*map(range, self.widths[:depth])) for depth in range(1, self.depth + 1))
-        return tuple(path for level in levels for path in level)
-
-    @cached_property
     def nodes(self) -> dict[tuple[int, ...], int]:
         """The number of each node, by the ranks on the way to it."""
-        return {path: number for number, path in enumerate(((), *self.paths))}
+        levels = (product(*map(range, self.widths[:depth])) for depth in range(self.depth + 1))
+        return {path: number for number, path in enumerate(chain.from_iterable(levels))}
 
     @cached_property
     def sees(self) -> list[list[bool]]:
@@ -105,7 +100,7 @@ class Tree:
         """
         way, path = [0], tuple[int, ...]()
         for width in self.widths:
-            children = [(*path, rank) for rank in range(width)]
+            children = ((*path, rank) for rank in range(width))
             found = next((child for child in children if tokens[self.nodes[child]] == choices[way[-1]]), None)
             if found is None:
                 break

@@ -214,23 +214,6 @@ def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any) -> None
     assert len(compared) > 5 and all(one == other for one, other in compared)
 
 
-def test_sampling_draws_from_a_reduced_vocabulary(model: Any) -> None:
-    """Tokens that the head cannot propose have no chance in it, and the base's own all the same."""
-    head = random_head(head_config(draft_vocab_size=3))
-    generator = SpeculativeGenerator(model, head)
-    result = generator.generate(PROMPTS[1], max_new_tokens=40, drafts=2, temperature=1.0, seed=3)
-    assert len(result.tokens) == 40 and len(set(result.tokens) - set(head.targets.tolist())) > 3
-
-
-def test_the_last_state_is_the_one_before_the_final_norm(model: Any) -> None:
-    base = Base(model)
-    with torch.inference_mode():
-        full = base.full_pass(torch.arange(9)[None], (0, 5))
-        assert torch.equal(full.layers[0], base.embed(torch.arange(9)[None]))
-        torch.testing.assert_close(model.model.norm(full.layers[5]), full.hidden)
-    assert (full.layers[5] - full.hidden).abs().max() > 1e-3
-
-
 def test_a_base_of_fewer_layers_or_another_width(model: Any) -> None:
     with pytest.raises(PairError, match="layer 6, found 5"):
         SpeculativeGenerator(model, random_head(head_config(base_layers=(1, 3, 6))))

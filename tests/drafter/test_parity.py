@@ -10,9 +10,9 @@ import torch
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from helpers.random_pairs import drafter_from
 from helpers.trailing_masks import trailing_masks
-from transformers import AutoConfig
 
 from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.drafter.masks import position_masks
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.formats.transformers import parse_config
 
@@ -152,14 +152,6 @@ def test_unselected_tokens_of_the_ordered_head_share_the_floor() -> None:
     assert logits[logits != floor].min() - floor == pytest.approx(1.0, abs=1e-6)
 
 
-def test_config_forms_agree(geometry: Geometry) -> None:
-    """``global_head_dim``, as an extraction writes it, and ``per_layer_config``, as ``save_pretrained`` does."""
-    saved = AutoConfig.for_model(**geometry.config()).to_dict()
-    assert "per_layer_config" in saved["text_config"]
-    assert "global_head_dim" not in saved["text_config"]
-    assert parse_config(saved) == parse_config(geometry.config())
-
-
 @torch.no_grad()
 def test_controls_are_configs_and_weights() -> None:
     """What the controls of a validation change does change the output, and the original is left alone."""
@@ -178,22 +170,15 @@ def test_controls_are_configs_and_weights() -> None:
     assert torch.equal(ours(twin, x).logits, before)
 
 
-@torch.no_grad()
-def test_hooks_see_and_replace() -> None:
-    """Every matrix and every layer is a module whose input and output a forward hook can read or replace."""
-    _, drafter = both(GEOMETRIES["dense"])
-    x = random_inputs(drafter.config, 9)
-    before = ours(drafter, x).logits
-    matrices = [name for name, module in drafter.named_modules() if isinstance(module, torch.nn.Linear)]
-    assert len(matrices) == 3 + 5 * 3
-    for name in matrices:
-        if name == "post_projection":
-            continue
-        handle = drafter.get_submodule(name).register_forward_pre_hook(lambda _, inputs: (inputs[0] * 1.5,))
-        assert not torch.equal(ours(drafter, x).logits, before), name
-        handle.remove()
-    seen = {}
-    for i, layer in enumerate(drafter.layers):
-        layer.register_forward_hook(lambda _, inputs, output, i=i: seen.update({i: (inputs[0], output)}))
-    ours(drafter, x)
-    assert all(torch.equal(seen[i][1], seen[i + 1][0]) for i in range(2))
+def test_position_masks_follow_positions_not_slots() -> None:
+    config = parse_config(GEOMETRIES["dense"].config())
+    never = torch.iinfo(torch.int64).max
+    stored = torch.tensor([[8, 9, 3, 4, 5, 6, 7, never]])
+    newest = torch.tensor([[7, 9]])
+    for extra in (0, 1):
+        masks = position_masks(config, dict.fromkeys(config.kv_layers, stored), newest, window_extra=extra)
+        for query, last in enumerate(newest[0].tolist()):
+            full = [p <= last for p in stored[0].tolist()]
+            sliding = [last - 5 - extra < p <= last for p in stored[0].tolist()]
+            assert masks["full_attention"][0, query].tolist() == full
+            assert masks["sliding_attention"][0, query].tolist() == sliding

@@ -15,10 +15,18 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.intervals import ratio_bounds
-from mtp_extract.evaluate.measured import Measured, compare, of_agreement, saving
+from mtp_extract.evaluate.intervals import difference_interval, ratio_bounds, share_interval
+from mtp_extract.evaluate.measured import (
+    Change,
+    Measured,
+    compare,
+    difference_over_texts,
+    of_agreement,
+    saving,
+    share_over_texts,
+)
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
 from mtp_extract.tuning.train import measure
 
 K = 3
@@ -115,6 +123,54 @@ def test_more_drafts_may_stand_in_more_rounds() -> None:
     same = saving(before, before)
     assert (same.ratio, same.interval, same.better) == (1, (1, 1), False)
     assert saving(before.of([0, 1]), after.of([0, 1])).interval is None
+
+
+def test_differences_by_hand() -> None:
+    """Text by text, over the rounds that have both targets."""
+    text, anchor = torch.tensor([0, 0, 1, 1]), torch.arange(4)
+    targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
+
+    def of(drafts: list[list[int]]) -> Measured:
+        return of_agreement(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).bool()))
+
+    before, after = of([[1, 9], [9, 2], [1, 2], [1, 2]]), of([[1, 2], [9, 2], [1, 9], [9, 9]])
+    assert before.teacher_forced == pytest.approx(1 + (1 + 0 + 2) / 3)
+    assert compare(before, after).mean == pytest.approx((1 + 0 - 1) / 3)
+    assert not (compare(before, after).better or compare(before, after).worse)
+
+
+def test_an_interval_stays_within_what_can_be() -> None:
+    """Few texts that differ much say little: not that a round of 3 drafts may have -5 or 13 tokens."""
+    stands = torch.tensor([[0.0, 0, 0]] * 12 + [[1.0, 1, 1]] * 12, dtype=torch.double)
+    text = torch.arange(6).repeat_interleave(4)
+    interval = Measured.over(text, torch.arange(24), stands).interval
+    assert interval is not None
+    assert 1 < interval.low < 1.6 and 3.4 < interval.high < 4
+    assert Measured.over(text[:16], torch.arange(16), stands[:16]).interval is None
+
+
+def test_what_too_few_texts_compare_is_not_decided() -> None:
+    """Two texts that both get worse by as much gave an interval of no width, and a verdict."""
+    before, after = (torch.full((24, 2), value, dtype=torch.double) for value in (1.0, 0.0))
+    found = {}
+    for count in (2, 24):
+        text = torch.arange(count).repeat_interleave(24 // count)
+        found[count] = compare(*(Measured.over(text, torch.arange(24), stands) for stands in (before, after)))
+    assert found[2] == Change(-2, None, 2)
+    assert not found[2].worse and not found[2].better
+    assert found[24].worse
+
+
+def test_an_interval_of_a_mean_is_over_texts() -> None:
+    """One value a text is one draw a text, and the same value many times in a text says no more than once."""
+    values = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 0.75])
+    found = share_over_texts(torch.arange(6), values)
+    assert found is not None and found == share_interval(values.tolist(), [1] * 6)
+    repeated = share_over_texts(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
+    assert repeated is not None and repeated == pytest.approx(found, abs=0.08)
+    assert share_over_texts(torch.arange(4).repeat_interleave(5), torch.ones(20)) is None
+    gap = difference_over_texts(torch.arange(6), values - 0.5)
+    assert gap == difference_interval([0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)
 
 
 @pytest.mark.parametrize("texts", [5, 20, 50])

@@ -63,34 +63,22 @@ def written(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_objects(tmp_path: Path, name: str) -> None:
-    """In JSON lines and in a list, whatever stands before and after."""
+    """Whatever stands before and after."""
     row, wanted = ROWS[name]
     rows = [{"prompt": "before"}, row, {"prompt": "after"}]
     expected = (Prompt("file", "before"), wanted, Prompt("file", "after"))
     lines = "\ufeff" + "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    assert read_prompts(written(tmp_path / "file.jsonl", lines)) == expected
-    assert read_prompts(written(tmp_path / "file.JSON", json.dumps(rows, indent=1))) == expected
+    assert read_prompts(written(tmp_path / "file.JSONL", lines)) == expected
 
 
-def test_lines_workloads_and_tables(tmp_path: Path) -> None:
-    lines = written(tmp_path / "file.txt", "one\r\n\n  two \x85 of it\n \nthree")
-    assert [(prompt.workload, prompt.text) for prompt in read_prompts(lines)] == [
-        ("file", "one"),
-        ("file", "  two \x85 of it"),
-        ("file", "three"),
-    ]
-    named = written(tmp_path / "file.json", '{"a": ["one", " "], "b": ["two\\n"], "c": []}')
-    assert read_prompts(named) == (Prompt("a", "one"), Prompt("b", "two\n"))
-
-
-def test_a_prompt_is_its_own_source_in_every_form(tmp_path: Path) -> None:
-    forms = {"txt": "Why?", "json": '{"x": ["Why?"]}', "jsonl": '{"prompt": "Why?"}'}
-    for form, text in forms.items():
-        assert read_prompts(written(tmp_path / f"file.{form}", text))[0].source == "Why?"
+def test_lines(tmp_path: Path) -> None:
+    lines = written(tmp_path / "file.txt", "\ufeffone\r\n\n  two \x85 of it\n \nthree")
+    texts = ("one", "  two \x85 of it", "three")
+    assert read_prompts(lines) == tuple(Prompt("file", text, source=text) for text in texts)
 
 
 BAD: dict[str, tuple[str, str, str]] = {
-    "no object": ("x.jsonl", '{"prompt": "a"}\n\n[1]', r"line 3: .*got `array`, in \[1\]\. Bring it"),
+    "no object": ("x.jsonl", '{"prompt": "a"}\n\n[1]', r"line 3: .*got `array`, in \[1\]\. Write it so"),
     "not JSON": ("x.jsonl", '{"prompt": "a"}\nplain words', r"line 2: JSON is malformed.*in plain words"),
     "text": ("x.jsonl", '{"text": "a"}', r'expected prompts.*\{"prompt": "…"\}.*line 1: no prompt.*\{"text": "a"\}'),
     "a number": ("x.jsonl", '{"prompt": 3}', r"line 1: .*got `int` - at `\$\.prompt`"),
@@ -115,15 +103,11 @@ BAD: dict[str, tuple[str, str, str]] = {
     "half of one in a source": ("x.jsonl", '{"prompt": "a", "source": "\\ud800"}', r"\\ud800"),
     "not UTF-8": ("x.txt", "\ud800", "'utf-8' codec can't decode"),
     "not UTF-8, in JSON": ("x.jsonl", '{"prompt": "\ud800"}', "line 1"),
-    "too deep": ("x.json", "[" * 100_000, "recursion|nested"),
-    "a list of texts": ("x.json", '["a"]', 'entry 1: .*in "a"'),
-    "a workload of numbers": ("x.json", '{"w": [1]}', r'\{"workload": \["prompt", …\]\}.*got `int`'),
-    "an object of JSON lines": ("x.json", '{"prompt": "a"}', "Expected `array`, got `str`"),
-    "a word": ("x.json", '"a"', "got `str`"),
-    "two lines": ("x.json", '{"prompt": ["a"]}\n{"prompt": ["b"]}', "trailing characters"),
-    "nothing": ("x.json", '{"w": []}', "at least one prompt, found none"),
-    "a table": ("x.csv", "prompt\na\n", r"\.jsonl such as .*a name that ends in \.csv"),
-    "another ending": ("x.md", "a", r"\.jsonl such as .*a name that ends in \.md"),
+    "too deep": ("x.jsonl", '{"x": ' + "[" * 100_000, "recursion|nested"),
+    "nothing": ("x.jsonl", "\n", "at least one prompt, found none"),
+    "JSON that is no lines": ("x.json", '{"w": ["a"]}', r"\.jsonl, an object a line.*a name that ends in \.json"),
+    "a table": ("x.csv", "prompt\na\n", r"\.jsonl, an object a line.*a name that ends in \.csv"),
+    "another ending": ("x.md", "a", r"\.jsonl, an object a line.*a name that ends in \.md"),
     "no ending": ("x", "a", "a name without an ending"),
     "a name and text of control": ("x\x1b.jsonl", '{"\x1b[31m": 1}', r"x\\x1b\.jsonl"),
 }
@@ -173,14 +157,13 @@ def test_what_is_written_is_read(tmp_path: Path, prompts: list[tuple[str, str, s
     wanted = tuple(Prompt(*prompt) for prompt in prompts)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     assert read_prompts(written(tmp_path / "x.jsonl", lines)) == wanted
-    assert read_prompts(written(tmp_path / "x.json", json.dumps(rows))) == wanted
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(JSON, min_size=1, max_size=3), form=st.sampled_from(["json", "jsonl", "txt"]))
+@given(rows=st.lists(JSON, min_size=1, max_size=3), form=st.sampled_from(["jsonl", "txt"]))
 def test_anything_is_read_or_refused(tmp_path: Path, rows: list[Any], form: str) -> None:
     lines = "\n".join(json.dumps(row) for row in rows)
-    path = written(tmp_path / f"x.{form}", json.dumps(rows) if form == "json" else lines)
+    path = written(tmp_path / f"x.{form}", lines)
     try:
         found = read_prompts(path)
     except MtpExtractError as error:

@@ -200,15 +200,6 @@ def test_the_base_s_own_stop_tokens_are_the_default(pair: Pair) -> None:
     assert (result.tokens, result.finish_reason, result.rounds) == ((6,), "stop", ())
 
 
-def test_rounds_come_one_by_one_and_can_be_left(pair: Pair) -> None:
-    prompt = pair.prompts()[0]
-    rounds = pair.generator.rounds(prompt, drafts=4)
-    first, second = next(rounds), next(rounds)
-    rounds.close()  # type: ignore[attr-defined]
-    assert (len(first.tokens), first.drafted, second.drafted) == (1, 0, 4)
-    assert (*first.tokens, *second.tokens) == pair.alone(prompt, 1 + len(second.tokens))
-
-
 def test_adaptive_length_follows_acceptance() -> None:
     eager = RunningLength(AdaptiveDrafts(most=6))
     for held, wanted in ((True, 6), (False, 1), (True, 6)):  # a length of 1 goes on learning, and comes back

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.random_pairs import Pair, base_alone, random_base
-from helpers.stepping import teacher_forced_by_stepping
+from helpers.random_pairs import base_alone, random_base
 from torch import Tensor
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
-from mtp_extract.errors import PairError
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
-from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.trees import Tree
 
 LAYERS = (1, 2, 4)
@@ -104,32 +100,3 @@ def test_a_drafter_with_a_cache_of_its_own(model: Any, texts: list[tuple[int, ..
         layers = next(found for text, found in whole.items() if text[: len(seen.tokens)] == seen.tokens)
         expected = torch.stack([layers[layer][0, : len(seen.tokens)] for layer in LAYERS], dim=1)
         torch.testing.assert_close(seen.states, expected, atol=2e-5, rtol=2e-5)
-
-
-def test_it_can_be_taught(model: Any, texts: list[tuple[int, ...]]) -> None:
-    found = teacher_forced_by_stepping(Base(model), Caching(texts), [Text(texts[2], len(PROMPTS[2]))], 2)
-    right = [(anchor + 1) % 3 != 0 for anchor in found.anchor.tolist()]
-    assert (found.drafts[:, 0] == found.targets[:, 0]).tolist() == right
-
-
-def test_hidden_states_of_a_whole_model(pair: Pair) -> None:
-    """The states that enter a layer, in a base with a vision part around it too."""
-    base = pair.generator.base
-    entering: list[Tensor] = []
-    layer = base.model.get_decoder().layers[2]
-    handle = layer.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
-    with torch.inference_mode():
-        states = base.full_pass(torch.arange(9)[None], (2,)).layers
-    handle.remove()
-    assert torch.equal(states[2], entering[0])
-
-
-def test_a_layer_the_base_does_not_have(model: Any) -> None:
-    @dataclass(frozen=True)
-    class Deep(Caching):
-        @property
-        def needs(self) -> Needs:
-            return replace(super().needs, layers=(6,))
-
-    with pytest.raises(PairError, match="layer 6, found 5"):
-        SpeculativeGenerator(model, Deep(()))

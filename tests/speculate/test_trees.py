@@ -20,7 +20,7 @@ TREE = Tree.parse("3x2x2")
 def test_a_tree_by_its_widths() -> None:
     tree = Tree.parse("3x2x1")
     assert (tree.drafts, tree.depth, tree.width) == (3 + 6 + 6, 3, 3)
-    assert tree.paths[:5] == ((0,), (1,), (2,), (0, 0), (0, 1))
+    assert list(tree.nodes)[:6] == [(), (0,), (1,), (2,), (0, 0), (0, 1)]
     assert tree.to_depth(2) == Tree.parse("3x2")
     assert tree.to_depth(9) == tree
     assert Tree.parse("1x1").sees == [[True, False, False], [True, True, False], [True, True, True]]
@@ -59,7 +59,7 @@ def test_a_tree_holds_the_drafter_s_choices(drafter: Drafter, state: Any, tree: 
     """Of every draft: the choice of its rank, where the drafter goes the way to it alone."""
     tokens = grow(drafter, state, torch.tensor([[3]]), tree)[0].tolist()
     assert tokens[0] == 3
-    for path, token in zip(tree.paths, tokens[1:], strict=True):
+    for path, token in zip([*tree.nodes][1:], tokens[1:], strict=True):
         at, last = state, torch.tensor([[3]])
         for rank in path:
             logits, at = drafter.step(at, last)

@@ -1,0 +1,198 @@
+"""What may be wrong with a base, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.hub_fixtures import hub, no_secrets  # noqa: F401 - fixtures
+from helpers.hub_server import Content, HubServer
+from safetensors.torch import load_file, save_file
+
+from mtp_extract.errors import HubError, MtpExtractError, PairError
+from mtp_extract.evaluate import base_model
+from mtp_extract.evaluate.base_model import free_memory, load_base, memory_guard
+
+
+@pytest.fixture
+def copied(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "base"))
+
+
+def test_loads_the_sample(base: Path) -> None:
+    loaded = load_base(str(base), "cpu")
+    assert (loaded.dtype, loaded.devices, loaded.drafter_dtype) == ("float32", ("cpu",), torch.float32)
+    # A training would make gradients of its embeddings, which are larger than a drafter.
+    assert not [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+
+
+def test_float16_is_not_computed_in(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    config["dtype"] = config["text_config"]["dtype"] = "float16"
+    (copied / "config.json").write_text(json.dumps(config))
+    loaded = load_base(str(copied), "cpu")
+    assert (loaded.dtype, loaded.drafter_dtype) == ("bfloat16", torch.bfloat16)
+    assert "loaded as bfloat16" in loaded.notes[0]
+
+
+def test_no_tokenizer(copied: Path) -> None:
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(PairError, match=r"expected a tokenizer in .* with its tokenizer files in the same directory"):
+        load_base(str(copied), "cpu")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "generation_config.json", "any.json"])
+def test_what_is_no_file(copied: Path, name: str) -> None:
+    """It would be taken for missing, or waited for."""
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
+    with pytest.raises(PairError, match=f"expected regular files in .*, found {name}"):
+        load_base(str(copied), "cpu")
+
+
+def test_no_weights(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(PairError, match=r"expected a model in .*model\.safetensors"):
+        load_base(str(copied), "cpu")
+
+
+def spoil(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "model.language_model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), r"found missing: model\.\S*layers\.1\.input_layernorm\.weight\. Fetch the model again"),
+        (lambda t: t.update({NORM: t[NORM][:5].clone()}), "expected (a model|every tensor)"),
+    ],
+    ids=["missing", "mis-shaped"],
+)
+def test_not_whole(copied: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str) -> None:
+    spoil(copied, change)
+    with pytest.raises(PairError, match=message) as caught:
+        load_base(str(copied), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 5000])
+def test_truncated(copied: Path, keep: int) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(PairError, match="expected a model in"):
+        load_base(str(copied), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 0), ("hidden_size", "64"), ("head_dim", [1])]
+)
+def test_absurd_config(copied: Path, key: str, value: object) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    config["text_config"][key] = value
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PairError):
+        load_base(str(copied), "cpu")
+
+
+@pytest.mark.parametrize("name", ["absent/deep/er", "./absent", "/absent", "absent"])
+def test_no_such_base(name: str) -> None:
+    with pytest.raises(PairError, match="which is neither"):
+        load_base(name, "cpu")
+
+
+def test_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(PairError, match="give the base model's directory"):
+        load_base(str(tmp_path), "cpu")
+
+
+def test_a_drafter_is_no_base(extracted: Path) -> None:
+    with pytest.raises(PairError, match="found a drafter"):
+        load_base(str(extracted), "cpu")
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"google/gemma-nope: offline mode is on.*give a local directory as the base"):
+        load_base("google/gemma-nope", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("nonsense", "expected a device that is there"),
+        pytest.param("cuda:99", "found cuda:99; let it be chosen", id="cuda:99"),
+    ],
+)
+def test_no_such_device(base: Path, device: str, message: str) -> None:
+    with pytest.raises(MtpExtractError, match=message):
+        load_base(str(base), device)
+
+
+def test_what_is_free() -> None:
+    assert 1 << 20 < free_memory(torch.device("cpu")) < 1 << 50
+    assert (free_memory(None) > 0) == torch.cuda.is_available()
+
+
+def test_the_size_is_that_of_the_weights(
+    base: Path,
+    tmp_path: Path,
+    hub: HubServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the files in a directory, or of their listing on the Hub, where nothing but that was fetched."""
+    shutil.copy(base / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
+    (tmp_path / "other.safetensors").write_bytes(bytes(9_000_000))
+    for file in tmp_path.iterdir():
+        hub.add("org/base", file.name, Content.of(file.read_bytes()), lfs=file.suffix == ".safetensors")
+    monkeypatch.setattr(base_model, "free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(base_model, "_HEADROOM", 1000)
+    for name in (str(tmp_path), "org/base@main"):
+        with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base needs about 2\.0 GB") as found:
+            load_base(name, "cpu")
+        assert found.value.remedies == ("device",)
+    assert not [request for request in hub.requests if request.server == "storage"]
+    with pytest.raises(HubError, match="org/none"):
+        load_base("org/none", "cpu")
+
+
+def test_from_the_hub_and_then_without_it(base: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    from huggingface_hub import constants
+
+    for file in base.iterdir():
+        hub.add("org/base", file.name, Content.of(file.read_bytes()), lfs=file.suffix == ".safetensors")
+    there = load_base("org/base", "cpu")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again = load_base("org/base", "cpu")
+    assert again.model.num_parameters() == there.model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"),
+    ],
+)
+def test_running_out_of_memory(error: Exception) -> None:
+    with pytest.raises(MtpExtractError, match="too little memory while thinking"), memory_guard("thinking"):
+        raise error
+
+
+def test_other_errors_are_not_hidden() -> None:
+    with pytest.raises(RuntimeError, match="shape"), memory_guard("thinking"):
+        raise RuntimeError("shape")
