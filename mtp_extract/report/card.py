@@ -19,7 +19,6 @@ from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.options import About
-from mtp_extract.proof.words import in_words
 from mtp_extract.report.markdown import code, listed, paragraph, plain, table
 from mtp_extract.report.serving import how_to_serve, shell_word
 
@@ -180,6 +179,9 @@ def _accepted(made: Mapping[str, Any]) -> str:
 
 
 def _origin(record: Mapping[str, Any], argument: str) -> str:
+    # NumPy is loaded for it: not for who reads the help.
+    from mtp_extract.proof.proof import in_words
+
     source, section = record["source"], record["source"]["section"]
     rows = {"file": code(source["name"]), "size": f"{source['size']:,} bytes"}
     rows |= {plain(name).replace("_", " "): code(value) for name, value in source["provenance"].items()}

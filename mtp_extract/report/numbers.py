@@ -21,11 +21,6 @@ def number(value: float | None, form: str, ends: Ends = None, *, between: str = 
     return f"{value:{form}}" + (f" ({ends[0]:{form}}{between}{ends[1]:{form}})" if ends else "") + unit
 
 
-def percent(share: float | None, ends: Ends = None) -> str:
-    """A share in percent with its interval, without the sign: ``81.5 (80.4–82.6)``."""
-    return DASH if share is None else number(100 * share, ".1f", ends and [100 * end for end in ends])
-
-
 def signed(value: float | None, ends: Ends) -> str:
     """A difference with its interval, ``+0.30 (+0.21 to +0.39)``."""
     return number(value, "+.2f", ends, between=" to ")
@@ -38,7 +33,9 @@ def mean(found: Figure) -> str:
 
 def rate(found: Figure) -> str:
     """A measured share in percent, ``81.5 (80.4–82.6)``."""
-    return percent(found.value, found.ci95)
+    if found.value is None:
+        return DASH
+    return number(100 * found.value, ".1f", found.ci95 and [100 * end for end in found.ci95])
 
 
 def within(ends: Ends, form: str = ".2f") -> str:

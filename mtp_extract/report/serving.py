@@ -27,12 +27,25 @@ def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, again: str
         names = [f"eagle3 {engine}" for engine in known]
     else:
         names = [*(engines or ("none",)), *(() if "llama.cpp" in engines else ("other",))]
+    values = {"BASE_MODEL": base, "AGAIN": again, "WEIGHTS": shell_word(f"DRAFTER/{next(weights, '')}")}
+    found = "\n".join(block for name, block in _blocks().items() if name in names).rstrip()
+    return re.sub("|".join(values), lambda name: values[name[0]], found)
+
+
+def next_command(engine: str, directory: object) -> str | None:
+    """What serves the drafter in ``directory`` with ``engine``, as its block has it, on one line; None without one."""
+    if (block := _blocks().get(engine)) is None:
+        return None
+    lines = [line for line in re.sub(r"\\\n +", "", block).splitlines() if line and line[0] not in "#`"]
+    text = "; ".join(lines[-2:]).replace("WEIGHTS", "DRAFTER/mtp-*.gguf")
+    return text.replace("DRAFTER", shell_word(directory))
+
+
+def _blocks() -> dict[str, str]:
+    """By the engine, or what else it is for."""
     text = (Path(__file__).parent / "serving.md").read_text(encoding="utf-8")
     _, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
-    blocks = dict(zip(parts[::2], parts[1::2], strict=True))
-    values = {"BASE_MODEL": base, "AGAIN": again, "WEIGHTS": shell_word(f"DRAFTER/{next(weights, '')}")}
-    found = "\n".join(block for name, block in blocks.items() if name in names).rstrip()
-    return re.sub("|".join(values), lambda name: values[name[0]], found)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def shell_word(text: object) -> str:

@@ -10,7 +10,7 @@
     write_validation(found, Path("report"))
 
 Identity (:mod:`mtp_extract.pipeline.identity`) answers the first question, and ``parity`` adds what transformers and
-Google's interpreter compute. ``acceptance`` measures the second over the base's own text: what is drafted after every
-token, with one thing broken at a time too (``controls``), what needs no drafter (``trivial``), and what drafts are
-``worth``. ``run`` puts them together in a record (``result``), ``verdict`` says what it means, ``page`` shows it.
+Google's interpreter compute. The second is measured over the base's own text: what is drafted after every token, with
+one thing broken at a time too (``controls``), and what drafts are ``worth``. ``run`` puts them together in a record
+(``result``), ``verdict`` says what it means, ``page`` shows it.
 """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, counter, silent
-from mtp_extract.insertion.activations import Range, Ranges
+from mtp_extract.insertion.drafter import Range, Ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def measure_ranges(
     """
     require("torch", "transformers")
     from mtp_extract.drafter.load import load_drafter
-    from mtp_extract.evaluate.agreement import Asked, continue_greedily, measure_agreements
+    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreements
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
     from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -53,19 +53,18 @@ def measure_ranges(
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     encoded = encode_prompts(chosen, generator.codec, chat_template=chat_template)
-    seen: dict[str, tuple[Range, Range]] = {}
+    roles = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == MATRIX]
+    seen: dict[str, tuple[Range, Range]] = dict.fromkeys(roles, ((inf, -inf), (inf, -inf)))
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        before = seen.get(role, (Range(inf, -inf), Range(inf, -inf)))
         given, made = (
-            Range(min(was.low, float(values.min())), max(was.high, float(values.max())))
-            for was, values in zip(before, (inputs[0], output), strict=True)
+            (min(low, float(values.min())), max(high, float(values.max())))
+            for (low, high), values in zip(seen[role], (inputs[0], output), strict=True)
         )
         seen[role] = given, made
 
-    for role in roles_of(drafter.config.num_layers):
-        if role.kind == MATRIX:
-            drafter.get_submodule(role.name).register_forward_hook(partial(note, role.name))
+    for role in roles:
+        drafter.get_submodule(role).register_forward_hook(partial(note, role))
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
         done = counter(show, "the base's text", -(-len(chosen) // _BATCH))
@@ -73,5 +72,5 @@ def measure_ranges(
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         done = counter(show, "drafting along it", len(written.usable))
-        measure_agreements(generator.base, [Asked(drafter)], written, _STEPS, batch=1, done=done)
+        measure_agreements(generator.base, [(drafter, 1)], written, _STEPS, batch=1, done=done)
     return seen

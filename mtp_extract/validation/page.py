@@ -7,20 +7,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.evaluate.texts import LEAST_TEXTS
+from mtp_extract.evaluate.agreement import Workload
+from mtp_extract.evaluate.intervals import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
 from mtp_extract.report.files import PAIR, REPORT_LISTED
-from mtp_extract.report.numbers import DASH, mean, number, percent, rate, signed, within
+from mtp_extract.report.numbers import DASH, mean, number, rate, signed, within
 from mtp_extract.report.page import NOT_MEASURED, Headline, Page, Table, as_json, write_report
-from mtp_extract.validation.acceptance.drafters import DrafterFigures
-from mtp_extract.validation.acceptance.worth import Worth
-from mtp_extract.validation.result import Validation
-from mtp_extract.validation.verdict import drafts_of, why
+from mtp_extract.validation.result import DrafterFigures, Validation
+from mtp_extract.validation.verdict import drafts_of
 
 _BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
 _FORCED = "teacher-forced tokens per round"
+_ALL = "all"
+_STANDING = {
+    "below": "below the real drafter",
+    "above": "above the real drafter",
+    "same": "within 5 points of the real drafter, so it matters little here",
+    "undecided": "too few texts to tell it from the real drafter",
+}
 
 
 def write_validation(found: Validation, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
@@ -49,7 +55,6 @@ def page_of(found: Validation) -> Page:
         verdict=found.verdict,
         headlines=[_standing(found), *_measured(found)],
         tables=list(tables(found, drawn=drawn)),
-        findings=found.findings,
         notes=notes,
     )
 
@@ -60,28 +65,24 @@ def _standing(found: Validation) -> Headline:
     of, means = "compared with no file", "Verified: its weights, settings and outputs are those of the file."
     if found.checks:
         of = f"{len(passed)} of {len(found.checks)} checks against {found.source} passed"
-    if left:
-        of += f", not checked: {', '.join(left)}"
+    of += f", not checked: {', '.join(left)}" if left else ""
     if found.refuted:
-        of = f"{of}, refuted: {', '.join(failed)}" if failed else f"by what it drafts; {of}"
-        return Headline("Verdict", "Refuted", of, means, "bad")
+        return Headline("Verdict", "Refuted", f"{of}, refuted: {', '.join(failed)}", means, "bad")
     return Headline("Verdict", *(("Verified", of, means, "good") if found.verified else ("Not verified", of, means)))
 
 
 def _measured(found: Validation) -> Iterator[Headline]:
     """Of the best chain tokens per round and speedup; and whether text stays."""
-    length, speed, same = DASH, DASH, DASH
+    length, speed, same, whole = DASH, DASH, DASH, False
     length_of = speed_of = same_of = "it was run beside no base"
-    whole = False
     if found.drafters and found.base is not None:
         generation = found.drafters[0].generation
-        best, times = generation.worth[generation.best], not generation.disturbed
-        name, tokens = drafts_of(generation.best, best), best.tokens_per_round
-        length, length_of = number(tokens.value, ".2f"), f"{name}; {within(tokens.ci95)}"
-        speed = number(best.measured_speedup if times else None, ".2f", unit="×")
+        best, name = generation.worth[generation.best], drafts_of(generation.best, generation.worth[generation.best])
+        length, length_of = number(best.tokens_per_round.value, ".2f"), f"{name}; {within(best.tokens_per_round.ci95)}"
+        speed = DASH if generation.disturbed else number(best.measured_speedup, ".2f", unit="×")
         speed_of = f"{name}; {generation.timed} texts, one at a time, on {', '.join(found.base.devices)}; no interval"
         if speed == DASH:
-            speed_of = "no text was timed" if times else "something else used the machine meanwhile"
+            speed_of = "something else used the machine meanwhile" if generation.disturbed else "no text was timed"
         which, worst = min(generation.worth.items(), key=lambda item: item[1].same_text)
         whole = worst.same_text == worst.prompts
         drafted = "whatever is drafted" if whole else f"{drafts_of(which, worst)}, the worst"
@@ -105,25 +106,28 @@ def tables(found: Validation, *, drawn: bool = False) -> Iterator[Table]:
         yield worth(found.drafters, drawn)
         yield _by_step(found.drafters, drawn)
         yield _by_workload(found.drafters, drawn)
-        yield _costs(found.drafters)
     if found.checks:
         yield checks(found)
-    if found.controls or found.trivial:
+    if found.controls:
         yield controls(found, drawn)
     yield Table("Setting", ("", ""), [*_setting(found)], "What a second run needs.", folded=True)
 
 
-def worth(drafters: list[DrafterFigures], drawn: bool = False) -> Table:
+def worth(drafters: Sequence[DrafterFigures], drawn: bool = False) -> Table:
     """What drafting is worth: every chain and tree of every drafter."""
-    rows, first = _drafted(drafters), drafters[0].generation
+    rows = {
+        (f"{drafter.name}: " if len(drafters) > 1 else "") + drafts_of(name, found): found
+        for drafter in drafters
+        for name, found in drafter.generation.worth.items()
+    }
+    first = drafters[0].generation
     bars: list[tuple[str, figures.Point, str]] = [("the base alone", (1.0, None), "1")]
-    for name, found in rows:
+    for name, found in rows.items():
         length, speed = found.tokens_per_round, found.measured_speedup
         if length.value is not None:
-            said = f"{length.value:.2f}" + ("" if speed is None else f", {speed:.2f}×")
-            bars.append((name, (length.value, length.ci95), said))
-    best, shown = rows[[*first.worth].index(first.best)][0], drawn and len(bars) > 1
-    speed, forward = rows[0][1].base_tokens_per_s, first.base_ms
+            bars.append((name, _point(length), f"{length.value:.2f}" + (f", {speed:.2f}×" if speed else "")))
+    best = list(rows)[[*first.worth].index(first.best)]
+    alone = first.worth[first.best].base_tokens_per_s
     return Table(
         "What drafting is worth",
         ("drafts", "tokens per round", "speedup", "predicted", "same text"),
@@ -135,74 +139,68 @@ def worth(drafters: list[DrafterFigures], drawn: bool = False) -> Table:
                 number(found.predicted_speedup, ".2f", unit="×"),
                 f"{found.same_text}/{found.prompts}",
             )
-            for name, found in rows
+            for name, found in rows.items()
         ],
         what="Tokens that one forward of the base yields, and how much sooner text is there.",
         about=(
             "Tokens per round, of the loop along all texts: drafts that stand, and the base's own token. Speedup: "
             f"tokens a second of {first.timed} texts, one at a time, over the base alone; predicted: by tokens per "
             "round and the times of a round's drafts, its verification and the base's forward. Same text: of these, "
-            f"those that the base alone writes so. The base alone: {number(speed, '.1f')} tokens a second, "
-            f"{number(forward, '.2f')} ms a forward. A chain drafts each token after the one before; the drafts of a "
-            f"tree branch. {_BRACKETS}"
+            f"those that the base alone writes so. The base alone: {number(alone, '.1f')} tokens a second, "
+            f"{number(first.base_ms, '.2f')} ms a forward. A chain drafts each token after the one before; the drafts "
+            f"of a tree branch. {_BRACKETS}"
         ),
-        picture=figures.bars(bars, best, "tokens per round, and the speedup") if shown else "",
+        picture=figures.bars(bars, best, "tokens per round, and the speedup") if drawn and len(bars) > 1 else "",
     )
 
 
-def _drafted(drafters: list[DrafterFigures]) -> list[tuple[str, Worth]]:
-    """All that was drafted, and what to call it."""
-    return [
-        ((f"{drafter.facts.name}: " if len(drafters) > 1 else "") + drafts_of(name, found), found)
-        for drafter in drafters
-        for name, found in drafter.generation.worth.items()
-    ]
-
-
-def _by_step(drafters: list[DrafterFigures], drawn: bool) -> Table:
-    steps = drafters[0].agreement.steps
-    columns, rows = ["draft step", "positions", "top-1 %", "top-5 %", "accepted %"], list[Sequence[str | int]]()
-    if len(drafters) > 1:
-        curves = {d.facts.name: [step.conditional for step in d.agreement.steps] for d in drafters}
-        columns = ["draft step", *(f"{name}: accepted %" for name in curves)]
-        rows += ((at + 1, *(rate(curve[at]) for curve in curves.values())) for at in range(len(steps)))
-    else:
-        names = {"top5": "top-5", "conditional": "accepted", "top1": "top-1"}
-        curves = {shown: [getattr(step, name) for step in steps] for name, shown in names.items()}
-        rows += ((step.step, step.top1.n, *map(rate, (step.top1, step.top5, step.conditional))) for step in steps)
+def _by_step(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
+    first, *others = drafters
+    steps = first.agreement.steps
+    curves = {
+        "top-5": [step.top5 for step in steps],
+        "accepted": [step.conditional for step in steps],
+        "top-1": [step.top1 for step in steps],
+    }
+    more = {f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others}
     return Table(
         "Acceptance by draft step",
-        columns,
-        rows,
+        ["draft step", "positions", "top-1 %", "top-5 %", "accepted %", *(f"{name} %" for name in more)],
+        [
+            (
+                *(step.step, step.top1.n, rate(step.top1), rate(step.top5), rate(step.conditional)),
+                *(rate(curve[step.step - 1]) for curve in more.values()),
+            )
+            for step in steps
+        ],
         what="How often each draft of a round is what the base says, at every position of the base's own text.",
         about=(
-            f"Teacher-forced over the base's own greedy text after {drafters[0].agreement.texts} prompts. Accepted: of "
+            f"Teacher-forced over the base's own greedy text after {first.agreement.texts} prompts. Accepted: of "
             "the positions at which all drafts before it were. Top-1: the draft is the base's token; top-5: the base's "
             f"token is among the drafter's five likeliest. {_BRACKETS}"
         ),
-        picture=_lines(curves) if drawn else "",
+        picture=_lines({**curves, **more}) if drawn else "",
     )
 
 
-def _by_workload(drafters: list[DrafterFigures], drawn: bool) -> Table:
+def _by_workload(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
     first, *others = drafters
-    lengths = {
-        d.facts.name: {k: w.teacher_forced for k, w in (*d.workloads.items(), ("all", d.agreement))} for d in drafters
+    points = {
+        d.name: {name: _point(forced) for name, of in _parts(d).items() if (forced := of.teacher_forced).value}
+        for d in drafters
     }
-    points = {name: {k: _point(f) for k, f in of.items() if f.value is not None} for name, of in lengths.items()}
-    columns = ["top-1 %, step 1", "top-5 %, step 1", _FORCED]
-    if others:
-        columns = [*(f"{name}: {_FORCED}" for name in lengths), *(f"{d.facts.name}: to the first" for d in others)]
     rows = list[Sequence[str | int]]()
-    for name, found in (*first.workloads.items(), ("all", first.agreement)):
-        step = found.steps[0] if found.steps else None
-        alone = [] if others else [rate(step.top1) if step else DASH, rate(step.top5) if step else DASH]
-        changes = (d.change if found is first.agreement else d.changes[name] for d in others)
-        cells = (*(mean(of[name]) for of in lengths.values()), *(signed(c.mean, c.interval) for c in changes))
-        rows.append((name, found.texts, *alone, *cells))
+    for name, found in _parts(first).items():
+        shares = [rate(share) for step in found.steps[:1] for share in (step.top1, step.top5)] or [DASH, DASH]
+        cells = [*shares, mean(found.teacher_forced)]
+        for other in others:
+            change = {**other.changes, _ALL: other.change}[name]
+            cells += (mean(_parts(other)[name].teacher_forced), signed(change.mean, change.interval))
+        rows.append((name, found.texts, *cells))
+    more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
     return Table(
         "Acceptance by workload",
-        ["workload", "texts", *columns],
+        ["workload", "texts", "top-1 %, step 1", "top-5 %, step 1", _FORCED, *more],
         rows,
         what=f"The first draft, and what rounds of {len(first.agreement.steps)} drafts come to, by kind of text.",
         about=(
@@ -214,28 +212,9 @@ def _by_workload(drafters: list[DrafterFigures], drawn: bool) -> Table:
     )
 
 
-def _costs(drafters: list[DrafterFigures]) -> Table:
-    rows = list[Sequence[str | int]]()
-    for drafter in drafters:
-        facts, head = drafter.facts, drafter.facts.ordered_head
-        what = "no record" if facts.made == "unknown" else facts.made + (f" ({facts.mode})" if facts.mode else "")
-        if head:
-            what += f", ordered head, {head.top_k} of {head.num_centroids} clusters"
-        reads = facts.reads
-        sizes = [f"{count:,}" for count in (reads.total, reads.once_a_round, reads.stored)]
-        rows.append((facts.name, f"{what}, {facts.format}", *sizes, drafter.generation.break_even))
-    return Table(
-        "What a draft step costs",
-        ("drafter", "what it is", "bytes a step", "once a round", "stored", "break-even K"),
-        rows,
-        what="What one step of the drafter reads of its own weights.",
-        about=(
-            "As its directory stores them: codes with their scales; of an ordered head the centroids and the clusters "
-            "that are chosen. The base's K and V, embedding and hidden states come on top. Break-even K: the longest "
-            "chain tried that is predicted to be faster than the base alone; 0 for none."
-        ),
-        folded=True,
-    )
+def _parts(drafter: DrafterFigures) -> dict[str, Workload]:
+    """By workload, and over all texts."""
+    return {**drafter.workloads, _ALL: drafter.agreement}
 
 
 def checks(found: Validation) -> Table:
@@ -251,22 +230,22 @@ def checks(found: Validation) -> Table:
 
 
 def controls(found: Validation, drawn: bool = False) -> Table:
-    """What the drafter reaches with one thing broken at a time, and what trivial drafters reach."""
+    """What the drafter reaches with one thing broken at a time."""
     real = found.drafters[0].agreement
     curves = {"real drafter": real, **{result.name: result.agreement for result in found.controls if result.agreement}}
     rows = [("real drafter", rate(real.steps[0].top1), "", mean(real.teacher_forced), "nothing is broken")]
     for result in found.controls:
-        of, gap, said = result.agreement, result.difference, f"{result.what}: {why(result)}"
+        of, gap, said = result.agreement, result.difference, f"not run: {result.skipped}"
         scores = (rate(of.steps[0].top1), rate(gap), mean(of.teacher_forced)) if of and gap else (DASH,) * 3
-        rows.append((result.name, *scores, said))
-    for trivial in found.trivial:
-        below = rate(trivial.difference)
-        rows.append((trivial.name, percent(trivial.top1), below, "", "it knows nothing of the base"))
+        if result.standing is not None:
+            said = f"{_STANDING[result.standing]}: changed {result.changed} first drafts: {result.better} better, "
+            said += f"{result.worse} worse" + (f"; look at {result.suspect}" if result.standing == "above" else "")
+        rows.append((result.name, *scores, f"{result.what}: {said}"))
     return Table(
         "Controls",
         ("drafter", "top-1 %, step 1", "below by", _FORCED, "what is broken: what it says"),
         rows,
-        what="The same with one thing broken on purpose: each should draft worse. And what trivial drafters reach.",
+        what="The same with one thing broken on purpose: each should draft worse.",
         about=(
             "Below by: points of top-1 that the drafter is ahead, at the same positions; of the controls that ran, all "
             "intervals hold together in 95 % of measurements."
@@ -281,7 +260,7 @@ def _point(found: Figure) -> figures.Point:
     return found.value, found.ci95
 
 
-def _lines(curves: Mapping[str, list[Figure]]) -> str:
+def _lines(curves: Mapping[str, Sequence[Figure]]) -> str:
     known = {name: [_point(figure) for figure in curve if figure.value is not None] for name, curve in curves.items()}
     return figures.lines({name: curve for name, curve in known.items() if curve}, "share of drafts (%)")
 

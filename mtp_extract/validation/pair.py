@@ -1,7 +1,4 @@
-"""``pair.json``: base and drafter as the parts of one model, by the names of the seed's plan for a speculative pair.
-
-Sizes follow from the two networks, times from the measurement: what is planned, not what one engine allocates.
-"""
+"""``pair.json``: base and drafter as the parts of one model, sizes by the networks, times as measured."""
 
 from __future__ import annotations
 

@@ -7,14 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
-from mtp_extract.validation.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
+from mtp_extract.speculate.adaptive import AdaptiveDrafts
+from mtp_extract.speculate.trees import Tree
 
-_MOST_SAMPLES = 4096
+MOST_STEPS = 64
+"""Of the drafter, in a round."""
+
+ADAPTIVE = "adaptive"
+"""In the place of a tree: a chain whose K is adapted, up to the largest K that is drafted anyway."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,7 @@ class ValidationPlan:
     ]
     """None for the sample, which is then extracted first."""
     base: Annotated[str | None, BASE] = None
-    beside: Annotated[
-        Sequence[Path], About("Another drafter of that base, on the same texts; may be repeated.", metavar="DIR")
-    ] = ()
+    beside: Annotated[Path | None, About("Another drafter of that base, on the same texts.", metavar="DIR")] = None
     source: Annotated[
         str | None,
         About("The .litertlm it was extracted from: proof that this is its drafter.", metavar="FILE"),
@@ -52,19 +55,8 @@ class ValidationPlan:
     device: Device = "auto"
     new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
     batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
-    control_positions: Annotated[
-        int | None,
-        About(
-            "At how many positions drafters that are broken on purpose draft; by default as many as take minutes.",
-            metavar="N",
-            least=1,
-            option=False,
-        ),
-    ] = None
-    """They are spread over all texts."""
-    samples: Annotated[int, About("Random inputs for parity.", least=1, option=False)] = 16
+    samples: Annotated[int, About("Random inputs for parity.", least=1, most=4096, option=False)] = 16
     timed: int = 5  # prompts to time
-    seed: Annotated[int, About("Of the random inputs.", option=False)] = 0
     chat_template: ChatTemplate = True
     report: Annotated[Path | None, About("Write report.html, report.json and pair.json there.", metavar="DIR")] = None
     overwrite: Replace = False
@@ -74,16 +66,29 @@ class ValidationPlan:
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
         """What is read, and so is not replaced."""
-        return self.directory, *self.beside, self.source, self.prompts, *files_of(self.base)
+        return self.directory, self.beside, self.source, self.prompts, *files_of(self.base)
 
     @property
-    def wanted(self) -> Mapping[str, Wanted]:
-        """The trees by name.
+    def wanted(self) -> Mapping[str, Tree | AdaptiveDrafts]:
+        """The trees, and the chain that is adapted, by what to call them.
 
         Raises:
-            MtpExtractError: one is none, or too large.
+            MtpExtractError: one is none, or too large or too deep.
         """
-        return dict(map(parse_wanted, self.trees))
+        found: dict[str, Tree | AdaptiveDrafts] = {}
+        for text in self.trees:
+            if text == ADAPTIVE:
+                found[text] = AdaptiveDrafts(max(self.draft_steps))
+                continue
+            tree = Tree.parse(text)
+            if tree.depth > MOST_STEPS:
+                raise MtpExtractError(
+                    f"expected a tree of at most {MOST_STEPS} steps, found {tree.depth} in {escape(text)}; make it "
+                    "less deep"
+                )
+            # A number alone is the name of a chain.
+            found[f"tree of {text}" if text.isdecimal() else text] = tree
+        return found
 
     def check(self) -> None:
         """Refuse what cannot be measured, before anything is loaded.
@@ -96,17 +101,17 @@ class ValidationPlan:
                 "expected a base, a source or both, found neither; there is nothing to validate against",
                 remedies=("base", "source"),
             )
-        for given, what in ((self.wanted, "to verify trees of drafts"), (self.beside, "to compare drafters beside")):
-            if given and self.base is None:
-                raise MtpExtractError(
-                    f"expected a base {what}, found none; give the model that is drafted for", remedies=("base",)
-                )
         require("torch", *(["transformers"] if self.base is not None else []))
         check_values(self)
         if not self.draft_steps:
             raise MtpExtractError("expected a number of draft steps, found none; give one", remedies=("draft_steps",))
-        if not 0 <= self.seed < 1 << 63 or self.samples > _MOST_SAMPLES:
-            raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
+        measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
+        if self.base is None and (given := [name for name, value in measured.items() if value]):
+            raise MtpExtractError(
+                f"expected a base to measure {' and '.join(given)} with, found none; give the model that is drafted "
+                "for",
+                remedies=("base",),
+            )
 
 
 def sample_plan(plan: ValidationPlan) -> ValidationPlan:

@@ -6,12 +6,13 @@ from typing import Any
 
 from msgspec import field
 
+from mtp_extract.evaluate.agreement import Workload
+from mtp_extract.evaluate.measured import Change
 from mtp_extract.io.typed import Record, Tool
 from mtp_extract.pipeline.check import Check
-from mtp_extract.validation.acceptance.controls import ControlResult
-from mtp_extract.validation.acceptance.drafters import DrafterFigures
-from mtp_extract.validation.acceptance.trivial import TrivialResult
+from mtp_extract.validation.controls import ControlResult
 from mtp_extract.validation.parity.interpreter import Parity
+from mtp_extract.validation.worth import GenerationResult
 
 
 class BaseFacts(Record):
@@ -24,15 +25,26 @@ class BaseFacts(Record):
     chat_template: bool  #: whether prompts went through it
 
 
+class DrafterFigures(Record):
+    """How a drafter drafts for the base."""
+
+    name: str  #: as the report calls it
+    tuned: str | None  #: how it was tuned, by its record; null where that says nothing of it
+    agreement: Workload  #: over all texts
+    workloads: dict[str, Workload]  #: the same by workload
+    generation: GenerationResult  #: by name of what was drafted
+    change: Change  #: in teacher-forced tokens per round from the first drafter to this one; 0 for the first itself
+    changes: dict[str, Change]  #: the same by workload
+
+
 class Validation(Record, kw_only=True):
     """A whole validation. What was not asked for is null, or empty."""
 
-    version: int = 4  #: version of this file
+    version: int = 5  #: version of this file
     tool: Tool  #: what wrote it
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed
-    refuted: bool = False  #: whether something was shown to be wrong: a check, or drafts worse than trivial ones
-    findings: list[str] = field(default_factory=list)  #: what a reader should not miss, first things first
+    refuted: bool = False  #: whether a check failed
     drafter: str  #: the directory
     source: str | None = None  #: name of the file it was compared with
     base: BaseFacts | None = None  #: the base and how it ran
@@ -40,10 +52,8 @@ class Validation(Record, kw_only=True):
     notes: list[str] = field(default_factory=list)  #: things worth knowing that are not errors
     checks: list[Check] = field(default_factory=list)  #: against the file
     parity: Parity | None = None  #: with Google's interpreter
-    #: this one first, then those beside it, on the same texts
+    #: this one, then the one beside it, on the same texts
     drafters: list[DrafterFigures] = field(default_factory=list)
-    #: what drafters that know nothing of the base reach on the same texts
-    trivial: list[TrivialResult] = field(default_factory=list)
     #: what this drafter reaches with one thing broken at a time
     controls: list[ControlResult] = field(default_factory=list)
     pair: dict[str, Any] | None = None  #: base and drafter as the parts of one model, as in `pair.json`

@@ -22,7 +22,6 @@ _WORTH = {
     "drafted": 100,
     "accepted": 66,
     "tokens_per_round": {"value": 2.98, "n": 33, "ci95": [2.9, 3.1]},
-    "expected_tokens_per_round": 2.97,
     "prompts": 7,
     "same_text": 7,
     "divergences": [],
@@ -33,17 +32,15 @@ _WORTH = {
     "predicted_speedup": 2.0,
     "measured_speedup": 2.0,
 }
-_READS = {"body": 90000, "head": 16384, "once_a_round": 0, "stored": 106384}
 _CHANGE = {"mean": 0.0, "interval": [0.0, 0.0], "texts": 7}
 _APART = {"logits": 1e-7, "state": 1e-7, "correlation": 0.9991, "top1": 64}
 
 REPORT: dict[str, Any] = {
-    "version": 4,
+    "version": 5,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
     "verdict": "Verified: it is what it is" + ", and so on" * 30 + ".",
     "verified": True,
     "refuted": False,
-    "findings": [],
     "drafter": "/somewhere/drafter",
     "source": "sample.litertlm",
     "base": {
@@ -56,26 +53,17 @@ REPORT: dict[str, Any] = {
     "settings": {"prompts": {"code": 7}, "seed": 0},
     "notes": [],
     "checks": [{"name": "config", "what": "every number", "passed": True, "evidence": "28 values agree"}],
-    "parity": {"in_floats": _APART, "as_it_is": _APART, "cases": ["random"]},
+    "parity": {"in_floats": _APART, "as_it_is": _APART, "cases": 64},
     "drafters": [
         {
-            "facts": {
-                "name": "drafter",
-                "format": "transformers",
-                "made": "extracted",
-                "mode": None,
-                "ordered_head": None,
-                "reads": _READS,
-            },
+            "name": "drafter",
+            "tuned": None,
             "agreement": _WORKLOAD,
             "workloads": {"code": _WORKLOAD},
-            "generation": {"worth": {"3": _WORTH}, "best": "3", "break_even": 3, "timed": 5, "base_ms": 33.0},
+            "generation": {"worth": {"3": _WORTH}, "best": "3", "timed": 5, "base_ms": 33.0},
             "change": _CHANGE,
             "changes": {"code": _CHANGE},
         }
-    ],
-    "trivial": [
-        {"name": "bigram", "top1": 0.3, "difference": {"value": 0.4, "n": 100, "ci95": [0.3, 0.5]}, "texts": 7}
     ],
     "controls": [
         {

@@ -1,11 +1,15 @@
-"""The model card: its metadata by huggingface_hub's own classes, its statements, and hostile names."""
+"""The model card: its metadata by huggingface_hub's own classes, its statements, hostile names, what people add."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,24 +17,32 @@ from helpers.record_document import RECORD, tuning
 from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
+from typer.testing import CliRunner
 
-from mtp_extract.errors import CheckpointError
+from mtp_extract.bundle import open_bundle
+from mtp_extract.cli import upload as upload_command
+from mtp_extract.errors import CheckpointError, HubError
 from mtp_extract.formats import FORMATS, engines_for
+from mtp_extract.hub.upload import plan_upload
+from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.report.card import card_metadata, model_card
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.report.card import UNSAID, CardWords, card_metadata, model_card
+
+WORDS = CardWords("apache-2.0", base_model="org/base")
+UNKNOWN = {**RECORD["source"], "size": 1, "provenance": {}}
 
 
 def card(**changes: Any) -> str:
     return model_card({**copy.deepcopy(RECORD), **changes}, None)
 
 
-def test_the_record_that_other_tests_use_is_one() -> None:
-    validator("extraction")(RECORD)
-
-
 def test_the_metadata_is_what_huggingface_hub_reads() -> None:
+    validator("extraction")(RECORD)
     read = ModelCard(card()).data.to_dict()
     assert read == card_metadata(RECORD)
     assert read["license"] == "apache-2.0"
@@ -62,23 +74,72 @@ def test_what_the_card_states() -> None:
     assert model_card(RECORD) == text
 
 
-def test_an_unknown_bundle() -> None:
-    text = card(known_as=None, source={**RECORD["source"], "size": 1, "provenance": {}})
-    assert "base_model" not in ModelCard(text).data.to_dict()
-    assert "BASE_MODEL" in text
-    assert "--against BUNDLE.litertlm" in text
+MADE = {"rule": "int4", "matrices": 1}
+STEP = {"layout": "transformers", "dtype": "bf16", "rounded": {"BF16": 3}, "made_codes": None}
+TUNED = tuning("org/name")
+GAIN = "On 7 held-out texts a round yields 1.100 times the tokens (1.000 to 1.200 at 95 %)"
+NOTE = "llama.cpp does not load this drafter: it is as wide as its base (64)."
 
 
-def test_the_licence_of_a_known_bundle_only() -> None:
-    source = {**RECORD["source"], "size": 1, "provenance": {}}
-    # A drafter of a known geometry may be anybody's.
-    for known_as in (None, "Gemma 4 E4B"):
-        text = card(known_as=known_as, source=source)
-        assert ModelCard(text).data.license == "other"
-        assert "terms of whoever made it hold" in text
-        assert "Apache" not in text
-    newer = {**source, "provenance": {"repository": "litert-community/gemma-4-E4B-it-litert-lm"}}
-    assert ModelCard(card(source=newer)).data.license == "apache-2.0"
+@pytest.mark.parametrize(
+    ("changes", "said", "unsaid"),
+    [
+        (
+            {"known_as": None, "source": UNKNOWN},
+            ("BASE_MODEL", "--against BUNDLE.litertlm", 'license: "other"', "terms of whoever made it hold"),
+            ("base_model:", "Apache"),
+        ),
+        # A drafter of a known geometry may be anybody's, but fits this base.
+        (
+            {"known_as": "Gemma 4 E4B", "source": UNKNOWN},
+            ('license: "other"', "terms of whoever made it hold", "google/gemma-4-E4B-it"),
+            ("Apache",),
+        ),
+        # Size, name, and where the section begins are those of the published file; its content is not.
+        (
+            {"source": {**RECORD["source"], "provenance": {}}},
+            ('license: "other"', "--against BUNDLE.litertlm", "google/gemma-4-E4B-it"),
+            ("Google", "| known as |"),
+        ),
+        (
+            {"source": {**UNKNOWN, "provenance": {"repository": "litert-community/gemma-4-E4B-it-litert-lm"}}},
+            ('license: "apache-2.0"',),
+            (),
+        ),
+        (
+            {"known_as": None, "source": {**UNKNOWN, "provenance": {"repository": "org/other", "path": "x.litertlm"}}},
+            ('base_model: ["org/other"]',),
+            (),
+        ),
+        (
+            {"tuning": TUNED},
+            (
+                "no longer those they were extracted as",
+                f"{GAIN}; it was stopped before its end; it was not accepted, and written all the same: org/name.",
+            ),
+            ("--against",),
+        ),
+        ({"tuning": {**TUNED, "refused": [], "interrupted": False}}, (f"{GAIN}.",), ()),
+        (
+            {"dtype": "codes", "made_codes": MADE, "converted_from": [STEP]},
+            (
+                "1 matrices were rounded to integers here, by `int4`.",
+                "On the way here numbers were rounded: BF16.",
+            ),
+            (),
+        ),
+        (
+            {"layout": "gguf", "dtype": "codes", "files": {"mtp-x-Q4_0.gguf": {}}, "notes": [NOTE]},
+            (NOTE,),
+            (),
+        ),
+        ({}, (), ("rounded", NOTE, "report.json")),
+    ],
+)
+def test_what_it_states_of_which_record(changes: dict[str, Any], said: Sequence[str], unsaid: Sequence[str]) -> None:
+    text = card(**changes)
+    assert [part for part in said if part not in text] == []
+    assert [part for part in unsaid if part in text] == []
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -106,8 +167,7 @@ def test_the_card_has_no_mark_of_its_template() -> None:
 
 @pytest.mark.parametrize("repository", ["[x](http://y)/a", "<b>/x", "org", "a/b/c"])
 def test_a_repository_that_is_none_is_no_base(repository: str) -> None:
-    source = {**RECORD["source"], "size": 1, "provenance": {"repository": repository}}
-    text = card(known_as=None, source=source)
+    text = card(known_as=None, source={**UNKNOWN, "provenance": {"repository": repository}})
     assert "drafter of its base model, extracted" in text
     assert "base_model" not in ModelCard(text).data.to_dict()
 
@@ -119,24 +179,16 @@ def test_a_record_that_lacks_what_the_card_states(lacking: str) -> None:
         model_card(record)
 
 
-def test_an_unknown_bundle_of_the_hub_names_its_repository() -> None:
-    provenance = {"repository": "org/other", "path": "x.litertlm", "commit": "c" * 40}
-    source = {**RECORD["source"], "size": 1, "provenance": provenance}
-    assert card_metadata({**RECORD, "known_as": None, "source": source})["base_model"] == ["org/other"]
-
-
 @pytest.mark.parametrize(
     "name", ["a`b", "x\n---\nlicense: mit\n", "|a|b|", '"\n- x', "]](http://x)", "\u202e", "\x1b[31m"]
 )
 def test_hostile_names_stay_names(name: str) -> None:
     source = {**RECORD["source"], "name": name, "provenance": {"repository": name, "path": name}}
-    text = model_card({**RECORD, "known_as": None, "source": source})
-    plain = card(known_as=None)
+    text, plain = (card(known_as=None, **changes) for changes in ({"source": source}, {}))
     assert ModelCard(text).data.license == "other"
     assert sum(line == "---" for line in text.splitlines()) == 2
-    assert [line for line in text.splitlines() if line.startswith("#")] == [
-        line for line in plain.splitlines() if line.startswith("#")
-    ]
+    titles = [[line for line in one.splitlines() if line.startswith("#")] for one in (text, plain)]
+    assert titles[0] == titles[1]
     row = next(line for line in text.splitlines() if line.startswith("| file |"))
     assert row.replace("\\|", "").count("|") == 3
     assert row.count("`") == 2
@@ -169,17 +221,6 @@ def test_a_bundle_is_named_by_its_sha256() -> None:
     assert known_bundle(_Named("gemma-4-E4B-it.litertlm", 3659530240)) is None
 
 
-def test_a_tuned_bundle_of_the_published_size_is_not_called_published() -> None:
-    """Size, name, and where the section begins are those of the published file; its content is not."""
-    source = {**RECORD["source"], "provenance": {}}
-    text = card(source=source)
-    assert ModelCard(text).data.license == "other"
-    assert "Google" not in text and "| known as |" not in text
-    assert "--against BUNDLE.litertlm" in text
-    # The geometry fits this base, whoever trained the weights.
-    assert ModelCard(text).data.base_model == ["google/gemma-4-E4B-it"]
-
-
 def test_the_published_section_has_the_published_licence(monkeypatch: pytest.MonkeyPatch) -> None:
     table = copy.deepcopy(published.load_mapping("bundles"))
     table["bundles"][2]["drafter"]["sha256"] = "5" * 64
@@ -190,47 +231,76 @@ def test_the_published_section_has_the_published_licence(monkeypatch: pytest.Mon
     assert license_of({**RECORD, "source": source, "known_as": None}) is None
 
 
-def test_where_an_engine_does_otherwise_is_a_limit() -> None:
-    note = "llama.cpp does not load this drafter: it is as wide as its base (64)."
-    text = card(layout="gguf", dtype="codes", files={"mtp-x-Q4_0.gguf": {}}, notes=[note])
-    assert note in text.partition("## Limits")[2]
-    assert note not in card()
-
-
-def test_the_figures_of_a_report_come_first() -> None:
+def test_the_verdict_of_a_report_comes_first() -> None:
     text = model_card(RECORD, REPORT)
     titles = [line for line in text.splitlines() if line.startswith("## ")]
-    assert titles == [
-        "## How to serve it",
-        "## Limits",
-        "## Where it comes from, and how it was checked",
-        "## Licence",
-    ]
-    first = text.partition("## How to serve it")[0]
-    assert f"{REPORT['verdict']} All figures are in `report.json`." in first
-    assert "report.json" not in model_card(RECORD)
+    where = "## Where it comes from, and how it was checked"
+    assert titles == ["## How to serve it", "## Limits", where, "## Licence"]
+    assert f"{REPORT['verdict']} All figures are in `report.json`." in text.partition("## How to serve it")[0]
+    assert "refutes this copy" not in text
+    refuted = model_card(RECORD, {**REPORT, "refuted": True, "verdict": "Refuted: config: 1 number differs."})
+    first = refuted.partition("## How to serve it")[0]
+    assert "**A validation refutes this copy.** Refuted: config: 1 number differs." in first
 
 
-def test_what_a_tuning_measured_is_stated() -> None:
-    made = tuning("org/name")
-    text = card(tuning=made)
-    assert "no longer those they were extracted as" in text and "--against" not in text
-    gain = "On 7 held-out texts a round yields 1.100 times the tokens (1.000 to 1.200 at 95 %)"
-    assert f"{gain}; it was stopped before its end; it was not accepted, and written all the same: org/name." in text
-    assert f"{gain}." in card(tuning={**made, "refused": [], "interrupted": False})
+@pytest.fixture
+def edited(extracted: Path, tmp_path: Path) -> Path:
+    """With the licence put in by hand, as the card itself asks."""
+    directory = Path(shutil.copytree(extracted, tmp_path / "d"))
+    written = (directory / "README.md").read_text()
+    assert 'license: "other"' in written
+    (directory / "README.md").write_text(written.replace('license: "other"', "license: mit") + "\nThanks.\n")
+    return directory
 
 
-def test_codes_that_were_made_are_not_the_files() -> None:
-    made = {"rule": "int4", "matrices": 1}
-    step = {"layout": "transformers", "dtype": "bf16", "rounded": {"BF16": 3}, "made_codes": None}
-    text = card(dtype="codes", made_codes=made, converted_from=[step])
-    assert "1 matrices were rounded to integers here, by `int4`." in text
-    assert "On the way here numbers were rounded: BF16." in text
-    assert "rounded" not in card()
+def sent(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ...]]:
+    files, notes = plan_upload(directory, words)
+    with next(file for file in files if file.path_in_repo == "README.md").as_file() as file:
+        return file.read().decode(), notes
 
 
-def test_what_a_validation_refutes_is_said_first() -> None:
-    verdict = "Refuted: config: 1 number differs."
-    text = model_card(RECORD, {**REPORT, "refuted": True, "verdict": verdict})
-    assert f"**A validation refutes this copy.** {verdict}" in text.partition("## How to serve it")[0]
-    assert "refutes this copy" not in model_card(RECORD, REPORT)
+def test_what_people_change_in_it_decides_nothing_and_is_sent(edited: Path, sample: Path, tmp_path: Path) -> None:
+    verify(edited)
+    with open_bundle(sample) as opened:
+        verify_against(edited, opened)
+    with planned_insertion(edited, sample):
+        pass
+    convert(edited, tmp_path / "out", format="litert")
+    (edited / "report.json").write_text(json.dumps(REPORT))
+    assert sent(edited) == (
+        (edited / "README.md").read_text(),
+        ("README.md was changed since mtp-extract wrote it, and is sent as it is.",),
+    )
+    with pytest.raises(HubError, match=r"README\.md: expected the card that mtp-extract wrote"):
+        sent(edited, WORDS)
+    # As the message says: without it, the card is made anew.
+    (edited / "README.md").unlink()
+    assert 'base_model: ["org/base"]' in sent(edited, WORDS)[0]
+    (edited / "report.json").unlink()
+    verify(edited)
+
+
+def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
+    before = (extracted / "README.md").read_text()
+    text, notes = sent(extracted, WORDS)
+    assert 'license: "apache-2.0"\nbase_model: ["org/base"]\nbase_model_relation: "adapter"' in text
+    assert "states its licence: `apache-2.0`." in text and "(`other`)" not in text
+    assert notes == ()
+    # Neither the directory nor its record says it.
+    assert (extracted / "README.md").read_text() == sent(extracted)[0] == before
+
+
+@pytest.mark.parametrize("option", [("--license", "My Own"), ("--base-model", "base")])
+def test_what_is_no_such_thing_is_wrong_usage(extracted: Path, option: tuple[str, str]) -> None:
+    made = CliRunner().invoke(upload_command.app, [str(extracted), "org/name", "--dry-run", *option])
+    assert made.exit_code == 2
+    assert option[0] in made.output
+
+
+def test_a_tuning_that_lacks_what_the_card_states(edited: Path, tmp_path: Path) -> None:
+    record = json.loads((edited / "extraction.json").read_text())
+    made = {"mode": "norms", "base": "b", "overall": {"before": {}, "after": {}}}
+    (edited / "extraction.json").write_text(json.dumps({**record, "tuning": made}))
+    with pytest.raises(CheckpointError, match=r"extraction\.json.*tuning\.overall"):
+        convert(edited, tmp_path / "out", format="litert")
+    assert not (tmp_path / "out").exists()

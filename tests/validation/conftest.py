@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.first_pair import first_base, first_bundle
+from helpers.prompt_files import write_prompts
 from helpers.threads import one_thread
 
 import mtp_extract
@@ -56,10 +56,7 @@ def source() -> Iterator[Shard]:
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "few.jsonl"
-    rows = [{"prompt": text, "workload": name} for name, texts in FEW.items() for text in texts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "few.jsonl", FEW)
 
 
 @pytest.fixture(scope="session")

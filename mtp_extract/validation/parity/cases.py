@@ -1,32 +1,36 @@
-"""Draft steps to compare on, in the terms of the model, and as both programs take them.
+"""Draft steps to compare on, in the terms of the model and as both programs take them; and a drafter known to be right.
 
-Random cases need no base: positions from 1 to well past the window, numbers as large as the section's own integers
-expect (a quarter of what they can hold), or of unit size where it has floats. Cases from a base are what a runtime
-would pass.
+Cases are random: positions from 1 to well past the window, numbers as large as the section's own integers expect (a
+quarter of what they can hold), or of unit size where it has floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.bundle import Shard
-from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.checkpoint.arranged import arrange
+from mtp_extract.checkpoint.files import write_file
+from mtp_extract.data import sample_bundle
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import position_masks
+from mtp_extract.drafter.mtp import DraftArguments, MtpDrafter
 from mtp_extract.errors import UnsupportedError, few
+from mtp_extract.formats import format_named
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
-
-if TYPE_CHECKING:
-    from mtp_extract.speculate.target import Base
-    from mtp_extract.speculate.teacher import Text
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 _LONGEST = 768  # slots; random contents of the 32003 of a published file prove nothing more
 _SHARE_OF_RANGE = 0.25
@@ -37,40 +41,18 @@ _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √h
 class Case:
     """One draft step."""
 
-    label: str  # where it is from
     embedding: Floats  # [base width], scaled
     hidden: Floats  # [base width]
     kv: Mapping[str, tuple[Floats, Floats]]  # layer type → K and V, each [KV heads, position + 1, head_dim]
     position: int  # of the query, and of the last visible slot
 
 
-@dataclass(frozen=True)
-class Codes:
+class Codes(NamedTuple):
     """Integers of ``dtype`` that stand for ``scale · (code − zero_point)``."""
 
     scale: float
     zero_point: int
     dtype: np.dtype[Any]
-    own: bool  # whether the scale is the tensor's; else the graph multiplies by it
-
-    @classmethod
-    def of(cls, source: Shard, name: str) -> Codes | None:
-        """How the signature has its input or output ``name``; None for floats.
-
-        Raises:
-            UnsupportedError: in integers, and nothing says by what scale.
-        """
-        signature = source.signature
-        tensor = source.model.tensor(signature.subgraph, {**signature.inputs, **signature.outputs}[name])
-        packing, known = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
-        if packing is None:
-            return None
-        if known is not None and known.scales.count:
-            zero_point = int(known.zero_point[0]) if known.zero_point.size else 0
-            return cls(float(known.scale[0]), zero_point, packing.dtype, True)
-        if name not in source.walk.cache_scales:
-            raise UnsupportedError(f"{source.model.region.source.name}: {tensor.label} holds integers without a scale.")
-        return cls(source.walk.cache_scales[name], 0, packing.dtype, False)
 
     def encode(self, values: Floats) -> NDArray[Any]:
         """Nearest codes, ties to even, clipped."""
@@ -85,6 +67,22 @@ class Codes:
         return values
 
 
+def codes_of(source: Shard, name: str) -> Codes | None:
+    """How the signature has its input or output ``name``; None for floats.
+
+    Raises:
+        UnsupportedError: in integers, and nothing says by what scale.
+    """
+    signature = source.signature
+    tensor = source.model.tensor(signature.subgraph, {**signature.inputs, **signature.outputs}[name])
+    packing, known = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
+    if packing is None:
+        return None
+    if known is None or not known.scales.count:
+        raise UnsupportedError(f"{source.model.region.source.name}: {tensor.label} holds integers without a scale.")
+    return Codes(float(known.scale[0]), int(known.zero_point[0]) if known.zero_point.size else 0, packing.dtype)
+
+
 def caches_of(source: Shard) -> dict[str, tuple[str, str]]:
     """The names of the inputs for K and V, by layer type."""
     pairs = zip(source.config.layer_types, source.walk.layers, strict=True)
@@ -96,7 +94,7 @@ def slots_of(source: Shard) -> int:
     return max(source.walk.caches[key].shape[2] for key, _ in caches_of(source).values())
 
 
-def random_cases(source: Shard, count: int, seed: int) -> list[Case]:
+def random_cases(source: Shard, count: int, seed: int = 0) -> list[Case]:
     """``count`` random cases at positions spread from 1 to the end of the caches; the same for the same seed."""
     random, config = np.random.default_rng(seed), source.config
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
@@ -106,7 +104,7 @@ def random_cases(source: Shard, count: int, seed: int) -> list[Case]:
         return (random.standard_normal(shape) * spread).astype(np.float32)
 
     def cache(name: str, otherwise: float, *shape: int) -> Floats:
-        codes = Codes.of(source, name)
+        codes = codes_of(source, name)
         largest = codes.scale * (int(np.iinfo(codes.dtype).max) - codes.zero_point) if codes else 0.0
         return draw(largest * _SHARE_OF_RANGE if codes else otherwise, *shape)
 
@@ -118,24 +116,7 @@ def random_cases(source: Shard, count: int, seed: int) -> list[Case]:
             layer = config.kv_layers[kind]
             shape = (layer.num_kv_heads, position + 1, layer.head_dim)
             kv[kind] = (cache(key, _KEY_SPREAD / layer.head_dim**0.5, *shape), cache(value, 1.0, *shape))
-        cases.append(Case(f"random {len(cases)}", embedding, hidden, kv, position))
-    return cases
-
-
-@torch.inference_mode()
-def base_cases(base: Base, source: Shard, texts: Sequence[Text], count: int) -> list[Case]:
-    """Cases from the base's states over ``texts``, at ``count`` anchors spread over them, where they fit the caches."""
-    anchors = [(i, n) for i, text in enumerate(texts) for n in text.anchors if n <= slots_of(source)]
-    chosen = [anchors[round(k)] for k in np.linspace(0, len(anchors) - 1, min(count, len(anchors))).tolist()]
-    cases = []
-    for index in sorted({i for i, _ in chosen}):
-        tokens = torch.tensor([texts[index].tokens], device=base.device)
-        full, embedded = base.full_pass(tokens), base.embed(tokens)
-        for anchor in (n for i, n in chosen if i == index):
-            seen = {kind: [part[0, :, :anchor] for part in full.shared_kv[kind]] for kind in source.config.kv_layers}
-            kv = {kind: (k.float().cpu().numpy(), v.float().cpu().numpy()) for kind, (k, v) in seen.items()}
-            embedding, hidden = embedded[0, anchor].float().cpu(), full.hidden[0, anchor - 1].float().cpu()
-            cases.append(Case(f"text {index}, token {anchor}", embedding.numpy(), hidden.numpy(), kv, anchor - 1))
+        cases.append(Case(embedding, hidden, kv, position))
     return cases
 
 
@@ -174,8 +155,8 @@ def signature_inputs(source: Shard, case: Case, *, floats: bool) -> dict[str, ND
             "which this release cannot fill. Look for a newer release."
         )
     for name in source.signature.inputs:
-        codes = Codes.of(source, name) if inputs[name].dtype == np.float32 else None
-        if codes is not None and not (floats and codes.own):
+        codes = codes_of(source, name) if inputs[name].dtype == np.float32 else None
+        if codes is not None and not floats:
             inputs[name] = codes.encode(inputs[name])
     return {name: inputs[name] for name in source.signature.inputs}
 
@@ -190,3 +171,16 @@ def reference_arguments(case: Case, config: DrafterConfig) -> DraftArguments:
         position_ids=newest,
         masks=position_masks(config, dict.fromkeys(config.kv_layers, slots), newest),
     )
+
+
+@contextmanager
+def known_drafter() -> Iterator[tuple[Path, MtpDrafter, Shard]]:
+    """The sample's directory, its drafter in F32, and that in its file.
+
+    Another program may judge a drafter while it calls this one right, which is known to be right.
+    """
+    with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
+        place, source = Path(folder), opened.drafter()
+        for file in arrange(format_named("transformers"), checkpoint_of(source), "f32").files:
+            write_file(place, file)
+        yield place, load_drafter(place), source

@@ -20,9 +20,8 @@ from mtp_extract.errors import escape
 from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.formats import format_of
 from mtp_extract.pipeline.check import Check
-from mtp_extract.validation.parity.cases import Case, random_cases, reference_arguments
+from mtp_extract.validation.parity.cases import Case, known_drafter, random_cases, reference_arguments
 from mtp_extract.validation.parity.interpreter import Outputs, apart, reference_outputs
-from mtp_extract.validation.parity.known import why_no_judge
 
 TOLERANCE = 1e-4
 """Of the range of an output: the same arithmetic in float32, in another order."""
@@ -32,7 +31,7 @@ _SAMPLES = 4
 _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
-def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard, seed: int) -> Check:
+def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
     """Load ``directory`` with transformers and compare it with ``drafter``, float32, on random inputs.
 
     Args:
@@ -44,23 +43,21 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard, seed
     elif why := unusable("transformers", "Gemma4AssistantForCausalLM"):
         evidence = f"transformers: {why}; {TRANSFORMERS} works"
     else:
-        passed, evidence = _examined(directory, drafter, source, seed)
-        if not passed and (why := _unreliable(seed)):
-            passed, evidence = None, f"{why}, so it cannot be asked; {TRANSFORMERS} works"
+        passed, evidence = _examined(directory, drafter, source)
+        if not passed:
+            version = str(sys.modules["transformers"].__version__)
+            with known_drafter() as known:
+                right, found = _examined(*known)
+            if not right:
+                why = f"transformers {escape(version)} fails with a drafter that is known to be right, too: {found}"
+            elif not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
+                why = f"transformers {escape(version)} fails, and is of no release that was tried"
+            if why:
+                passed, evidence = None, f"{why}, so it cannot be asked; {TRANSFORMERS} works"
     return Check("transformers", _WHAT, passed, evidence)
 
 
-def _unreliable(seed: int) -> str:
-    """Why transformers is no judge here; empty where it is one."""
-    version = str(sys.modules["transformers"].__version__)
-    if why := why_no_judge(lambda folder, known, file: _examined(folder, known, file, seed)):
-        return f"transformers {escape(version)} fails with a drafter that is known to be right, too: {why}"
-    if not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
-        return f"transformers {escape(version)} fails, and is of no release that was tried"
-    return ""
-
-
-def _examined(directory: Path, drafter: MtpDrafter, source: Shard, seed: int) -> tuple[bool, str]:
+def _examined(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
     """Whether it loads and computes as ``drafter`` does, and the evidence."""
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +73,7 @@ def _examined(directory: Path, drafter: MtpDrafter, source: Shard, seed: int) ->
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         if cap != config.final_logit_softcap:
             return False, f"the soft cap is {cap}, not {config.final_logit_softcap}"
-        cases = random_cases(source, _SAMPLES, seed)
+        cases = random_cases(source, _SAMPLES)
         found = apart(reference_outputs(drafter, cases), [_outputs(model.eval(), case, config) for case in cases])
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"

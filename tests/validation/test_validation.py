@@ -1,37 +1,45 @@
-"""The report: what is in it, that it is there whole or not at all, and what the verdict says of which result."""
+"""A whole validation and its report: what is in it, there whole or not at all, and what the verdict says of which."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.random_assistants import GEOMETRIES, random_assistant
+from helpers.random_heads import head_config, random_head, write_head
+from helpers.record_document import TUNING
 from helpers.schemas import validator
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.io.place import check_place
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.report.page import as_html, as_json, plain_json
-from mtp_extract.validation.acceptance.worth import Divergence, Worth
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.validation.page import page_of, tables, write_validation
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation
 from mtp_extract.validation.run import run_validation
-from mtp_extract.validation.verdict import concluded
+from mtp_extract.validation.verdict import concluded, notes_of
+from mtp_extract.validation.worth import Divergence, Worth
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
 
 CHECKS = ["config", "files", "tensors", "function", "record", "transformers", "interpreter"]
 TIMES = {
-    *("base_tokens_per_s", "tokens_per_s", "verify_ms", "draft_ms", "base_ms", "best", "break_even"),
+    *("base_tokens_per_s", "tokens_per_s", "verify_ms", "draft_ms", "base_ms", "best"),
     *("predicted_speedup", "measured_speedup", "verdict", "pair"),
 }
+TREES = ("3x2", "2x1x1")
 
 
 def changed(found: Validation, **parts: Any) -> Validation:
@@ -89,19 +97,17 @@ def test_its_files(written: Path, plan: ValidationPlan) -> None:
 
 def test_one_name_has_one_figure(validation: Validation) -> None:
     """Tokens per round are measured in the loop; any other figure of that kind says what it is."""
-    shown = tables(validation)
-    columns = {column for table in shown for column in table.columns if "per round" in column}
+    columns = {column for table in tables(validation) for column in table.columns if "per round" in column}
     assert columns == {"tokens per round", "teacher-forced tokens per round"}
     assert "mean accepted length" not in as_html(page_of(validation))
 
 
-def without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
-    return [without_times(item) for item in value] if isinstance(value, list) else value
-
-
 def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> None:
+    def without_times(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+        return [without_times(item) for item in value] if isinstance(value, list) else value
+
     first, again = (without_times(plain_json(found)) for found in (validation, run_validation(plan)))
     for report in (first, again):
         # Of a machine that did something else meanwhile.
@@ -112,8 +118,7 @@ def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> Non
 def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Path) -> None:
     """The base may stop at its first token after each of its prompts; then there is nothing to draft from."""
     (drafter,) = validation.drafters
-    none = Figure(None, 0)
-    silent = structs.replace(drafter.agreement, texts=0, n=0, teacher_forced=none, steps=[])
+    silent = structs.replace(drafter.agreement, texts=0, n=0, teacher_forced=Figure(None, 0), steps=[])
     changes = {**drafter.changes, "silent": Change(float("nan"), None, 0)}
     workloads = {**drafter.workloads, "silent": silent}
     found = changed(validation, drafters=[structs.replace(drafter, workloads=workloads, changes=changes)])
@@ -123,12 +128,9 @@ def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Pa
 
 
 def test_parts_that_were_not_asked_for(plan: ValidationPlan, validation: Validation) -> None:
-    only_source = run_validation(dataclasses.replace(plan, base=None))
+    only_source = run_validation(dataclasses.replace(plan, base=None, prompts=None))
     assert "not verified: how well it drafts for a base (it was run beside none)" in only_source.verdict
-    assert [table.title for table in tables(only_source)] == [
-        "Is it the drafter of the file?",
-        "Setting",
-    ]
+    assert [table.title for table in tables(only_source)] == ["Is it the drafter of the file?", "Setting"]
     no_source = changed(validation, parity=None, source=None, checks=[])
     assert no_source.verdict.startswith("Measured: ")
     assert not no_source.verified
@@ -146,31 +148,36 @@ def test_any_check_refutes(validation: Validation, name: str) -> None:
     assert found.refuted
     assert not found.verified
     assert found.verdict.startswith(f"Refuted: {name}: so and so; measured: ")
-    assert f"{name}: so and so" in found.findings
     left = changed(validation, checks=list({**checks, name: dataclasses.replace(wrong, passed=None)}.values()))
     assert left.verified == (name in ("record", "transformers", "interpreter"))
     assert not left.refuted
+
+
+def test_a_speedup_says_of_how_many_texts(validation: Validation) -> None:
+    (drafter,) = validation.drafters
+    generation = structs.replace(drafter.generation, best="1", base_ms=0.0)
+    found = changed(validation, drafters=[structs.replace(drafter, generation=generation)])
+    assert f"{generation.worth['1'].measured_speedup:.2f} times the base's speed on 2 texts, and" in found.verdict
 
 
 def test_text_that_parts_is_no_drafters_fault(validation: Validation) -> None:
     """No drafter can change verified text: it is said, and whose fault it is, and the drafter is not refuted."""
     found = with_worth(validation, same_text=1, divergences=[Divergence(0, 3, 0.01)])
     assert not found.refuted
-    assert "the loop's text is the base's own for 1 of 2 prompts in float32, with a chain of 1, the worst" in (
-        found.verdict
-    )
-    assert any("leaves the base's at token 4, 0.01 logits apart; no drafter can" in line for line in found.findings)
+    said = "the loop's text is the base's own for 1 of 2 prompts in float32, with a chain of 1, the worst"
+    assert said in found.verdict
+    (note,) = (line for line in notes_of(found) if "No drafter can change text" in line)
+    assert "leaves the base's: of prompt 1 at token 4 (0.01 logits apart)." in note
 
 
 def test_verdict_on_what_was_too_short(validation: Validation) -> None:
     """Texts that end before a round drafts, or before one has all its targets."""
     nothing = {"rounds": 0, "drafted": 0, "accepted": 0, "tokens_per_round": Figure(None, 0)}
-    found = validation
-    (drafter,) = found.drafters
+    (drafter,) = validation.drafters
     worth = {name: structs.replace(worth, **nothing) for name, worth in drafter.generation.worth.items()}
     generation = structs.replace(drafter.generation, worth=worth)
     short = structs.replace(drafter.agreement, teacher_forced=Figure(None, 0))
-    found = changed(found, drafters=[structs.replace(drafter, agreement=short, generation=generation)])
+    found = changed(validation, drafters=[structs.replace(drafter, agreement=short, generation=generation)])
     assert "nan" not in as_json(found).decode()
     assert "the loop's text" not in found.verdict
     _, _, missing = found.verdict.partition("not verified: ")
@@ -186,10 +193,9 @@ def test_too_few_texts_decide_nothing(validation: Validation) -> None:
 
     steps = [structs.replace(step, top1=undecided(step.top1, 0.5)) for step in first.agreement.steps]
     of_four = structs.replace(first.agreement, texts=4, steps=steps)
-    other = structs.replace(first, facts=structs.replace(first.facts, name="other"), change=Change(-0.3, None, 4))
+    other = structs.replace(first, name="other", change=Change(-0.3, None, 4))
     found = changed(
         validation,
-        trivial=[structs.replace(r, difference=undecided(r.difference), texts=4) for r in validation.trivial],
         controls=[
             structs.replace(r, difference=undecided(r.difference), standing="undecided") for r in validation.controls
         ],
@@ -197,10 +203,9 @@ def test_too_few_texts_decide_nothing(validation: Validation) -> None:
     )
     assert not found.refuted
     told = "not decided: 4 texts, at least 5 are needed"
-    for part in ("positions", "other -0.30", "(most frequent token;", "what the controls say is"):
+    for part in ("positions", "other -0.30", "what the controls say is"):
         assert f"{part} ({told})" in found.verdict or f"{part} {told}" in found.verdict, part
     assert "refuted" not in found.verdict.lower()
-    assert "worse" not in " ".join(found.findings)
 
 
 def test_there_whole_or_not_at_all(validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +262,136 @@ def test_the_pair(written: Path, validation: Validation) -> None:
             "target_verify_ms": worth[name].verify_ms,
             "assistant_draft_ms": worth[name].draft_ms,
         }
+
+
+@pytest.fixture(scope="module")
+def beside(plan: ValidationPlan, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Validation:
+    """The sample that its record calls tuned, with trees, beside the same with a fault."""
+    folder = tmp_path_factory.mktemp("beside")
+    tuned, faulty = (Path(shutil.copytree(checkpoint, folder / name)) for name in ("tuned", "faulty"))
+    record = json.loads((tuned / "extraction.json").read_text())
+    (tuned / "extraction.json").write_text(json.dumps({**record, "tuning": TUNING}))
+    (faulty / "extraction.json").unlink()
+    weights = load_file(faulty / "model.safetensors")
+    weights["model.layers.3.self_attn.q_norm.weight"] *= -1
+    weights["model.layers.0.layer_scalar"] *= 0.2
+    save_file(weights, faulty / "model.safetensors", {"format": "pt"})
+    shape = {"draft_steps": (3,), "trees": TREES, "timed": 1}
+    return run_validation(dataclasses.replace(plan, directory=tuned, beside=faulty, source=None, **shape))
+
+
+def test_a_worse_drafter_is_below(beside: Validation) -> None:
+    """On the same texts, which are the base's own with both."""
+    first, worse = beside.drafters
+    assert [(d.name, d.tuned) for d in beside.drafters] == [("tuned", "qat"), ("faulty", None)]
+    assert any(note.startswith("tuned was tuned. On prompts that a drafter was tuned on") for note in beside.notes)
+    for change in (first.change, *first.changes.values()):
+        assert (change.mean, change.better, change.worse) == (0.0, False, False)
+    assert list(first.changes) == ["code", "prose"]
+    after, before = worse.agreement.teacher_forced.value, first.agreement.teacher_forced.value
+    assert after is not None and before is not None
+    assert worse.change.worse
+    assert worse.change.mean == pytest.approx(after - before)
+    assert worse.change.interval is not None
+    assert worse.change.interval.low < after - before < worse.change.interval.high < 0
+    assert "beside it, in teacher-forced tokens per round on the same texts, faulty -" in beside.verdict
+    for one in beside.drafters:
+        assert list(one.generation.worth) == ["3", *TREES]
+        assert all(worth.same_text == worth.prompts for worth in one.generation.worth.values())
+
+
+def test_the_report_of_two(beside: Validation, tmp_path: Path) -> None:
+    write_validation(beside, tmp_path / "report")
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    validator("report")(report)
+    assert report["settings"]["trees"] == list(TREES)
+    shown = {table.title: table for table in tables(beside)}
+    assert shown["Acceptance by draft step"].columns[-2:] == ["accepted %", "faulty: accepted %"]
+    assert shown["Acceptance by workload"].columns[-2:] == ["faulty: teacher-forced tokens per round", "to the first"]
+    assert all(len(row) == len(table.columns) for table in shown.values() for row in table.rows)
+    rows = [f"{name}: {what}" for name in ("tuned", "faulty") for what in ("chain of 3", "tree 3x2", "tree 2x1x1")]
+    assert [row[0] for row in shown["What drafting is worth"].rows] == rows
+
+
+def test_a_head_may_stand_first_or_second(plan: ValidationPlan, checkpoint: Path, tmp_path: Path) -> None:
+    """And does the same there: a random EAGLE-3 head for the sample's base, of 300 of its 512 tokens."""
+    config = head_config(backbone_hidden_size=64, hidden_size=64, vocab_size=512, draft_vocab_size=300)
+    head = write_head(tmp_path / "head", random_head(config))
+    shape = {"source": None, "draft_steps": (2,), "trees": ("3x2",), "timed": 1}
+    one = run_validation(dataclasses.replace(plan, directory=head, beside=checkpoint, **shape))
+    other = run_validation(dataclasses.replace(plan, directory=checkpoint, beside=head, **shape))
+    assert not one.controls and not one.refuted
+    assert any("the controls are those of an MTP drafter" in note for note in one.notes)
+    for ours, theirs in zip(one.drafters, reversed(other.drafters), strict=True):
+        worths = [list(whose.generation.worth.values()) for whose in (ours, theirs)]
+        assert [row.accepted for row in worths[0]] == [row.accepted for row in worths[1]]
+        assert all(row.same_text == row.prompts for row in worths[0])
+    eagle, mtp = (d.generation.worth["3x2"].tokens_per_round.value for d in one.drafters)
+    assert eagle is not None and mtp is not None and mtp > eagle + 0.5
+
+
+def test_text_that_a_tree_spoils_is_seen(plan: ValidationPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault of the loop: the cache keeps the first drafts of a tree, whichever way was accepted."""
+    keep = Base.keep
+    monkeypatch.setattr(Base, "keep", lambda self, cache, fed, way: keep(self, cache, fed, range(len(way))))
+    wrong = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=("4x4x2",), timed=5))
+    worth = wrong.drafters[0].generation.worth
+    assert worth["2"].same_text == worth["2"].prompts, "a chain is not touched by it"
+    assert worth["4x4x2"].same_text < worth["4x4x2"].prompts
+    assert not wrong.refuted, "no drafter can change text"
+    assert "with a tree 4x4x2, the worst" in wrong.verdict
+    assert any("tree 4x4x2" in line and "else the loop is at fault" in line for line in wrong.notes)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_measured(
+    plan: ValidationPlan, checkpoint: Path, tmp_path: Path
+) -> None:
+    other, said = tmp_path / "other", list[str]()
+    random_assistant(GEOMETRIES["dense"]).save_pretrained(other)
+    wanted = dataclasses.replace(plan, source=None, beside=other, say=said.append)
+    with pytest.raises(PairError, match="other: expected a base with a vocabulary of 60, found 512"):
+        run_validation(wanted)
+    with pytest.raises(PairError, match=r"at most 512 drafts for one place, .* found 600 in tree of 600") as caught:
+        run_validation(dataclasses.replace(wanted, beside=None, trees=("600",)))
+    assert caught.value.remedies == ("trees",)
+    with pytest.raises(PairError, match=r"expected at most the base's \d+ tokens, found"):
+        run_validation(dataclasses.replace(wanted, beside=None, new_tokens=1 << 20))
+    assert said == [f"loading the base {plan.base}"] * 3
+    with pytest.raises(CheckpointError, match="/absent: expected a checkpoint's directory"):
+        run_validation(dataclasses.replace(wanted, beside=Path("/absent")))
+
+
+def test_names_of_trees() -> None:
+    wanted = ValidationPlan(None, trees=("4x2x1", "3")).wanted
+    # A number alone is the name of a chain.
+    assert wanted == {"4x2x1": Tree.parse("4x2x1"), "tree of 3": Tree.parse("3")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "0x2", "4x", "-1", "4x2x-1", "4 x 2", "²", "best:14", "2000", "40x40", "9" * 5000, "x".join("1" * 65)],
+)
+def test_what_is_no_tree(text: str) -> None:
+    with pytest.raises(MtpExtractError, match="expected a tree"):
+        _ = ValidationPlan(None, trees=(text,)).wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"draft_steps": ()}, "draft steps, found none"),
+        ({"draft_steps": (2, 0)}, "draft_steps of at least 1, found 0"),
+        ({"draft_steps": (65,)}, "draft_steps of at most 64, found 65"),
+        ({"new_tokens": 1}, "new_tokens of at least 2, found 1"),
+        ({"batch": 0}, "batch of at least 1, found 0"),
+        ({"samples": 0}, "samples of at least 1, found 0"),
+        ({"samples": 4097}, "samples of at most 4096, found 4097"),
+        ({"base": None}, "a base, a source or both, found neither"),
+        ({"base": None, "source": "x", "prompts": Path("x"), "trees": ("2",)}, "to measure trees and prompts with"),
+        ({"base": None, "source": "x", "beside": Path("x")}, "to measure another drafter with, found none"),
+    ],
+)
+def test_what_cannot_be_measured(given: dict[str, Any], what: str) -> None:
+    """Refused before the base, which is not there, is looked for."""
+    with pytest.raises(MtpExtractError, match=what):
+        run_validation(ValidationPlan(None, **{"base": "absent", **given}))

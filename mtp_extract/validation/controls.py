@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from mtp_extract.drafter.arguments import Transform
-from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.drafter.mtp import Altered, MtpDrafter, Transform
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.agreement import Asked, Continuations, Workload, at_every, figure, figures, measure_agreements
-from mtp_extract.evaluate.intervals import Interval
+from mtp_extract.evaluate.agreement import Continuations, Done, Workload, figure, figures, measure_agreements
 from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.io.typed import Count, Figure, Record
 from mtp_extract.speculate.target import Base
@@ -26,9 +24,6 @@ from mtp_extract.speculate.teacher import Agreement
 
 _NEGLIGIBLE = 0.05
 _MOST_LOGITS = 1 << 31  # of one control, where nobody says otherwise: 1024 positions of 8 drafts of 262 144 tokens
-
-
-Standing = Literal["below", "above", "same", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class ControlResult(Record):
 
     name: str  #: what is broken, as a key
     what: str  #: the same in words
-    suspect: str  #: what to look at if it scores as well
+    suspect: str  #: what to look at if it scores better
     skipped: str | None = None  #: why it was not run
     agreement: Workload | None = None  #: as for the real drafter
     #: top-1 of the first step, real less control; its interval holds together with those of the other controls
@@ -57,18 +52,14 @@ class ControlResult(Record):
     worse: Count = 0  #: of them, drafts that cease to be the base's token
     #: `below` the real drafter, `above` it, the `same` (at most 5 points either way, or no first draft is changed),
     #: `undecided` (too few texts for any of these)
-    standing: Standing | None = None
+    standing: Literal["below", "above", "same", "undecided"] | None = None
 
 
 def _root_of_head_dim(drafter: MtpDrafter) -> MtpDrafter:
     # The q norm is the last factor before the product with K, and each layer has its own head dim.
-    state = drafter.state_dict()
-    return drafter.with_tensors(
-        {
-            f"layers.{i}.q_norm.weight": state[f"layers.{i}.q_norm.weight"] / layer.head_dim**0.5
-            for i, layer in enumerate(drafter.config.layers)
-        }
-    )
+    state, names = drafter.state_dict(), [f"layers.{i}.q_norm.weight" for i in range(len(drafter.config.layers))]
+    layers = zip(names, drafter.config.layers, strict=True)
+    return drafter.with_tensors({name: state[name] / layer.head_dim**0.5 for name, layer in layers})
 
 
 def _full_rope(drafter: MtpDrafter) -> MtpDrafter | None:
@@ -135,17 +126,15 @@ CONTROLS: tuple[Control, ...] = (
     ),
 )
 
-
 LEVEL = 1 - 0.05 / len(CONTROLS)
 """Of each control's interval: so that in 95 % of measurements none of them all misleads."""
 
 
-@dataclass(frozen=True)
-class Drafted:
+class Drafted(NamedTuple):
     """What drafters of one base drafted after the tokens of the same texts."""
 
-    agreements: tuple[Agreement, ...]  # one for each drafter
-    controls: tuple[ControlResult, ...]  # of the first of them; none of one that is no MTP drafter
+    agreements: list[Agreement]  # one for each drafter
+    controls: list[ControlResult]  # of the first of them; none of one that is no MTP drafter
     positions: int  # at which controls drafted, of all that there are
 
 
@@ -157,7 +146,7 @@ def draft_together(
     *,
     batch: int,
     most: int | None = None,
-    done: Callable[[], None] = lambda: None,
+    done: Done = lambda: None,
 ) -> Drafted:
     """Every drafter, and every control of the first, over the same texts, which the base reads once.
 
@@ -168,43 +157,32 @@ def draft_together(
     Raises:
         PairError: no text is long enough to draft from.
     """
-    usable = continuations.usable
-    broken = _broken(drafters[0], min(batch, len(usable)))
-    run = {name: control for name, control in broken.items() if isinstance(control, Altered)}
-    positions = sum(len(continuations.texts[index].anchors) for index in usable)
-    every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // (steps * base.vocab_size)))))
-    asked = [*map(Asked, drafters), *(Asked(control, every) for control in run.values())]
-    found = measure_agreements(base, asked, continuations, steps, batch=batch, done=done)
-    agreements = dict(zip(run, found[len(drafters) :], strict=True))
-    real = at_every(found[0], continuations, every)
-    results = (
-        compare(control, real, agreements[control.name])
-        if control.name in agreements
-        else ControlResult(control.name, control.what, control.suspect, skipped=str(broken[control.name]))
-        for control in CONTROLS
-        if broken
-    )
-    return Drafted(tuple(found[: len(drafters)]), tuple(results), len(real.anchor))
-
-
-def _broken(drafter: Drafter, together: int) -> dict[str, Altered | str]:
-    """By the name of every control: the broken drafter, or in words why it is not run; of an EAGLE-3 head nothing.
-
-    Args:
-        together: texts in the smallest batch.
-    """
-    found: dict[str, Altered | str] = {}
-    if not isinstance(drafter, MtpDrafter):
-        return found
+    usable, texts, sound = continuations.usable, continuations.texts, drafters[0]
+    broken, skipped = dict[str, Altered](), dict[str, str]()
     for control in CONTROLS:
-        changed = control.drafter(drafter)
-        if changed is None:
-            found[control.name] = "nothing to change in this drafter"
-        elif together < control.needs_texts:
-            found[control.name] = f"it needs {control.needs_texts} texts in a batch"
+        if not isinstance(sound, MtpDrafter):
+            break
+        if (changed := control.drafter(sound)) is None:
+            skipped[control.name] = "nothing to change in this drafter"
+        elif min(batch, len(usable)) < control.needs_texts:
+            skipped[control.name] = f"it needs {control.needs_texts} texts in a batch"
         else:
-            found[control.name] = Altered(changed, transform=control.transform)
-    return found
+            broken[control.name] = Altered(changed, transform=control.transform)
+    positions = sum(len(texts[index].anchors) for index in usable)
+    every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // (steps * base.vocab_size)))))
+    asked = [*((drafter, 1) for drafter in drafters), *((drafter, every) for drafter in broken.values())]
+    found = measure_agreements(base, asked, continuations, steps, batch=batch, done=done)
+    theirs, whole = dict(zip(broken, found[len(drafters) :], strict=True)), found[0]
+    first = torch.tensor([text.anchors.start for text in texts])[whole.text]
+    real = whole.where((whole.anchor - first) % every == 0)
+    results = [
+        compare(control, real, theirs[control.name])
+        if control.name in theirs
+        else ControlResult(control.name, control.what, control.suspect, skipped=skipped[control.name])
+        for control in CONTROLS
+        if control.name in theirs or control.name in skipped
+    ]
+    return Drafted(found[: len(drafters)], results, len(real.anchor))
 
 
 def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
@@ -213,25 +191,21 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
     ours, theirs = ((a.drafts[:, 0] == a.targets[:, 0])[aimed] for a in (real, broken))
     gap = ours.double() - theirs.double()
     interval = difference_over_texts(real.text[aimed], gap, LEVEL)
-    changed = int((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].sum())
-    return ControlResult(
+    result = ControlResult(
         control.name,
         control.what,
         control.suspect,
         agreement=figures(broken),
         difference=figure(float(gap.mean()) if len(gap) else math.nan, len(gap), interval),
-        changed=changed,
+        changed=int((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].sum()),
         better=int((theirs & ~ours).sum()),
         worse=int((ours & ~theirs).sum()),
-        standing=_standing(interval) if changed or interval is None else "same",
+        standing="undecided",
     )
-
-
-def _standing(gap: Interval | None) -> Standing:
-    if gap is None:
-        return "undecided"
-    if gap.low > 0:
-        return "below"
-    if gap.high < 0:
-        return "above"
-    return "same" if max(gap.high, -gap.low) <= _NEGLIGIBLE else "undecided"
+    if interval is None:
+        return result
+    if result.changed and (interval.low > 0 or interval.high < 0):
+        result.standing = "below" if interval.low > 0 else "above"
+    elif not result.changed or max(interval.high, -interval.low) <= _NEGLIGIBLE:
+        result.standing = "same"
+    return result
