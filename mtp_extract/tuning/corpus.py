@@ -1,4 +1,8 @@
-"""The texts of a training, by what they are for: trained on, watched on the way, held out to decide."""
+"""The texts of a training, by what they are for: trained on, watched on the way, held out to decide.
+
+A drafter that was tuned on a text repeats it: what it gains there says nothing of text that nobody trained on. So texts
+that repeat others are left out, and anchors are told apart by whether a trained text has the tokens around them too.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.intervals import LEAST_TEXTS, repeats
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.evaluate.prompts import FEW, Prompt, shipped_prompts, spread
-from mtp_extract.evaluate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.seen import Numbers, seen, sequences
-from mtp_extract.tuning.served import TextServer, agreement, in_words
-from mtp_extract.tuning.text import Line, Writer, people_texts
+from mtp_extract.tuning.served import TextServer, agreement
+from mtp_extract.tuning.text import Writer, people_texts
 
 T = TypeVar("T")
 
 TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
 """Trained on; measured during training, to keep the best; measured before and after, to save or refuse."""
 
-_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
-_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
-"""Texts of each side; of fewer that are held out there is no interval."""
+SEEN_LENGTH = 8
+"""Tokens of a sequence that training has seen or not: the last drafts of a round that fit, the pending token and those
+before it."""
 
-_NAME = 40  # characters
+_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
+_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; of fewer held out there is no interval
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
+
+Numbers = NDArray[np.uint64]
 
 
 def side_of(source: str) -> str:
@@ -48,13 +59,10 @@ class Corpus:
     # latter
     kinds: tuple[tuple[Text, ...], ...]
     watched: tuple[Text, ...]  # to be measured on the way
-    held_out: tuple[Text, ...]  # to be measured before and after
-    workloads: tuple[str, ...]  # of each held-out text, its workload
+    held_out: tuple[tuple[Prompt, Text], ...]  # to be measured before and after, with the prompt or text by people
     # so many of the held-out texts, the first ones, are of the workloads that are trained on; the others show whether a
     # workload that is not trained on gets worse
     own: int
-    units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
-    names: tuple[str, ...]  # of each held-out text, where it comes from or how its prompt begins
     repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
     text_from: Mapping[str, Any] | None = None  # who wrote the texts if not the base, and how far it would have
 
@@ -63,22 +71,10 @@ class Corpus:
         """Of all kinds."""
         return tuple(chain.from_iterable(self.kinds))
 
-    @property
-    def as_json(self) -> Mapping[str, Any]:
-        """For the record."""
-        counts = {side: len(getattr(self, side)) for side in ("trained", "watched", "held_out")}
-        return {"texts": {**counts, "repeats": self.repeats}, "text_from": self.text_from}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Who wrote the texts, and what they are not."""
-        source = () if self.text_from is None else (in_words(self.text_from),)
-        return *source, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
-
     @cached_property
     def known(self) -> Numbers:
-        """The sequences of tokens that training has seen; asked for at every measurement on the way."""
-        return sequences(self.trained)
+        """A number for every sequence of tokens that training has seen."""
+        return np.unique(np.concatenate([np.zeros(0, np.uint64), *(_sequences(text.tokens) for text in self.trained)]))
 
     def balanced(self, watched: Measured) -> float:
         """What the best is chosen by, of a drafter measured on the watched texts.
@@ -93,13 +89,41 @@ class Corpus:
         return sum(part.teacher_forced for part in parts) / 2
 
 
+def seen(measured: Measured, texts: Sequence[Text], known: Numbers) -> Tensor:
+    """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a trained text.
+
+    Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
+    up to the seventh.
+
+    Args:
+        measured: over anchors of ``texts``.
+        known: :attr:`Corpus.known` of what was trained on.
+    """
+    ends = measured.anchor + min(measured.stands.shape[1], SEEN_LENGTH - 1)
+    around = np.zeros(len(measured.text), np.uint64)
+    for index in torch.unique(measured.text).tolist():
+        rows = (measured.text == index).numpy()
+        around[rows] = _sequences(texts[index].tokens)[ends[rows].numpy()]
+    return torch.from_numpy(np.isin(around, known))
+
+
+def _sequences(tokens: Sequence[int]) -> Numbers:
+    """A number for the sequence that ends with each token: equal for equal ones, and else by a chance of 2^-60."""
+    # 0 stands for what is before a text.
+    padded = np.concatenate([np.zeros(SEEN_LENGTH - 1, np.int64), np.asarray(tokens, np.int64) + 1]).astype(np.uint64)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, SEEN_LENGTH)
+    factors = np.random.default_rng(SEEN_LENGTH).integers(1 << 63, size=SEEN_LENGTH, dtype=np.uint64) * 2 + 1
+    numbers: Numbers = (windows * factors).sum(axis=1, dtype=np.uint64)
+    return numbers
+
+
 def gather(pair: Pair, tell: Show = silent) -> Corpus:
     """The texts that the pair's plan asks for; what is not written yet, the base or a server writes.
 
     Raises:
         MtpExtractError: too few prompts or texts, or a server has another base.
     """
-    plan, steps = pair.plan, pair.plan.draft_steps
+    plan, steps, by_people = pair.plan, pair.plan.draft_steps, pair.plan.text is not None
     sides, guards = divided(plan)
     server = TextServer.of(plan) if plan.text_from is not None else None
     writer = Writer(pair, plan, server)
@@ -107,22 +131,19 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     guards = writer.fitting(guards)
     if not plan.given:
         sides = {side: writer.fitting(items) for side, items in sides.items()}
-    asked = [*(() if plan.text is not None else chain.from_iterable(sides.values())), *guards]
+    asked = [*(() if by_people else chain.from_iterable(sides.values())), *guards]
     lines = iter(found := writer.lines(asked, tell))
 
     def written(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
         return [(item, next(lines).as_text) for item in items]
 
-    texts = {
-        side: written(items) if plan.text is None else people_texts(items, writer) for side, items in sides.items()
-    }
-    shipped = written(guards)
-    text_from = None
-    if server is not None or plan.text is not None:
-        by = _texts(chain.from_iterable(texts.values())) if plan.text is not None else [line.as_text for line in found]
-        text_from = {**agreement(pair.base, by, plan.temperature, server), **_told(found if server else [])}
+    texts = {side: people_texts(items, writer) if by_people else written(items) for side, items in sides.items()}
+    shipped, text_from = written(guards), None
+    if server is not None or by_people:
+        by = _texts(chain.from_iterable(texts.values())) if by_people else [line.as_text for line in found]
+        text_from = agreement(pair.base, by, plan.temperature, server)
     kinds = [_texts(_enough(TRAINED, new_texts(texts[TRAINED], steps), steps))]
-    if plan.text is None:
+    if not by_people:
         kinds += _further_kinds(writer, sides[TRAINED], tell)
     # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
     learned = [*chain.from_iterable(kinds)]
@@ -131,18 +152,8 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     own = _enough(HELD_OUT, new_texts(texts[HELD_OUT], steps, learned), steps)
     candidates = [*texts[HELD_OUT], *shipped]
     held_out = new_texts(candidates, steps, learned)
-    origins = [None, *(item for item, _ in held_out)]
-    return Corpus(
-        kinds=tuple(filter(None, kinds)),
-        watched=_texts(watched),
-        held_out=_texts(held_out),
-        workloads=tuple(item.workload for item, _ in held_out),
-        own=len(own),
-        units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
-        names=tuple(_name(item) for item, _ in held_out),
-        repeats=sum(len(text.anchors) >= steps for _, text in candidates) - len(held_out),
-        text_from=text_from,
-    )
+    again = sum(len(text.anchors) >= steps for _, text in candidates) - len(held_out)
+    return Corpus(tuple(filter(None, kinds)), _texts(watched), tuple(held_out), len(own), again, text_from)
 
 
 def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
@@ -152,7 +163,7 @@ def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
         MtpExtractError: too few prompts.
     """
     items = plan.items
-    sides = {side: [item for item in items if side_of(item.source) == side] for side in (TRAINED, WATCHED, HELD_OUT)}
+    sides = {side: [item for item in items if side_of(item.source) == side] for side in _LEAST}
     held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
     sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
@@ -168,21 +179,6 @@ def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
     shipped = shipped_prompts(FEW) if plan.given else ()
     # Of another name, as a user's own workload may be called "code" too.
     return sides, [replace(item, workload=f"{item.workload} (shipped)") for item in shipped if item.key not in known]
-
-
-def _name(item: Prompt) -> str:
-    """Its source, if it has one of its own, and how its prompt begins."""
-    content = item.content if isinstance(item.content, str) else item.content[-1].get("content")
-    start = " ".join(str(content).split())[:_NAME]
-    return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
-
-
-def _told(lines: Sequence[Line]) -> dict[str, float | None]:
-    """Of lines that a server wrote: of how many it told tokens, and of how many prompts it counted as many as we."""
-    alike = [line.prompt_tokens == line.prompt_length for line in lines if line.prompt_tokens is not None]
-    tokens = [line.tokens_told for line in lines]
-    shares = {"prompts_alike": alike, "tokens_told": tokens}
-    return {name: round(sum(found) / len(found), 4) if found else None for name, found in shares.items()}
 
 
 def _further_kinds(writer: Writer, items: Sequence[Prompt], tell: Show) -> list[tuple[Text, ...]]:

@@ -17,7 +17,7 @@ from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
 from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import write_file
-from mtp_extract.checkpoint.weight import Weight, of_array, of_indices
+from mtp_extract.checkpoint.weight import OfIndices, Weight, of_array
 from mtp_extract.formats import format_named
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
@@ -26,7 +26,6 @@ from mtp_extract.speculate.teacher import Text
 
 _ROPE_THETA = 1e6  # of the base's full layers; the head has one frequency base, and rotates all of it
 _LEAST_DEEP = 9  # layers of a base of which engines' default, 2, n // 2 and n − 3, is a low, a middle and a high one
-_TINY = 1e-6
 _MEASURED = 32  # texts over which the size of states is measured
 
 
@@ -92,10 +91,9 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
     for text in texts[:_MEASURED]:
         states = base.full_pass(torch.tensor([text.tokens], device=base.device), layers).layers
         sizes = torch.stack([states[layer][0].double().square().mean(-1).sqrt().cpu() for layer in layers])
-        logarithms += sizes.clamp(min=_TINY).log().sum(-1)
+        logarithms += sizes.clamp(min=1e-6).log().sum(-1)
         tokens += len(text.tokens)
-    found: list[float] = (logarithms / max(tokens, 1)).exp().tolist()
-    return found
+    return list((logarithms / max(tokens, 1)).exp().tolist())
 
 
 @torch.no_grad()
@@ -110,9 +108,8 @@ def new_head(
         dtype: of the base's weights, "bfloat16" or another.
     """
     config = head_for(base.config, draft_vocab_size, name)
-    tokens = frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids)
-    sizes, rows = state_sizes(base, config.base_layers, texts), np.asarray(tokens)
-    generator = torch.Generator().manual_seed(seed)
+    rows = np.array(frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
+    sizes, generator = state_sizes(base, config.base_layers, texts), torch.Generator().manual_seed(seed)
     together = math.sqrt(sum(size * size for size in sizes) / len(sizes))
     given = {
         "input_norm": torch.tensor([together / size for size in sizes]).repeat_interleave(config.backbone_hidden_size),
@@ -122,7 +119,7 @@ def new_head(
     tensors: dict[str, Weight] = {}
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
-            tensors[role.name] = of_indices(rows - np.arange(len(rows)))
+            tensors[role.name] = OfIndices(rows - np.arange(len(rows)))
         elif role.name in given or role.kind == NORM:
             weight = given.get(role.name, torch.ones(shape)).detach().float().cpu()
             tensors[role.name] = of_array(np.array(weight.numpy()))

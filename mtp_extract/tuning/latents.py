@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Weight, of_array, of_codes
+from mtp_extract.checkpoint.weight import RowCodes, Weight, of_array, row_ranges
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.storage import Integers
 
@@ -82,7 +82,7 @@ class Latents(nn.Module):
                 self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
                 latent = torch.zeros_like(latent)
             elif mode.matrices == "grid":
-                self._grids[key] = Grid.of(role.name, tensor, device)
+                self._grids[key] = Grid(role.name, tensor, device)
             self.values[key] = nn.Parameter(latent)
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
@@ -120,10 +120,6 @@ class Latents(nn.Module):
             found[key] = grid.codes(value).to("cpu", grid.dtype) if grid else value.detach().to("cpu", copy=True)
         return found
 
-    def changed(self) -> Checkpoint:
-        """The checkpoint with another number for each that is trained: whoever can hold it can hold what comes out."""
-        return self.tuned({key: result + 1 for key, result in self.results().items()})
-
     @torch.no_grad()
     def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
         """The checkpoint with the ``results`` in it; floats that did not change stay what they were."""
@@ -143,22 +139,17 @@ def _coded(codes: Integers, old: Weight) -> Weight:
     """``codes`` on the grid of ``old``."""
     scheme, steps = old.scheme, old.steps
     assert scheme is not None and steps is not None
-    return of_codes(old.shape, scheme, lambda first, last: codes[first:last], lambda: steps, origin=old.origin)
+    return RowCodes(old.shape, scheme, lambda first, last: codes[first:last], lambda: steps, old.origin)
 
 
-@dataclass(frozen=True)
 class Grid:
-    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.weight.Steps`, in torch, on a device."""
+    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.weight.Steps`, in torch, on a device.
 
-    low: int  # least code
-    high: int  # greatest code
-    block: int  # neighbouring elements of a row that share a step
-    size: Tensor  # F32 [rows, blocks]
-    zero_point: Tensor  # F32 [rows, blocks]
-    factor: float  # what the numbers are divided by
+    Raises:
+        MtpExtractError: the matrix called ``name`` has no stored integers.
+    """
 
-    @classmethod
-    def of(cls, name: str, tensor: Weight, device: torch.device | str) -> Grid:
+    def __init__(self, name: str, tensor: Weight, device: torch.device | str) -> None:
         scheme, steps = tensor.scheme, tensor.steps
         if scheme is None or steps is None:
             raise MtpExtractError(
@@ -167,19 +158,14 @@ class Grid:
                 remedies=("mode=norms", "mode=float"),
             )
         low = -(1 << scheme.bits - 1) if scheme.signed else 0
-        high = low + (1 << scheme.bits) - 1
         # A symmetric quantizer leaves the least code out, and engines may rely on that.
         symmetric = scheme.signed and not steps.zero_point.any()
-        if symmetric and all(int(chunk.min()) > low for chunk in tensor.code_chunks() if chunk.size):
-            low += 1
-        size = torch.from_numpy(np.array(steps.size)).to(device)
-        zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)
-        return cls(low, high, steps.block, size, zero_point, steps.factor)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of stored codes."""
-        return torch.int8 if self.low < 0 else torch.uint8
+        unused = symmetric and all(int(tensor.codes(*rows).min()) > low for rows in row_ranges(tensor))
+        self.low, self.high = low + unused, low + (1 << scheme.bits) - 1
+        self.dtype = torch.int8 if scheme.signed else torch.uint8  # of stored codes
+        self.block, self.factor = steps.block, steps.factor  # elements of a row that share a step; a divisor
+        self.size = torch.from_numpy(np.array(steps.size)).to(device)  # F32 [rows, blocks]
+        self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)  # F32 [rows, blocks]
 
     def codes(self, values: Tensor) -> Tensor:
         """F32, the nearest codes of ``values``, in their shape."""

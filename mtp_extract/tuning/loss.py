@@ -2,9 +2,8 @@
 
 A row is a state of the drafter after its final norm that aims at a position of a text. Logits of a vocabulary of
 262 144 take a megabyte a row in F32, and a batch has thousands of rows: so logits exist for a few rows at a time only,
-and the gradient is made while they do, in closed form (autograd takes 1.7 to 2.1 times as long). What this needs beside
-its inputs and their gradients does not grow with the rows. The base's own logits are made once for every position,
-however many rows aim at it.
+and the gradient is made while they do, in closed form (autograd takes 1.7 to 2.1 times as long). The base's own logits
+are made once for every position, however many rows aim at it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ OBJECTIVES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 """Name → the share of each loss: ``ce``, cross-entropy on the base's choice; ``kl``, the divergence from the base's
 distribution; ``tv``, the probability of a rejection. The agreement that is shown is the first one's."""
 
-_MIXED_FOR_SAMPLED = MappingProxyType({"tv": 0.7, "ce": 0.3})
-
 
 def objective_for(name: str, temperature: float) -> Mapping[str, float]:
     """The objective of that name; ``mixed`` leans towards the way of serving."""
-    return _MIXED_FOR_SAMPLED if name == "mixed" and temperature else OBJECTIVES[name]
+    return {"tv": 0.7, "ce": 0.3} if name == "mixed" and temperature else OBJECTIVES[name]
 
 
 def cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,10 +66,7 @@ def divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
 
 def variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     """1 − Σ min(p, q) and Σ min(p, q), F32 [rows] each; ``logits`` become the derivative, q·(g − Σ q·g), with
-    g = ½ sign(q − p).
-
-    Args:
-        logits, log_p: as of :func:`divergence_gradient`.
+    g = ½ sign(q − p). Arguments are those of :func:`divergence_gradient`.
     """
     logits -= logits.logsumexp(-1, keepdim=True)
     q, p = logits.exp_(), log_p.exp_()
@@ -83,9 +77,7 @@ def variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     return 1 - overlap, overlap
 
 
-_GRADIENTS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = MappingProxyType(
-    {"ce": cross_entropy_gradient, "kl": divergence_gradient, "tv": variation_gradient}
-)
+_GRADIENTS = {"ce": cross_entropy_gradient, "kl": divergence_gradient, "tv": variation_gradient}
 
 
 @dataclass(frozen=True)
@@ -94,44 +86,43 @@ class Rows:
 
     where: Tensor  # int64 [N], the position that a row aims at
     choices: Tensor  # int64 [P], the base's argmax
-    # int64 [n] positions → F32 [n, V], soft-capped as the base's are; made anew, as they are overwritten
-    logits: Callable[[Tensor], Tensor]
-    weights: Tensor  # F32 [N]
+    logits: Callable[[Tensor], Tensor]  # int64 [n] positions → F32 [n, V], soft-capped as the base's are; overwritten
+    weight: float  # of every row
     choosing: Tensor  # bool [N], whether ``ce`` counts there
     objective: Mapping[str, float]  # shares of the losses
     cap: float | None = None  # c of the soft cap c · tanh(x / c) on the drafter's logits
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
-    def log_p(self, rows: Tensor) -> Tensor:
-        """F32 [rows, V], the base's log probabilities where ``rows``, in order of position, aim; made once for each."""
-        once, back = torch.unique_consecutive(self.where[rows], return_inverse=True)
-        logits = self.logits(once).to(rows.device).float()
-        if self.temperature != 1:
-            logits /= self.temperature
-        found = torch.log_softmax(logits, dim=-1)
-        return found[back] if len(once) < len(rows) else found
-
     def gradient(self, rows: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of ``rows`` with their ``states``: the derivative by their logits [rows, V], their loss, their agreement."""
-        # Before the drafter's logits are there: making the base's takes several times their memory.
-        log_p = None if self.objective.keys() == {"ce"} else self.log_p(rows)
+        """Of ``rows``, in order of position, with their ``states``: the derivative by their logits F32 [rows, V], their
+        loss [], and how well each agrees [rows].
+        """
+        log_p = None
+        if self.objective.keys() != {"ce"}:
+            # Before the drafter's logits are there: making the base's takes several times their memory.
+            once, back = torch.unique_consecutive(self.where[rows], return_inverse=True)
+            log_p = torch.log_softmax(self._tempered(self.logits(once).to(rows.device).float()), dim=-1)
+            log_p = log_p[back] if len(once) < len(rows) else log_p
         logits, bent = (states @ head.T).float(), None
         if self.cap is not None:
             bent = logits.div_(self.cap).tanh_()
             logits = bent * self.cap
-        if self.temperature != 1:
-            logits /= self.temperature
+        logits = self._tempered(logits)
         total, gradients, agreements = torch.zeros((), device=states.device), list[Tensor](), list[Tensor]()
         for left, (name, share) in enumerate(self.objective.items(), 1 - len(self.objective)):
             gradient = logits.clone() if left else logits
             aim = self.choices[self.where[rows]] if log_p is None or name == "ce" else log_p
             loss, agreement = _GRADIENTS[name](gradient, aim)
-            weights = share * self.weights[rows] * (self.choosing[rows] if name == "ce" else 1)
+            weights = share * torch.full((len(rows),), self.weight, device=states.device)
+            weights = weights * self.choosing[rows] if name == "ce" else weights
             total += loss @ weights
             gradients.append(gradient.mul_((weights / self.temperature)[:, None]))
             agreements.append(agreement)
         whole = gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1])
         return whole if bent is None else whole.mul_(bent.square_().neg_().add_(1)), total, agreements[0]
+
+    def _tempered(self, logits: Tensor) -> Tensor:
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
 
 
 def chunked_loss(

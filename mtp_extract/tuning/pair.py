@@ -45,7 +45,7 @@ class Pair:
         self.plan = plan
         self.accelerator = Accelerator(cpu=plan.device == "cpu")
         self.say = say if self.accelerator.is_main_process else lambda line: None
-        _, processes = self.share
+        processes = self.accelerator.num_processes
         if plan.batch < processes:
             raise MtpExtractError(
                 f"expected a batch of at least {processes}, one text a process, found {plan.batch}; raise it",
@@ -70,11 +70,6 @@ class Pair:
         with memory_guard("loading the drafter"):
             self.drafter = self.drafter_of(origin.checkpoint)
             check_pair(self.base, self.drafter, self.loaded.tokenizer)
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Which process this is, of how many."""
-        return self.accelerator.process_index, self.accelerator.num_processes
 
     @cached_property
     def base_fingerprint(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,15 +13,14 @@ from typing import Annotated
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import BASE, About, ApiKey, Device, Overwrite, check_values
+from mtp_extract.options import BASE, About, Device, Overwrite, check_values
 
 ORDERED, EAGLE3 = "ordered", "eagle3"
 """The modes that make a head."""
 
 _STEPS = {"norms": 500, "qat": 500, "float": 500, ORDERED: 600, EAGLE3: 300}
 
-RECIPE = ("steps", "draft_steps", "batch", "anchors", "objective", "temperature", "learning_rate", "seed")
-"""Fields of a plan that say how a drafter is trained, for the record."""
+_RECIPE = ("draft_steps", "batch", "objective", "temperature", "learning_rate", "seed")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TuningPlan:
         Path | None,
         About(
             "The drafter: what mtp-extract wrote, an official assistant, or an EAGLE-3 head; or its id on the Hub.",
-            metavar="[DIR]",
+            metavar="DIR",
         ),
     ]
     """None where a new EAGLE-3 head is to be made."""
@@ -58,7 +58,7 @@ class TuningPlan:
     ] = "norms"
     prompts: Annotated[
         Path | None,
-        About("Prompts of your workload, as .txt, .json or .jsonl; ours by default.", metavar="FILE"),
+        About("Prompts of your workload, as .txt or .jsonl; ours by default.", metavar="FILE"),
     ] = None
     text: Annotated[
         Path | None, About("Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE")
@@ -72,11 +72,12 @@ class TuningPlan:
     text_model: Annotated[
         str | None, About("As that server calls the base; needed where it serves several.", metavar="NAME")
     ] = None
-    text_key: ApiKey = field(default=None, repr=False)
+    text_key: str | None = field(default=None, repr=False)
+    """That server's key, where it wants one."""
     new_tokens: Annotated[int, About("Most tokens of each of the base's texts.", least=2)] = 256
-    temperature: Annotated[float, About("At which the base is served, and writes the text; 0 is greedy.", least=0)] = (
-        0.0
-    )
+    temperature: Annotated[
+        float, About("At which the base is served, and writes the text; 0 is greedy.", least=0, most=100)
+    ] = 0.0
     chat_template: Annotated[bool, About("Put prompts into the base's chat format.")] = True
     draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
     objective: Annotated[
@@ -96,7 +97,6 @@ class TuningPlan:
         int,
         About("Texts a step, of all processes together; each writes and measures as many at a time.", least=1),
     ] = 16
-    anchors: Annotated[int, About("Positions of each text to draft from.", least=1, option=False)] = 24
     learning_rate: Annotated[float | None, About("By default the mode's own, by the drafter's width.", least=0)] = None
     draft_vocab: Annotated[
         int,
@@ -112,15 +112,13 @@ class TuningPlan:
         """Where the result goes: ``out``, or by default the drafter's name and "-tuned", of a new head the base's and
         "-eagle3".
         """
-        if self.out is not None:
-            return self.out
         name = Path(self.base) if self.directory is None else self.directory
-        return Path(f"{name.resolve().name}-{EAGLE3 if self.directory is None else 'tuned'}")
+        return self.out or Path(f"{name.resolve().name}-{EAGLE3 if self.directory is None else 'tuned'}")
 
     @property
     def kept_in(self) -> Path:
         """Where text, state and log are: ``work``, or by default the result's name and ".work"."""
-        return self.target.with_name(f"{self.target.name}.work") if self.work is None else self.work
+        return self.work or self.target.with_name(f"{self.target.name}.work")
 
     @property
     def optimizer_steps(self) -> int:
@@ -150,7 +148,7 @@ class TuningPlan:
     @property
     def recipe(self) -> dict[str, object]:
         """How it is trained, for the record."""
-        return {name: getattr(self, name) for name in RECIPE} | {"steps": self.optimizer_steps}
+        return {name: getattr(self, name) for name in _RECIPE} | {"steps": self.optimizer_steps}
 
     def check(self) -> None:
         """Check what can be checked before anything is loaded.
@@ -159,34 +157,11 @@ class TuningPlan:
             MtpExtractError: a number is out of range, two things exclude each other, or ``out`` holds something else.
             ValueError: no such mode or objective.
         """
+        from mtp_extract.pipeline.check import recorded
+
         check_values(self)
-        rate, text, least = self.learning_rate, self.text is not None, self.draft_steps + 2
-
-        def require(holds: bool, expected: str, *remedies: str) -> None:
-            if not holds:
-                raise MtpExtractError(f"expected {expected}", remedies=remedies)
-
-        alone = "a drafter's directory, or the mode eagle3, which makes a new one; give one of the two"
-        require((self.directory is None) == (self.mode == EAGLE3), alone, "mode=eagle3")
-        require(not (text and self.prompts), "prompts or texts, found both; leave one out", "prompts", "text")
-        one = "texts by people or by a server, found both; leave one out"
-        require(not (text and self.text_from), one, "text", "text_from")
-        own = (
-            "text of the base itself for sampled serving, found text by people, which has another distribution; give "
-            "prompts"
-        )
-        require(not (text and self.temperature), own, "prompts", "temperature=0")
-        longer = f"new_tokens of at least {least}, found {self.new_tokens}; raise it"
-        require(self.new_tokens >= least, longer, "new_tokens")
-        finite = f"a temperature that is a number, found {self.temperature}; 0 is greedy"
-        require(self.temperature < math.inf, finite, "temperature")
-        positive = f"a learning rate above 0, found {rate}; leave it out for the mode's own"
-        require(rate is None or 0 < rate < math.inf, positive, "learning_rate")
-        self._check_places()
-
-    def _check_places(self) -> None:
-        from mtp_extract.pipeline.staging import recorded
-
+        for expected, *remedies in self._wrong():
+            raise MtpExtractError(f"expected {expected}", remedies=tuple(remedies))
         place, work = (Path(os.path.realpath(path)) for path in (self.target, self.kept_in))
         if place in (work, *work.parents):
             raise OutputError(
@@ -197,3 +172,20 @@ class TuningPlan:
         # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.
         if os.environ.get("RANK", "0") == "0":
             check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
+
+    def _wrong(self) -> Iterator[tuple[str, ...]]:
+        """What was expected, and what to change."""
+        rate, text, least = self.learning_rate, self.text is not None, self.draft_steps + 2
+        if (self.directory is None) != (self.mode == EAGLE3):
+            yield "a drafter's directory, or the mode eagle3, which makes a new one; give one of the two", "mode=eagle3"
+        if text and self.prompts:
+            yield "prompts or texts, found both; leave one out", "prompts", "text"
+        if text and self.text_from:
+            yield "texts by people or by a server, found both; leave one out", "text", "text_from"
+        if text and self.temperature:
+            has = "text by people, which has another distribution; give prompts"
+            yield f"text of the base itself for sampled serving, found {has}", "prompts", "temperature=0"
+        if self.new_tokens < least:
+            yield f"new_tokens of at least {least}, found {self.new_tokens}; raise it", "new_tokens"
+        if rate is not None and not 0 < rate < math.inf:
+            yield f"a learning rate above 0, found {rate}; leave it out for the mode's own", "learning_rate"

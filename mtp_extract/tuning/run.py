@@ -15,6 +15,7 @@ from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint
+    from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tuning.corpus import Corpus
     from mtp_extract.tuning.latents import Latents
     from mtp_extract.tuning.pair import Pair
@@ -51,81 +52,78 @@ def run_tuning(
     """
     require("torch", "transformers", "accelerate")
     plan.check()
+    import msgspec
+
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.io.address import public_name
     from mtp_extract.tuning.corpus import divided, gather
     from mtp_extract.tuning.ordered import check_dense, make_head, refusals
     from mtp_extract.tuning.pair import Pair
-    from mtp_extract.tuning.work import locked
-    from mtp_extract.tuning.writing import write_made
+    from mtp_extract.tuning.served import in_words
+    from mtp_extract.tuning.verdict import Comparisons
+    from mtp_extract.tuning.writing import locked, write_made
 
     # Too few prompts are no reason to load a base.
     divided(plan)
     pair = Pair(plan, say)
     # What cannot be written is refused before anything is kept.
     if plan.mode == ORDERED:
-        check_dense(plan, pair)
+        check_dense(pair)
     elif plan.mode != EAGLE3:
         _latents(plan, pair)
+    first = pair.accelerator.is_main_process
     # The first of several processes locks the folder for all.
-    with memory_guard("tuning"), locked(plan.kept_in) if pair.accelerator.is_main_process else nullcontext():
+    with memory_guard("tuning"), locked(plan.kept_in) if first else nullcontext():
         corpus = gather(pair, tell)
         if plan.mode == ORDERED:
-            made, about, comparisons = make_head(plan, pair, corpus, tell)
-            refused = tuple(refusals(about["kinds"], comparisons))
+            made, about, both = make_head(pair, corpus, tell)
         else:
-            made, about, comparisons = _tuned(plan, pair, corpus, tell, stop)
-            refused = comparisons.refused()
-    about |= {"base": public_name(plan.base), "base_xxh3": pair.base_fingerprint, **corpus.as_json}
-    about |= {"accepted": not refused, "refused": list(refused), **comparisons.as_json()}
+            made, about, both = _tuned(plan, pair, corpus, tell, stop)
+        comparisons = Comparisons.of(corpus, *both)
+        refused = tuple(refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
+    texts = {side: len(getattr(corpus, side)) for side in ("trained", "watched", "held_out")}
+    about |= {"recipe": plan.recipe, "base": public_name(plan.base), "base_xxh3": pair.base_fingerprint}
+    about |= {"texts": {**texts, "repeats": corpus.repeats}, "text_from": corpus.text_from}
+    about |= {"accepted": not refused, "refused": list(refused), **msgspec.to_builtins(comparisons)}
     keep = plan.force or not refused
-    if keep and pair.accelerator.is_main_process:
+    if keep and first:
         key = "ordered_head" if plan.mode == ORDERED else "tuning"
         write_made(pair.origin, made, plan.target, key, about, overwrite=plan.overwrite, inputs=plan.inputs)
     pair.accelerator.wait_for_everyone()
-    notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes())
-    return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, notes)
+    wrote = in_words(corpus.text_from) if corpus.text_from else None
+    notes = (*pair.loaded.notes, wrote, comparisons.undecided())
+    return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, tuple(filter(None, notes)))
 
 
 def _tuned(
     plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]
-) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
-    """The drafter with trained weights; how it was trained, for the record; and what that did."""
+) -> tuple[Checkpoint, dict[str, Any], tuple[Measured, Measured]]:
+    """The drafter with trained weights; how it was trained, for the record; and it before and after."""
+    from mtp_extract.pipeline.conversion import ReadDirectory
+    from mtp_extract.tuning.eagle3 import new_head, write_head
     from mtp_extract.tuning.train import measured, train
-    from mtp_extract.tuning.verdict import Comparisons
 
     if plan.mode == EAGLE3:
-        _take_new_head(plan, pair, corpus)
+        # An untrained head, in the folder of the work.
+        directory = plan.kept_in / "untrained-eagle3-head"
+        if pair.accelerator.is_main_process:
+            name = None if Path(plan.base).is_dir() else plan.base
+            head = new_head(pair.base, corpus.trained, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
+            write_head(head, directory)
+        pair.accelerator.wait_for_everyone()
+        pair.take(ReadDirectory.of(directory))
     latents = _latents(plan, pair)
-    pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
-    before = measured(pair, pair.drafter, corpus.held_out)
+    held_out = [text for _, text in corpus.held_out]
+    pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
+    before = measured(pair, pair.drafter, held_out)
     pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
     trained = train(plan, pair, corpus, latents, tell, stop)
     tuned = latents.tuned(trained.results)
     pair.say("measuring the tuned drafter on the held-out texts")
-    after = measured(pair, pair.drafter_of(tuned), corpus.held_out)
-    about = {
-        "mode": plan.mode,
-        "recipe": plan.recipe,
-        "numbers": latents.numbers,
-        "steps_done": trained.done,
-        "best_step": trained.step,
-        "interrupted": trained.interrupted,
-    }
-    return tuned, about, Comparisons.of(corpus, before, after)
-
-
-def _take_new_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> None:
-    """Put an untrained head, written into the folder of the work, beside the base."""
-    from mtp_extract.pipeline.conversion import ReadDirectory
-    from mtp_extract.tuning.eagle3 import new_head, write_head
-
-    directory = plan.kept_in / "untrained-eagle3-head"
-    if pair.accelerator.is_main_process:
-        name = None if Path(plan.base).is_dir() else plan.base
-        write_head(new_head(pair.base, corpus.trained, plan.draft_vocab, name, pair.loaded.dtype, plan.seed), directory)
-    pair.accelerator.wait_for_everyone()
-    pair.take(ReadDirectory.of(directory))
+    after = measured(pair, pair.drafter_of(tuned), held_out)
+    about: dict[str, Any] = {"mode": plan.mode, "numbers": latents.numbers, "steps_done": trained.done}
+    about |= {"best_step": trained.step, "interrupted": trained.interrupted}
+    return tuned, about, (before, after)
 
 
 def _latents(plan: TuningPlan, pair: Pair) -> Latents:
@@ -145,5 +143,7 @@ def _latents(plan: TuningPlan, pair: Pair) -> Latents:
     except MtpExtractError as error:
         raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
     advice = "Train norms or codes, or convert it to the transformers format first."
-    check_writable(pair.origin, latents.changed(), f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
+    # Another number for each that is trained: what can hold it can hold what comes out.
+    changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
+    check_writable(pair.origin, changed, f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
     return latents

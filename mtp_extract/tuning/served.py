@@ -23,15 +23,7 @@ LEAST_AGREEMENT = 0.9
 MOST_SURPRISE = 0.25
 """Nats a token, of sampled text by a server."""
 
-PEOPLE = "people"
-"""Who wrote, where no server did."""
-
-_ARGUMENTS = {"key": "text_key", "model": "text_model", "concurrency": "batch"}
-"""What a server's arguments are called in a plan."""
-
-Written = tuple[tuple[int, ...], str | None, bool, int | None]
-"""Tokens; their text; whether whoever wrote gave the tokens, and not text alone; and of how many the prompt is."""
-
+_ARGUMENTS = {"key": "text_key", "model": "text_model", "concurrency": "batch"}  # of a server, as a plan calls them
 _LOOKED_AT = 32  # texts
 
 
@@ -66,8 +58,8 @@ class TextServer:
 
     def answers(
         self, plan: TuningPlan, prompts: Sequence[Prompt], seeds: Sequence[int], codec: Codec, vocabulary: int
-    ) -> list[Written]:
-        """What it writes after each prompt, all of them asked at once.
+    ) -> list[tuple[tuple[int, ...], str | None]]:
+        """Tokens and text that it writes after each prompt, all of them asked at once.
 
         It leaves out the marks around thoughts, so nobody knows which tokens they were: then there is text only where
         it gives its tokens.
@@ -81,7 +73,7 @@ class TextServer:
             for prompt, seed in zip(prompts, seeds, strict=True):
                 more = {"temperature": plan.temperature, "seed": seed, **server.kind.ids}
                 questions.append(Question(prompt, plan.new_tokens, plan.chat_template, more))
-            answers, found = server.ask(questions, len(questions)), list[Written]()
+            answers, found = server.ask(questions, len(questions)), list[tuple[tuple[int, ...], str | None]]()
         for answer in answers:
             tokens, given = answer.token_ids or (), answer.token_ids is not None
             if (most := max(tokens, default=0)) >= vocabulary:
@@ -92,7 +84,7 @@ class TextServer:
                 )
             if not given and not answer.reasoning:
                 tokens = codec.continued(answer.text)
-            found.append((tokens, answer.text, given, answer.prompt_tokens))
+            found.append((tokens, answer.text))
         return found
 
 
@@ -121,12 +113,12 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Tex
             hits += int((logits.argmax(-1) == tokens).sum())
             surprise += float((-likely.gather(1, tokens[:, None])[:, 0] - entropy).sum())
             positions += len(tokens)
-    found = {"kind": PEOPLE, "version": None, "model": None} if server is None else asdict(server)
+    found = asdict(server) if server else {"kind": "people", "version": None, "model": None}
     found |= {"texts": len(chosen), "positions": positions, "agreement": None, "surprise": None}
     if not positions:
         return found
     share, mean = hits / positions, surprise / positions
-    found |= {"surprise": round(mean, 4)} if temperature else {"agreement": round(share, 4)}
+    found |= {"surprise": mean} if temperature else {"agreement": share}
     if server is not None and (mean > MOST_SURPRISE if temperature else share < LEAST_AGREEMENT):
         bound = f"at most {MOST_SURPRISE} nats a token" if temperature else f"at least {LEAST_AGREEMENT:.0%} of tokens"
         raise PairError(
@@ -139,8 +131,7 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Tex
 
 def in_words(found: Mapping[str, Any]) -> str:
     """What :func:`agreement` found, in a sentence."""
-    who = " ".join(escape(part) for part in (found["kind"], found["version"]) if part)
-    where = f"{found['positions']} tokens of {found['texts']} texts that {who} wrote"
+    where = f"{found['positions']} tokens of {found['texts']} texts that {escape(found['kind'])} wrote"
     if found["agreement"] is not None:
         return f"The base at hand would have written {found['agreement']:.1%} of {where}."
     if found["surprise"] is None:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import msgspec
 import torch
 
 from mtp_extract.errors import CheckpointError, PairError, escape
-from mtp_extract.evaluate.batches import base_texts, groups
+from mtp_extract.evaluate.agreement import base_texts, groups
 from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.files import read_regular
@@ -25,7 +26,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.served import TextServer
-from mtp_extract.tuning.work import written_whole
+from mtp_extract.tuning.writing import written_whole
 
 BRANCHES = 3
 """Positions of a text from which the base continues once more."""
@@ -35,19 +36,14 @@ _LARGEST = 1 << 28  # bytes of a file of texts
 Tokens = tuple[int, ...]
 """A prompt as the base is fed it."""
 
-Item = Prompt | Tokens
-"""What is continued: a prompt, or tokens."""
-
 
 class Line(msgspec.Struct, frozen=True):
     """A text as it is kept."""
 
-    name: str  # of prompt and seed
+    name: str  # of all that it depends on
     prompt_length: int
     tokens: Tokens
-    text: str | None = None
-    tokens_told: bool = True  # whether whoever wrote it gave tokens, and not text alone
-    prompt_tokens: int | None = None  # as a server counted them
+    text: str | None  # of the continuation
 
     @property
     def as_text(self) -> Text:
@@ -63,7 +59,7 @@ class Writer:
     plan: TuningPlan
     server: TextServer | None = None
 
-    def lines(self, items: Sequence[Item], tell: Show = silent, what: str = "prompts") -> list[Line]:
+    def lines(self, items: Sequence[Prompt | Tokens], tell: Show = silent, what: str = "prompts") -> list[Line]:
         """What follows each of ``items``: what is not stored yet is written, by all processes, a share each.
 
         Args:
@@ -77,25 +73,28 @@ class Writer:
         """
         if not items:
             return []
-        plan, (number, processes) = self.plan, self.pair.share
+        plan, accelerator, folder = self.plan, self.pair.accelerator, self.plan.kept_in / "text"
         by = f"{self.server.kind}'s {escape(self.server.model)}" if self.server else "the base"
         self.pair.say(f"continuing {len(items)} {what} with {by} at temperature {plan.temperature:g}")
         prompts = self.encoded(items)
         pairs = list({prompt: (item, prompt) for item, prompt in zip(items, prompts, strict=True)}.values())
         lengths = [len(prompt) for _, prompt in pairs]
         self.check_length(max(lengths), plan.new_tokens, ("prompts", "new_tokens"))
-        batches = [[pairs[index] for index in group] for group in groups(lengths, plan.batch)][number::processes]
-        stored, done, total = self._stored(), 0, sum(map(len, batches))
+        batches = [[pairs[index] for index in group] for group in groups(lengths, plan.batch)]
+        batches = batches[accelerator.process_index :: accelerator.num_processes]
+        stored, done, total = _stored(folder), 0, sum(map(len, batches))
         for batch in batches:
-            if any(self._name(prompt) not in stored for _, prompt in batch):
-                self._keep([line for line in self._written(batch) if line.name not in stored])
+            if missing := {name for _, prompt in batch if (name := self._name(prompt)) not in stored}:
+                lines = [line for line in self._written(batch) if line.name in missing]
+                with written_whole(folder / f"{_number(sorted(missing)):012x}.jsonl") as file:
+                    file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             done += len(batch)
             tell(f"text {done} of {total}", done, total)
-        self.pair.accelerator.wait_for_everyone()
-        stored = self._stored()
+        accelerator.wait_for_everyone()
+        stored = _stored(folder)
         return [stored[self._name(prompt)] for prompt in prompts]
 
-    def encoded(self, items: Sequence[Item]) -> list[Tokens]:
+    def encoded(self, items: Sequence[Prompt | Tokens]) -> list[Tokens]:
         """Of each, what the base is fed."""
         prompts = [item for item in items if isinstance(item, Prompt)]
         found = iter(encode_prompts(prompts, self.pair.codec, chat_template=self.plan.chat_template))
@@ -121,11 +120,7 @@ class Writer:
         return replace(self, plan=short), found
 
     def check_length(self, given: int, new: int, remedies: tuple[str, ...]) -> None:
-        """Check that a prompt of ``given`` tokens and ``new`` ones after it fit the base's context.
-
-        Raises:
-            PairError: they do not.
-        """
+        """Raise PairError where ``given`` tokens and ``new`` ones after them do not fit the base's context."""
         if given + new > self._context:
             raise PairError(
                 f"expected prompts that fit the base's {self._context} tokens, found one of {given}, and {new} new "
@@ -133,27 +128,27 @@ class Writer:
                 remedies=remedies,
             )
 
-    def _written(self, batch: Sequence[tuple[Item, Tokens]]) -> list[Line]:
-        """What is to be kept of each of ``batch``, whose rows draw other numbers from one seed."""
-        plan, codec, prompts = self.plan, self.pair.codec, [prompt for _, prompt in batch]
+    def _written(self, batch: Sequence[tuple[Prompt | Tokens, Tokens]]) -> list[Line]:
+        """What follows each of ``batch``, whose rows draw other numbers from one seed."""
+        plan, base, codec, prompts = self.plan, self.pair.base, self.pair.codec, [prompt for _, prompt in batch]
         names = list(map(self._name, prompts))
         if self.server is not None:
             contents = [item.content for item, _ in batch if isinstance(item, Prompt)]
             seeds = [int(name[:7], 16) for name in names]
-            found = self.server.answers(plan, contents, seeds, codec, self.pair.base.vocab_size)
+            found = self.server.answers(plan, contents, seeds, codec, base.vocab_size)
         else:
             made = base_texts(
-                self.pair.base,
+                base,
                 prompts,
                 new_tokens=plan.new_tokens,
                 batch=len(prompts),
                 temperature=plan.temperature,
                 seed=_number([self._seed, *prompts]),
             )
-            found = [(tokens, codec.decode(tokens), True, None) for tokens in made]
+            found = [(tokens, codec.decode(tokens)) for tokens in made]
         return [
-            Line(name, len(prompt), (*prompt, *tokens), text, told, count)
-            for name, prompt, (tokens, text, told, count) in zip(names, prompts, found, strict=True)
+            Line(name, len(prompt), (*prompt, *tokens), text)
+            for name, prompt, (tokens, text) in zip(names, prompts, found, strict=True)
         ]
 
     @property
@@ -166,46 +161,36 @@ class Writer:
         """Greedy text has none."""
         return self.plan.seed if self.plan.temperature > 0 else 0
 
-    def _name(self, prompt: Tokens) -> str:
-        return sha256(json.dumps([self._seed, *prompt]).encode()).hexdigest()[:32]
-
-    @property
-    def _files(self) -> str:
-        """The beginning of names of files of this text: of what it depends on."""
-        plan, base = self.plan, self.pair.base
-        made_with = [self.pair.base_fingerprint, plan.new_tokens, plan.temperature]
+    @cached_property
+    def _made_with(self) -> list[object]:
+        """What a text depends on besides its prompt."""
+        made_with: list[object] = [self._seed, self.pair.base_fingerprint, self.plan.new_tokens, self.plan.temperature]
         if self.server is None:
-            made_with.append(getattr(getattr(base.model, "generation_config", None), "eos_token_id", None))
-        else:
-            # The base at hand has the tokenizer that made tokens of the text.
-            made_with = ["served", self.server.kind, self.server.model, *made_with, plan.chat_template]
-        return f"texts-{sha256(json.dumps(made_with).encode()).hexdigest()[:16]}"
+            return [*made_with, list(self.pair.base.stop_token_ids)]
+        # The base at hand has the tokenizer that made tokens of the text.
+        return [*made_with, self.server.kind, self.server.model, self.plan.chat_template]
 
-    def _stored(self) -> dict[str, Line]:
-        """By name, the texts in the files of every process."""
-        paths = sorted((self.plan.kept_in / "text").glob(f"{self._files}-*.jsonl"))
-        return {line.name: line for path in paths for line in _lines(path)}
-
-    def _keep(self, lines: Sequence[Line]) -> None:
-        """Keep the texts of a batch, in a file of their own that is there whole or not at all."""
-        path = self.plan.kept_in / "text" / f"{self._files}-{_number([line.name for line in lines]):012x}.jsonl"
-        with written_whole(path) as file:
-            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    def _name(self, prompt: Tokens) -> str:
+        return sha256(json.dumps([self._made_with, prompt]).encode()).hexdigest()[:32]
 
 
-def _lines(path: Path) -> list[Line]:
-    """What a file of texts holds.
+def _stored(folder: Path) -> dict[str, Line]:
+    """By name, the texts in the files of every run and process.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: a file is damaged.
     """
-    try:
-        return msgspec.json.Decoder(Line).decode_lines(read_regular(path, _LARGEST))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to have "
-            "it written again."
-        ) from error
+    found = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            lines = msgspec.json.Decoder(Line).decode_lines(read_regular(path, _LARGEST))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to "
+                "have it written again."
+            ) from error
+        found.update({line.name: line for line in lines})
+    return found
 
 
 def _number(parts: Sequence[object]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pickle import UnpicklingError
 from typing import Any
@@ -27,8 +27,8 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
+from mtp_extract.evaluate.agreement import groups
 from mtp_extract.evaluate.base_model import free_memory
-from mtp_extract.evaluate.batches import groups
 from mtp_extract.evaluate.measured import Measured, of_agreement
 from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.speculate.target import Base
@@ -38,12 +38,14 @@ from mtp_extract.tuning.latents import Latents
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, chunked_loss, objective_for
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.work import written_whole
+from mtp_extract.tuning.writing import written_whole
 
 EVALUATIONS = 10
 """How often the watched texts are measured on the way."""
 PATIENCE = 5
 """Evaluations without a better one after which training ends."""
+ANCHORS = 24
+"""Positions of each text to draft from in a step: with more, rows of one text say much the same."""
 
 _WARM_UP = 0.1  # of the steps
 _LEAST_RATE = 0.02  # of the learning rate, at the end
@@ -97,10 +99,7 @@ class States:
     """The base's states over texts, kept as long as half of the free memory lasts, else computed when asked for.
 
     Which texts share a forward depends on the texts alone, so the numbers are the same, to the bit, in every run. Texts
-    of similar length do, as many as one forward takes; a long one is alone.
-
-    Args:
-        batch: most texts in one forward.
+    of similar length do, as many as one forward takes and at most ``batch``; a long one is alone.
     """
 
     def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int) -> None:
@@ -143,9 +142,9 @@ class Batch:
     anchors: Tensor  # int64 [B, A]
     real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
-    def within(self, positions: Tensor) -> Tensor:
-        """``positions``, the last one for those behind the longest text."""
-        return positions.clamp(max=self.fed.tokens.shape[1] - 1)
+    def after(self, step: int) -> Tensor:
+        """int64 [B, A]: the position ``step`` after each anchor, or the last of the longest text."""
+        return (self.anchors + step).clamp(max=self.fed.tokens.shape[1] - 1)
 
 
 def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
@@ -201,16 +200,16 @@ class Rounds(nn.Module):
         known, drafter, found = BaseState.after(batch.fed, batch.anchors, embed), self.drafter, []
         state: Any = drafter.start(known, convention) if isinstance(drafter, MtpDrafter) else drafter.start(known)
         for step in range(self.steps):
-            hidden, state = drafter.advance(state, batch.fed.tokens.gather(1, batch.within(batch.anchors + step)))
+            hidden, state = drafter.advance(state, batch.fed.tokens.gather(1, batch.after(step)))
             found.append(hidden)
         return torch.stack(found)
 
 
 def aims(batch: Batch, steps: int) -> Tensor:
     """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes."""
-    length = batch.fed.tokens.shape[1]
-    row = torch.arange(len(batch.fed.tokens), device=batch.fed.tokens.device)[:, None] * length
-    return torch.stack([row + batch.within(batch.anchors + step) for step in range(steps)])
+    rows, length = batch.fed.tokens.shape
+    first = torch.arange(rows, device=batch.anchors.device)[:, None] * length
+    return torch.stack([first + batch.after(step) for step in range(steps)])
 
 
 def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
@@ -224,7 +223,7 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     reached, found = batch.real, []
     for step in range(steps):
         if step:
-            reached = reached & follows.gather(1, batch.within(batch.anchors + step))
+            reached = reached & follows.gather(1, batch.after(step))
         found.append(reached & (batch.anchors + 1 + step < batch.lengths[:, None]))
     return torch.stack(found)
 
@@ -264,11 +263,8 @@ class StepLoss(nn.Module):
             found = made if tokens is None else [logits[:, tokens] for logits in made]
             return found[0] if len(found) == 1 else torch.cat(found)
 
-        even = torch.full((int(within.sum()),), weight, device=states.device)
-        rows = Rows(
-            where[within], choices, base_logits, even, choosing[within], objective, cap, plan.temperature or 1.0
-        )
-        head = weights.get("lm_head.weight", drafter.lm_head.weight)
+        temperature, head = plan.temperature or 1.0, weights.get("lm_head.weight", drafter.lm_head.weight)
+        rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
         loss, agreement = chunked_loss(states[within], head, rows, LOGITS_AT_ONCE)
         return loss, torch.stack((agreement.sum(), within.sum()))
 
@@ -278,12 +274,11 @@ class StepLoss(nn.Module):
 
 def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
     """How many drafts stand on ``texts``, as the pair's plan has them served: divided among processes, then joined."""
-    plan, (number, processes) = pair.plan, pair.share
+    plan, number, processes = pair.plan, pair.accelerator.process_index, pair.accelerator.num_processes
     own = texts[number::processes]
     part = measure(pair.base, drafter, own, plan.draft_steps, temperature=plan.temperature, batch=plan.batch)
-    part = replace(part, text=part.text * processes + number)
-    gathered: list[Any] = [part] if processes == 1 else gather_object([part])
-    return _joined(gathered)
+    gathered: list[Measured] = gather_object([replace(part, text=part.text * processes + number)])
+    return _in_order(gathered)
 
 
 def measure(
@@ -306,7 +301,7 @@ def measure(
         else:
             part = of_agreement(teacher_forced(base, drafter, chosen, steps, logits_at_once=LOGITS_AT_ONCE))
         parts.append(replace(part, text=rows[part.text]))
-    return _joined(parts)
+    return _in_order(parts)
 
 
 @torch.no_grad()
@@ -325,8 +320,7 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
     whole, following = counting(batch, steps, greedy=False).all(dim=0), batch.fed.tokens.flatten()
     hidden = batch.fed.hidden.flatten(0, 1)
     ratios, overlaps = (torch.ones(where.shape, dtype=torch.double) for _ in range(2))
-    index = whole.expand(steps, -1, -1).nonzero()
-    for part in torch.split(index, max(1, LOGITS_AT_ONCE // base.vocab_size)):
+    for part in torch.split(whole.expand(steps, -1, -1).nonzero(), max(1, LOGITS_AT_ONCE // base.vocab_size)):
         rows, there = part.unbind(1), part.cpu().unbind(1)
         at = where[rows]
         p = torch.softmax(base.logits(hidden[at].to(base.device)).to(device) / temperature, dim=-1)
@@ -340,10 +334,9 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
     return Measured.over(text[whole], anchors[whole], *(one.permute(1, 2, 0)[whole] for one in (stands, along)))
 
 
-def _joined(parts: Sequence[Measured]) -> Measured:
+def _in_order(parts: Sequence[Measured]) -> Measured:
     """Several as one, in order of text; anchors of a text, which is in one part, stay in order."""
-    columns = ([getattr(part, one.name) for part in parts] for one in fields(Measured))
-    found = Measured(*map(torch.cat, columns))
+    found = Measured.joined(parts)
     return found.where(torch.argsort(found.text, stable=True))
 
 
@@ -408,8 +401,7 @@ def train(
         tuned = drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
         found = measured(pair, tuned, corpus.watched)
         score = corpus.balanced(found)
-        entry = {"step": run.done, "teacher_forced": found.teacher_forced, "balanced": score}
-        run.history.append(entry | {"conditional": found.conditional, "tokens_per_round": found.tokens_per_round})
+        run.history.append({"step": run.done, "teacher_forced": found.teacher_forced, "balanced": score})
         run.stale += 1
         if score > run.score:
             run.score, run.step, run.stale, run.results = score, run.done, 0, latents.results()
@@ -426,42 +418,31 @@ def train(
             group["lr"] = highest * factor
         loss, agreement = step_loss(*_batch(plan, states, corpus.kinds, run.done, accelerator))
         accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(latents.parameters(), 1.0)
+        accelerator.clip_grad_norm_(latents.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         run.done += 1
-        entry = _entry(accelerator, run.done, loss, agreement)
-        run.history.append(entry | {"gradient": float(norm), "rate": factor})
+        parts = accelerator.gather(torch.cat((loss.detach()[None], agreement))[None])
+        mean, (right, rows) = float(parts[:, 0].mean()), parts[:, 1:].sum(dim=0).tolist()
+        if not math.isfinite(mean):
+            raise MtpExtractError(
+                f"expected a finite loss, found {mean} at step {run.done}; use a lower learning rate",
+                remedies=("learning_rate",),
+            )
+        run.history.append({"step": run.done, "loss": mean, "agreement": right / max(1, rows)})
         if run.done % max(1, steps // EVALUATIONS) == 0 or run.done == steps:
             evaluate()
             save()
-        tell(f"step {run.done} of {steps}, loss {entry['loss']:.3f}", run.done, steps)
-        if run.done < steps and _any(accelerator, stop()):
+        tell(f"step {run.done} of {steps}, loss {mean:.3f}", run.done, steps)
+        # All processes must leave the loop together.
+        asked = torch.tensor([stop()], device=accelerator.device)
+        if run.done < steps and bool(accelerator.gather(asked).any()):
             save()
             run.interrupted = True
             break
     # It keeps the optimizer, and with that two numbers for each that was trained.
     accelerator.free_memory()
     return run
-
-
-def _entry(accelerator: Any, step: int, loss: Tensor, agreement: Tensor) -> dict[str, Any]:
-    """Of a step, over all processes."""
-    parts = accelerator.gather(torch.cat((loss.detach()[None], agreement))[None])
-    mean, (right, rows) = float(parts[:, 0].mean()), parts[:, 1:].sum(dim=0).tolist()
-    if not math.isfinite(mean):
-        raise MtpExtractError(
-            f"expected a finite loss, found {mean} at step {step}; use a lower learning rate",
-            remedies=("learning_rate",),
-        )
-    return {"step": step, "loss": mean, "agreement": right / max(1, rows)}
-
-
-def _any(accelerator: Any, flag: bool) -> bool:
-    """Whether any process says so: all must leave the loop together."""
-    if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
 
 
 def _batch(
@@ -473,11 +454,11 @@ def _batch(
     """
     chosen = [_drawn(kinds, plan.seed, step * plan.batch + place) for place in range(plan.batch)]
     here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
-    drawn = [random_anchors([chosen[place]], plan.anchors, _random(plan.seed, 2, step, place)) for place in here]
+    drawn = [random_anchors([chosen[place]], ANCHORS, _random(plan.seed, 2, step, place)) for place in here]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     convention = int(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
     batch = collate(states.of([chosen[place] for place in here]), anchors, real, accelerator.device)
-    total = sum(min(plan.anchors, len(text.anchors)) for text in chosen)
+    total = sum(min(ANCHORS, len(text.anchors)) for text in chosen)
     return batch, (LITERT, TRANSFORMERS)[convention], accelerator.num_processes / total
 
 

@@ -6,23 +6,19 @@ continue what no training text has, and is on no workload surely worse. What too
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
+import msgspec
 import torch
 from torch import Tensor
 
 from mtp_extract.errors import escape
-from mtp_extract.evaluate.intervals import Interval
+from mtp_extract.evaluate.intervals import Interval, undecided
 from mtp_extract.evaluate.measured import Change, Measured, Saving, compare, saving
-from mtp_extract.evaluate.texts import LEAST_TEXTS, undecided
-from mtp_extract.tuning.corpus import Corpus
-from mtp_extract.tuning.seen import seen
-
-ENOUGH_TEXTS = 30
-"""Held out; of fewer it is said what they cannot show."""
+from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.tuning.corpus import Corpus, seen
 
 MOST_LOST = 0.05
 """Teacher-forced tokens per round, on sequences that training has not seen."""
@@ -30,98 +26,115 @@ MOST_LOST = 0.05
 WORST = 3
 """Texts that are shown and recorded by name."""
 
+_NAME = 40  # characters
 
-@dataclass(frozen=True)
-class Comparison:
-    """Before and after, on texts that nothing was trained on or chosen by."""
 
-    before: Measured
-    after: Measured
-    own: bool = True  # whether its workload is one of those trained on; the others show whether they get worse
+class Figures(msgspec.Struct, frozen=True):
+    """Of one drafter; intervals are 95 % over texts, None with too few."""
 
-    @cached_property
-    def change(self) -> Change:
-        """Of teacher-forced tokens per round."""
-        return compare(self.before, self.after)
+    teacher_forced: float  # tokens per round
+    interval: Interval | None
+    conditional: list[float]  # acceptance by step
+    rounds: float
+    tokens_per_round: float
+    tokens_per_round_interval: Interval | None
 
-    @cached_property
-    def saving(self) -> Saving:
-        """Of rounds; where the anchors are not all of a text's, it says nothing."""
-        return saving(self.before, self.after)
+    @classmethod
+    def of(cls, measured: Measured) -> Figures:
+        return cls(*(getattr(measured, name) for name in cls.__struct_fields__))
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Before and after, over some of the held-out texts."""
+
+    texts: int
+    anchors: int
+    trained_on_its_kind: bool  # whether its workload is one of those trained on; others show whether they get worse
+    before: Figures
+    after: Figures
+    change: Change  # of teacher-forced tokens per round
+    rounds: Saving  # where the anchors are not all of a text's, it says nothing
+    loses: bool  # whether a draft that stood stands no more, or less probably
+
+    @classmethod
+    def of(cls, before: Measured, after: Measured, rows: Tensor, *, own: bool = True) -> Comparison:
+        """At the anchors ``rows``, bool [N]."""
+        before, after = before.where(rows), after.where(rows)
+        return cls(
+            texts=before.texts,
+            anchors=len(before.anchor),
+            trained_on_its_kind=own,
+            before=Figures.of(before),
+            after=Figures.of(after),
+            change=compare(before, after),
+            rounds=saving(before, after),
+            loses=bool((after.stands < before.stands).any()),
+        )
 
     def may_lose(self, most: float) -> bool:
         """Whether more than ``most`` tokens per round may be lost, or it is not known; not where no draft is."""
         # Where nothing is lost, an interval's lower end is only as far off as the texts are few.
-        lost, interval = bool((self.after.stands < self.before.stands).any()), self.change.interval
-        return interval is None or (lost and interval.low <= -most)
-
-    def where(self, rows: Tensor, *, own: bool = True) -> Comparison:
-        """At these anchors alone, bool [N]."""
-        return Comparison(self.before.where(rows), self.after.where(rows), own)
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {
-            "texts": self.before.texts,
-            "anchors": len(self.before.anchor),
-            "trained_on_its_kind": self.own,
-            "before": _figures(self.before),
-            "after": _figures(self.after),
-            "change": {"mean": round(self.change.mean, 4), "interval": _rounded(self.change.interval)},
-            "rounds": {"ratio": round(self.saving.ratio, 4), "interval": _rounded(self.saving.interval)},
-        }
+        interval = self.change.interval
+        return interval is None or (self.loses and interval.low <= -most)
 
 
-@dataclass(frozen=True)
-class Comparisons:
+class Worst(msgspec.Struct, frozen=True):
+    """A held-out text with what its drafts lose: teacher-forced tokens per round."""
+
+    workload: str
+    name: str
+    anchors: int
+    before: float
+    after: float
+
+
+class Comparisons(msgspec.Struct, frozen=True):
+    """As the record has it."""
+
     overall: Comparison  # over all held-out texts of the workloads that were trained on
-    workloads: Mapping[str, Comparison]  # by name; also those of shipped prompts that were not trained on
-    unseen: Comparison  # over all held-out texts: anchors around which no training text has the same tokens
-    # the held-out texts that lost most, that one first: workload, name, anchors, and tokens per round before and after
-    worst: tuple[Mapping[str, Any], ...]
+    workloads: dict[str, Comparison]  # by name; also those of shipped prompts that were not trained on
+    unseen: Comparison | None  # where no training text has the same tokens; None where there is no such anchor
+    worst: list[Worst]  # the texts that lost most, that one first
 
     @classmethod
     def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
         """Of two drafters on the held-out texts of ``corpus``."""
-        units = torch.tensor(corpus.units)
-        every = Comparison(replace(before, text=units[before.text]), replace(after, text=units[after.text]))
+        items, texts, units = (
+            [item for item, _ in corpus.held_out],
+            [text for _, text in corpus.held_out],
+            units_of(corpus),
+        )
+        both = replace(before, text=units[before.text]), replace(after, text=units[after.text])
         workloads = {}
-        for name in dict.fromkeys(corpus.workloads):
-            texts = [index for index, workload in enumerate(corpus.workloads) if workload == name]
-            rows = torch.isin(before.text, torch.tensor(texts))
-            workloads[name] = every.where(rows, own=texts[0] < corpus.own)
-        lengths = [
-            {
-                "workload": corpus.workloads[index],
-                "name": corpus.names[index],
-                "anchors": int((before.text == index).sum()),
-                "before": round(before.of([index]).teacher_forced, 4),
-                "after": round(after.of([index]).teacher_forced, 4),
-            }
-            for index in torch.unique(before.text).tolist()
-        ]
+        for name in dict.fromkeys(item.workload for item in items):
+            indices = [index for index, item in enumerate(items) if item.workload == name]
+            rows = torch.isin(before.text, torch.tensor(indices))
+            workloads[name] = Comparison.of(*both, rows, own=indices[0] < corpus.own)
+        worst = []
+        for index in torch.unique(before.text).tolist():
+            one, other = before.of([index]), after.of([index])
+            lengths = len(one.anchor), one.teacher_forced, other.teacher_forced
+            worst.append(Worst(items[index].workload, _name(items[index]), *lengths))
+        unseen = ~seen(before, texts, corpus.known)
         return cls(
-            overall=every.where(before.text < corpus.own),
-            workloads=workloads,
-            unseen=every.where(~seen(before, corpus.held_out, corpus.known)),
-            worst=tuple(sorted(lengths, key=lambda text: text["after"] - text["before"])[:WORST]),
+            Comparison.of(*both, before.text < corpus.own),
+            workloads,
+            Comparison.of(*both, unseen) if unseen.any() else None,
+            sorted(worst, key=lambda text: text.after - text.before)[:WORST],
         )
 
-    def refused(self) -> tuple[str, ...]:
-        """Why what came after is not to be saved; empty if it is."""
-        return tuple(self._reasons())
-
-    def _reasons(self) -> Iterator[str]:
+    def refused(self) -> Iterator[str]:
+        """Why what came after is not to be saved; nothing if it is."""
         overall, unseen = self.overall, self.unseen
-        if not overall.saving.better:
-            before, after, interval = overall.before, overall.after, overall.saving.interval
-            rounds = f"{before.rounds:.0f} before, {after.rounds:.0f} after: ratio {overall.saving.ratio:.3f}"
-            bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(before.texts)
+        if not overall.rounds.better:
+            interval = overall.rounds.interval
+            rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
+            bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
             yield (
-                f"it is not shown to take fewer rounds on held-out text ({rounds}, {bounds}; teacher-forced "
-                f"{signed(overall.change)})"
+                f"it is not shown to take fewer rounds on held-out text ({rounds}: ratio {overall.rounds.ratio:.3f}, "
+                f"{bounds}; teacher-forced {signed(overall.change)})"
             )
-        if unseen.change.interval is not None and unseen.may_lose(MOST_LOST):
+        if unseen and unseen.change.interval is not None and unseen.may_lose(MOST_LOST):
             yield (
                 f"it may lose more than {MOST_LOST} teacher-forced tokens per round where drafts continue what no "
                 f"training text has ({signed(unseen.change)})"
@@ -130,51 +143,27 @@ class Comparisons:
             if comparison.change.worse:
                 yield f"it is worse on {escape(name)} ({signed(comparison.change)})"
 
-    def notes(self) -> Iterator[str]:
-        """What these texts cannot show."""
-        texts, workloads = self.overall.before.texts, self.workloads.items()
-        if texts < ENOUGH_TEXTS:
-            yield (
-                f"Only {texts} held-out texts of what was trained on: a kind of text that loses may not be among them. "
-                f"Give more prompts, {ENOUGH_TEXTS} of them held out (one in eight is)."
-            )
-        if few := [f"{name} ({one.before.texts})" for name, one in workloads if one.change.interval is None]:
-            yield (
-                f"Not decided for workloads of fewer than {LEAST_TEXTS} held-out texts: {', '.join(few)}. More prompts "
-                "of them would show whether they get worse."
-            )
-        if self.unseen.change.interval is None:
-            yield (
-                "Not decided for drafts that continue what no training text has: "
-                f"{undecided(self.unseen.before.texts)}. More prompts, or ones less alike, would show it."
-            )
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        unseen = self.unseen.as_json()
-        return {
-            "overall": self.overall.as_json(),
-            "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
-            "unseen": {key: unseen[key] for key in ("texts", "anchors", "change")}
-            if self.unseen.before.texts
-            else None,
-            "worst": list(self.worst),
-        }
+    def undecided(self) -> str | None:
+        """What too few texts leave open, in words."""
+        few = [f"{name} ({one.texts})" for name, one in self.workloads.items() if one.change.interval is None]
+        if self.unseen is None or self.unseen.change.interval is None:
+            few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
+        if not few:
+            return None
+        return f"Not decided, of too few held-out texts: {', '.join(few)}. Give more prompts; one in eight is held out."
 
 
-def _figures(measured: Measured) -> dict[str, Any]:
-    return {
-        "teacher_forced": round(measured.teacher_forced, 4),
-        "interval": _rounded(measured.interval),
-        "conditional": [round(rate, 4) for rate in measured.conditional],
-        "rounds": round(measured.rounds, 2),
-        "tokens_per_round": round(measured.tokens_per_round, 4),
-        "tokens_per_round_interval": _rounded(measured.tokens_per_round_interval),
-    }
+def units_of(corpus: Corpus) -> Tensor:
+    """int64: of each held-out text, what intervals count. Windows of one text by people are one."""
+    items = [None, *(item for item, _ in corpus.held_out)]
+    return torch.tensor([*accumulate(one is not other for one, other in pairwise(items))])
 
 
-def _rounded(interval: Interval | None) -> list[float] | None:
-    return interval and interval.rounded(4)
+def _name(item: Prompt) -> str:
+    """Its source, if it has one of its own, and how its prompt begins."""
+    content = item.content if isinstance(item.content, str) else item.content[-1].get("content")
+    start = " ".join(str(content).split())[:_NAME]
+    return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
 
 
 def signed(change: Change) -> str:

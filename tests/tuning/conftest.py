@@ -18,7 +18,7 @@ from helpers.threads import one_thread
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
+from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, of_array
 from mtp_extract.drafter.load import Network, drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.prompts import shipped_prompts
@@ -39,7 +39,7 @@ def coded(weight: np.ndarray, bits: int = 4) -> Weight:
     size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
     codes = np.rint(weight / size).astype(np.int8)
     steps = Steps(weight.shape[1], size, np.zeros(size.shape, np.int64))
-    return of_codes(weight.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
+    return RowCodes(weight.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,17 +70,19 @@ class Tiny:
         dtype: torch.dtype = torch.float32,
         memory: int = 1 << 20,
         evaluations: int = 4,
+        anchors: int = 4,
         **changes: Any,
     ) -> tuple[Latents, Progress]:
         """Train into ``folder``, or go on there."""
         folder.mkdir(exist_ok=True)
-        asked: dict[str, Any] = {"steps": 12, "batch": 3, "anchors": 4} | changes
+        asked: dict[str, Any] = {"steps": 12, "batch": 3} | changes
         plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **asked)
         idle = ("post_projection",) if plan.draft_steps == 1 else ()
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
         drafter, kinds = drafter_of(self.checkpoint, dtype=dtype), (self.texts[:3], self.texts[3:5])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_module, "EVALUATIONS", evaluations)
+            patch.setattr(train_module, "ANCHORS", anchors)
             patch.setattr(train_module, "free_memory", lambda device: 2 * memory)
             return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop)
 
@@ -97,9 +99,9 @@ def trained(
     """Trained without a directory: on texts that are there, beside a base that is loaded."""
     from accelerate import Accelerator
 
-    parts: dict[str, Any] = {"plan": plan, "base": base, "drafter": drafter, "share": (0, 1), "base_fingerprint": ""}
+    parts: dict[str, Any] = {"plan": plan, "base": base, "drafter": drafter, "base_fingerprint": ""}
     pair: Any = SimpleNamespace(**parts, accelerator=Accelerator(cpu=True), origin=SimpleNamespace(sums={}))
-    return train(plan, pair, Corpus(kinds, watched, (), (), 0, (), ()), latents, stop=stop)
+    return train(plan, pair, Corpus(kinds, watched, (), 0), latents, stop=stop)
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +134,8 @@ def _small() -> Iterator[None]:
     few = shipped_prompts(1)
     with one_thread(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
-        patch.setattr(ordered, "_RANDOM_PROMPTS", 64)
+        patch.setattr(train_module, "ANCHORS", 6)
+        patch.setattr(ordered, "RANDOM_PROMPTS", 64)
         patch.setattr(pair, "load_base", cache(pair.load_base))
         yield
 
@@ -159,7 +162,7 @@ def plan(
     def make(out: Path, **changes: Any) -> TuningPlan:
         asked: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
         asked |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
-        asked |= {"steps": 4, "anchors": 6, "force": True}
+        asked |= {"steps": 4, "force": True}
         return TuningPlan(out=out, **(asked | changes))
 
     return make

@@ -113,7 +113,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     assert first.flatten().tolist() == drafted.drafts[chosen].flatten().tolist()
 
     # Room for more rows of the head's 32 tokens than of the base's: neither has more at a time.
-    plan = TuningPlan(None, "base", tmp_path / "out", tmp_path, mode="eagle3", steps=16, batch=3, anchors=8)
+    plan = TuningPlan(None, "base", tmp_path / "out", tmp_path, mode="eagle3", steps=16, batch=3)
     monkeypatch.setattr(train_module, "LOGITS_AT_ONCE", 12 * base.vocab_size)
     monkeypatch.setattr(train_module, "EVALUATIONS", 2)
     logits, most = base.logits, 0
@@ -160,7 +160,7 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
         work = tmp_path / objective
         work.mkdir()
         asked = {"mode": "eagle3", "objective": objective, "temperature": temperature}
-        plan = TuningPlan(None, "base", work / "out", work, steps=4, batch=3, anchors=8, **asked)
+        plan = TuningPlan(None, "base", work / "out", work, steps=4, batch=3, **asked)
         latents = Latents(checkpoint, MODES["eagle3"])
         found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
         losses = [entry["loss"] for entry in found.history if "loss" in entry]
@@ -193,9 +193,7 @@ def test_a_base_of_three_layers_has_no_three_states() -> None:
 @pytest.fixture(scope="module")
 def whole(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> TuningPlan:
     """A small training of a head for the sample's base."""
-    return plan(
-        tmp_path_factory.mktemp("head") / "head", directory=None, mode="eagle3", steps=20, anchors=4, draft_vocab=128
-    )
+    return plan(tmp_path_factory.mktemp("head") / "head", directory=None, mode="eagle3", steps=20, draft_vocab=128)
 
 
 def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_figures_are_the_ones_that_are_found(
     shutil.copy(extracted / "config.json", worse)
     made = plan(tmp_path / "tuned", directory=worse, learning_rate=0.05, steps=4)
     told = run_tuning(made)
-    texts = told.corpus.held_out
+    texts = [text for _, text in told.corpus.held_out]
     before, after = (
         evaluate(base, directory, [text.prompt for text in texts], made.new_tokens)
         for directory in (worse, tmp_path / "tuned")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from mtp_extract.architecture.roles import MATRIX, shapes_of
-from mtp_extract.checkpoint.weight import RowCodes, Steps, of_array, of_codes
+from mtp_extract.checkpoint.weight import RowCodes, Steps, of_array
 from mtp_extract.drafter.load import drafter_of
-from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.tuning.latents import MODES, Latents
 
@@ -94,7 +93,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
-    tensor = of_codes(shape, Packing(4, signed), lambda first, last: stored[first:last], lambda: steps)
+    tensor = RowCodes(shape, Packing(4, signed), lambda first, last: stored[first:last], lambda: steps)
     tensors = {**tiny.checkpoint.tensors, "lm_head": tensor}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
     assert np.array_equal(codes(latents.tuned(latents.results()).tensors["lm_head"]), stored.reshape(-1))
@@ -108,16 +107,9 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     assert np.array_equal(latents.weights(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
 
 
-def test_no_codes_no_grid(tiny: Tiny) -> None:
-    tensors = {**tiny.checkpoint.tensors, "lm_head": of_array(tiny.checkpoint.tensors["lm_head"].array())}
-    checkpoint = dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors))
-    with pytest.raises(MtpExtractError, match="lm_head: expected the stored integers"):
-        Latents(checkpoint, MODES["qat"])
-
-
 def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
     shared = coded(tiny.checkpoint.tensors["layers.0.gate_proj"].array())
-    shared = dataclasses.replace(shared, origin="the same")
+    shared.origin = "the same"
     tensors = {**tiny.checkpoint.tensors, "layers.0.gate_proj": shared, "layers.0.up_proj": shared}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
     moved(latents)

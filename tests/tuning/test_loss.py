@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from mtp_extract.tuning.loss import OBJECTIVES, Rows, chunked_loss
 
-ROWS, POSITIONS, WIDTH, VOCABULARY = 37, 11, 8, 50
+ROWS, POSITIONS, WIDTH, VOCABULARY, WEIGHT = 37, 11, 8, 50, 0.3
 
 
 def made(seed: int = 0) -> dict[str, Any]:
@@ -22,7 +22,6 @@ def made(seed: int = 0) -> dict[str, Any]:
         "head": 4 * torch.randn(VOCABULARY, WIDTH, generator=random),
         "base": base,
         "where": torch.randint(POSITIONS, (ROWS,), generator=random),
-        "weights": torch.rand(ROWS, generator=random),
         "choosing": torch.rand(ROWS, generator=random) < 0.6,
     }
 
@@ -41,7 +40,7 @@ def plain(name: str, given: dict[str, Any], cap: float | None, temperature: floa
         "tv": rejected,
         "mixed": 0.6 * chosen + 0.4 * rejected,
     }[name]
-    return (each * given["weights"]).sum()
+    return WEIGHT * each.sum()
 
 
 def chunked(
@@ -53,7 +52,7 @@ def chunked(
         asked.append(positions)
         return given["base"][positions]
 
-    aims = (given["where"], given["base"].argmax(-1), logits, given["weights"], given["choosing"])
+    aims = (given["where"], given["base"].argmax(-1), logits, WEIGHT, given["choosing"])
     found = chunked_loss(given["states"], given["head"], Rows(*aims, OBJECTIVES[name], cap, temperature), at_once)
     if name != "ce" and at_once > ROWS * VOCABULARY:
         positions = torch.cat(asked)
@@ -124,7 +123,7 @@ def test_nothing_of_the_rows_size_exists() -> None:
     head = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
     base = torch.randn(1, VOCABULARY)
     aimed = torch.arange(rows), torch.zeros(rows, dtype=torch.long), lambda positions: base.expand(len(positions), -1)
-    counts = torch.ones(rows), torch.ones(rows, dtype=torch.bool)
+    counts = 1.0, torch.ones(rows, dtype=torch.bool)
     with Watching():
         for objective in OBJECTIVES.values():
             chunked_loss(states, head, Rows(*aimed, *counts, objective, 30.0), 20 * VOCABULARY)[0].backward()

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.pipeline.check import verify
-from mtp_extract.tuning import corpus
+from mtp_extract.tuning import corpus, train
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
@@ -73,6 +73,7 @@ def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeyp
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
     few = shipped_prompts(FEW)
     monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: few)
+    monkeypatch.setattr(train, "ANCHORS", 24)
     commands = []
     for name, (changes, options, drafts) in CASES.items():
         alone = plan(
@@ -82,7 +83,6 @@ def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeyp
             new_tokens=9,
             batch=3,
             steps=3,
-            anchors=24,
             **changes,
         )
         run_tuning(alone)

@@ -21,7 +21,7 @@ from mtp_extract.tuning.corpus import gather
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
-from mtp_extract.tuning.work import locked
+from mtp_extract.tuning.writing import locked
 
 
 def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path)
     workloads = record["tuning"]["workloads"]
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
-    assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
+    assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.texts
     assert (made.work / "log.jsonl").is_file()
     (made.work / "state.pt").unlink()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
@@ -94,19 +94,6 @@ def test_a_stop_leaves_the_best_so_far(plan: Callable[..., TuningPlan], tmp_path
     assert not whole.record["interrupted"]
 
 
-def test_a_second_stop_leaves_nothing(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    class Stopped(BaseException):
-        pass
-
-    def tell(line: str, done: int, total: int) -> None:
-        if line.startswith("step 2 "):
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        run_tuning(plan(tmp_path / "tuned", seed=5), tell=tell)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step it is as everywhere; after it, once asks and twice is as everywhere."""
     from mtp_extract.cli.tune import _asked_to_stop
@@ -140,7 +127,7 @@ def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path
     for changes, message in [
         ({"text": tmp_path / "x"}, "prompts or texts, found both"),
         ({"text": tmp_path / "x", "text_from": "http://localhost:1", "prompts": None}, "by a server, found both"),
-        ({"temperature": float("inf")}, "a temperature that is a number"),
+        ({"temperature": float("inf")}, "temperature of at most 100"),
         ({"new_tokens": 4}, "new_tokens of at least 5"),
         ({"steps": 0}, "steps of at least 1"),
         ({"learning_rate": 0.0}, "learning rate above 0"),
@@ -186,7 +173,7 @@ def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
     validator("extraction")(record)
     assert record["tuning"]["recipe"]["objective"] == "mixed"
     # A greedy draft stands or falls; one that is drawn stands with a probability.
-    assert len(set(found.comparisons.overall.before.stands.flatten().tolist())) > 20
+    assert found.comparisons.overall.before.rounds % 1
     files = [path.read_text(encoding="utf-8") for path in (tmp_path / "work/text").iterdir()]
     drawn = [json.loads(line) for file in files for line in file.splitlines()]
     assert len({row["text"] for row in drawn}) > len(drawn) * 0.9
@@ -199,7 +186,7 @@ def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -
     whole = path.read_bytes()
     for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
         path.write_bytes(whole + line + b"\n")
-        with pytest.raises(CheckpointError, match=r"texts-\w+-\w+\.jsonl: expected text that the base wrote"):
+        with pytest.raises(CheckpointError, match=r"\w+\.jsonl: expected text that the base wrote"):
             gather(pair)
     # What is gone is written again, and is the same.
     path.unlink()
@@ -237,8 +224,6 @@ def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: P
     twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
     assert twice.corpus.repeats == len(held) == twice.record["texts"]["repeats"]
     assert twice.corpus.held_out == once.held_out
-    assert twice.corpus.units == once.units
-    assert any(f"{len(held)} of them repeats" in note for note in twice.notes)
 
 
 def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
@@ -250,15 +235,12 @@ def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
-    windows = found.corpus.own
-    assert windows > 5
-    assert found.comparisons.overall.before.texts == 5
-    assert len(set(found.corpus.units[:windows])) == 5
+    assert found.corpus.own > 5
+    assert found.comparisons.overall.texts == 5
     told = found.record["text_from"]
     assert told["kind"] == "people"
     assert 0 < told["agreement"] < 1
     assert any(f"would have written {told['agreement']:.1%} of" in note for note in found.notes)
     validator("extraction")(verify(tmp_path / "tuned").record)
-    for own, workload in zip(found.corpus.units[windows:], found.corpus.workloads[windows:], strict=True):
-        assert workload.endswith("(shipped)")
-        assert found.corpus.units.count(own) == 1
+    shipped = [item for item, _ in found.corpus.held_out[found.corpus.own :]]
+    assert shipped and all(item.workload.endswith("(shipped)") for item in shipped)

@@ -19,7 +19,7 @@ from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, seen, side_of
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Writer, people_texts
@@ -107,7 +107,7 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningP
     assert len(found.watched) == wanted[WATCHED] - 4
     assert found.own == wanted[HELD_OUT] - 4
     assert found.repeats >= 4
-    tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *found.held_out)]
+    tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *(text for _, text in found.held_out))]
     assert len(set(tails)) == len(tails)
 
 
@@ -117,7 +117,7 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
     """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
     pair = Pair(plan(tmp_path / "tuned"))
     once = gather(pair)
-    learned = (once.held_out[0],)
+    learned = (once.held_out[0][1],)
     monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [learned])
     again = gather(pair)
     assert again.kinds[1] == learned
@@ -131,11 +131,11 @@ def test_a_shipped_prompt_that_does_not_fit_is_left_out(
     """Only to see whether other workloads get worse: no reason to refuse somebody's own prompts."""
     pair = Pair(plan(tmp_path / "tuned"))
     whole = gather(pair)
-    guards = [text for text, workload in zip(whole.held_out, whole.workloads, strict=True) if "shipped" in workload]
+    guards = [text for item, text in whole.held_out if "shipped" in item.workload]
     longest = max(text.prompt_length for text in guards)
     monkeypatch.setattr(pair.base.config, "max_position_embeddings", longest - 1 + pair.plan.new_tokens)
     found = gather(pair)
-    assert found.held_out == tuple(text for text in whole.held_out if text.prompt_length < longest)
+    assert found.held_out == tuple(pair for pair in whole.held_out if pair[1].prompt_length < longest)
     assert len(found.held_out) < len(whole.held_out)
 
 
@@ -161,7 +161,7 @@ def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
     trained = Text(tuple(range(30)), 1)
     other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
     watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
-    found = Corpus(kinds=((trained,),), watched=watched, held_out=(), workloads=(), own=0, units=(), names=())
+    found = Corpus(((trained,),), watched, (), 0)
     text = torch.arange(10).repeat_interleave(10)
     anchor = torch.arange(10, 20).repeat(10)
     stands = (text < 5).double()[:, None].expand(-1, 3)
@@ -169,3 +169,30 @@ def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
     assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
     assert found.balanced(few) == few.teacher_forced > 4 - 1
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7, 9])
+def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(length: int) -> Text:
+        return Text(tuple(torch.randint(3, (length,), generator=generator).tolist()), 2)
+
+    trained, texts = [drawn(60) for _ in range(40)], [drawn(length) for length in (30, 12, 50)]
+    # What begins a text, and is shorter than eight, is seen where another begins with it.
+    texts.append(Text((*trained[0].tokens[:6], *texts[0].tokens), 2))
+    places = [(index, n) for index, text in enumerate(texts) for n in text.anchors if n + steps < len(text.tokens)]
+    index, anchor = torch.tensor(places).T
+    nothing = torch.zeros(len(places), steps, dtype=torch.double)
+    found = seen(Measured.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).known)
+
+    def stands(number: int, n: int) -> bool:
+        last = n + min(steps, 7)
+        tokens = texts[number].tokens[max(0, last - 7) : last + 1]
+        if last < 7:
+            return any(text.tokens[: last + 1] == tokens for text in trained)
+        return any(text.tokens[at : at + 8] == tokens for text in trained for at in range(53))
+
+    assert found.tolist() == [stands(number, n) for number, n in places]
+    assert 0.1 < float(found.double().mean()) < 0.9
+    assert not seen(Measured.over(index, anchor, nothing), texts, Corpus((), (), (), 0).known).any()
