@@ -1,13 +1,19 @@
-"""Rounds and accepted drafts of texts: as a server counts them, and as they are expected of a drafter.
+"""Rounds and accepted drafts of texts: as a server counts them, as a drafter is expected to have them, and compared.
 
 Whether a draft stands is known at every position of a text by teacher forcing, and so are the rounds that a server
 makes of the text: with drafts that are the likeliest tokens exactly, at any temperature, for a server keeps such a
 draft where its token is the one that it emits.
+
+Compared are the drafts of a text that stand at a step, of those that stood at the step before (of rounds, at the
+first): binomial, with the share that is expected there. Where a server tells no steps, the same is said of all accepted
+drafts, of the tokens that rounds added. Drafts of a text go together, and texts are independent: so how surely one is
+ahead of another is asked of the texts, by the mean of its lead and what this varies by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,16 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtp_extract.doctor.result import Rates
+from mtp_extract.doctor.result import Fit, Rates
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.agreement import figure
-from mtp_extract.evaluate.batches import groups
-from mtp_extract.evaluate.intervals import share_interval
+from mtp_extract.evaluate.agreement import figure, groups
+from mtp_extract.evaluate.intervals import LEAST_TEXTS, share_interval, student
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced
 
+SOUND = "sound"
+"""Name of the drafter as it is."""
+_LEAST_CHANCE = 0.002  # of a draft, whatever is expected
 Floats = NDArray[np.float64]
 
 
@@ -90,3 +98,44 @@ def expected_counts(
             table.index_add_(0, torch.tensor(rows)[made.text], counted)
     tokens = np.array([float(len(text.anchors)) for text in texts])
     return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables.numpy()]
+
+
+def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
+    """How well each of ``expected`` fits, likeliest first; all over the same texts."""
+    scores = {name: _log_likelihood(served, counts) for name, counts in expected.items()}
+    names = sorted(scores, key=lambda name: -scores[name].sum())
+    texts, fits = len(served.tokens), []
+    for name in names:
+        lead, least = scores[names[0]] - scores[name], None
+        missing = expected[name].accepted - served.accepted
+        mean = float(missing.sum() / served.tokens.sum())
+        gap = Figure(mean, texts)
+        if texts >= LEAST_TEXTS:
+            # One end of an interval that has 5 % on either side.
+            least = float(lead.mean() - student(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
+            # Not by difference_interval: these are no draws, and exactly 0 where a server does what is expected of it.
+            residuals = missing - mean * served.tokens
+            error = math.sqrt((residuals**2).sum() * texts / (texts - 1)) / served.tokens.sum()
+            half = student(0.95, texts - 1) * float(error)
+            gap = Figure(mean, texts, [mean - half, mean + half])
+        fits.append(Fit(name, float(scores[name].sum()), float(lead.mean()), least, gap))
+    return fits
+
+
+def sure(fits: list[Fit], texts: int) -> bool:
+    """Whether the likeliest is so against every other: at 95 % over texts, its lead is at least 20 times."""
+    leads = [fit.behind_at_least for fit in fits[1:]]
+    return all(lead is not None and lead * texts >= math.log(20) for lead in leads)
+
+
+def _log_likelihood(served: Counts, expected: Counts) -> Floats:
+    """Of each text."""
+    by_step = served.by_step is not None and expected.by_step is not None
+    told, expects = (one.reached if by_step else [one.tokens, one.accepted] for one in (served, expected))
+    total = np.zeros(len(served.tokens))
+    for (size, hits), (among, stand) in zip(pairwise(told), pairwise(expects), strict=True):
+        # The expected share of a text is drawn towards that of all texts, as if one more draw had been that.
+        whole = stand.sum() / among.sum() if among.sum() else 0.0
+        mean = np.clip((stand + whole) / (among + 1), _LEAST_CHANCE, 1 - _LEAST_CHANCE)
+        total += hits * np.log(mean) + (np.maximum(size, hits) - hits) * np.log(1 - mean)
+    return total

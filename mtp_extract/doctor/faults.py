@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
 from mtp_extract.speculate.target import Base
-from mtp_extract.validation.acceptance.controls import CONTROLS, Control
+from mtp_extract.validation.controls import CONTROLS
 
 _MOVES = 0.01  # accepted drafts a token that a fault adds or takes, over all texts, to be told from none
 POSITION = "position_off_by_one"
@@ -25,24 +25,6 @@ POSITION = "position_off_by_one"
 
 Along = Callable[[Sequence[Drafter]], list[Counts]]
 """What drafters come to along the texts at hand."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a fault is made of."""
-
-    drafter: MtpDrafter
-    layers: int  # of the base
-    convention: Convention  # of the two, the one that the drafter drafts better by
-    lag: int  # tokens that a round adds in serving, on the mean
-
-
-@dataclass(frozen=True)
-class Fault:
-    name: str  # key in the record
-    what: str  # what is done, in words
-    suspect: str  # what to look at
-    make: Callable[[Setting], Drafter | None]  # a drafter that has it; None where this one has nothing to break
 
 
 @dataclass(frozen=True)
@@ -54,71 +36,72 @@ class Handed(Altered):
 
     @property
     def needs(self) -> Needs:
-        return dataclasses.replace(self.drafter.needs, layers=self.layers)
+        return replace(self.drafter.needs, layers=self.layers)
 
     def start(self, base: BaseState) -> MtpState:
         return self.drafter.start(self.change(base), self.convention)
 
 
-def _of_control(control: Control) -> Fault:
-    def make(setting: Setting) -> Drafter | None:
-        changed = control.drafter(setting.drafter)
-        if control.name == POSITION:
-            return Altered(setting.drafter, TRANSFORMERS if setting.convention == LITERT else LITERT)
-        return changed and Altered(changed, setting.convention, control.transform)
-
-    return Fault(control.name, control.what, control.suspect, make)
-
-
-def _early_state(setting: Setting) -> Drafter:
-    layer = setting.layers - 1
+def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Drafter:
+    """The base's hidden state as it enters the last of its ``layers``."""
 
     def change(base: BaseState) -> BaseState:
-        before = dataclasses.replace(base.fed, hidden=base.fed.layers[layer])
-        hidden = BaseState.after(before, base.positions, base.embed).hidden
-        return dataclasses.replace(base, hidden=hidden.to(base.hidden))
+        before = replace(base.fed, hidden=base.fed.layers[layers - 1])
+        return replace(base, hidden=BaseState.after(before, base.positions, base.embed).hidden.to(base.hidden))
 
-    return Handed(setting.drafter, setting.convention, change=change, layers=(layer,))
-
-
-def _half(setting: Setting) -> Drafter:
-    state = setting.drafter.state_dict()
-    halves = {name: tensor.half() for name, tensor in state.items() if tensor.is_floating_point()}
-    return Altered(setting.drafter.with_tensors(halves), setting.convention)
+    return Handed(drafter, convention, change=change, layers=(layers - 1,))
 
 
-def _stale(setting: Setting) -> Drafter:
-    """The newest slots are as if they were not written yet."""
+def _half(drafter: MtpDrafter, convention: Convention) -> Drafter:
+    halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
+    return Altered(drafter.with_tensors(halves), convention)
+
+
+def _stale(drafter: MtpDrafter, convention: Convention, lag: int) -> Drafter:
+    """The newest ``lag`` slots are as if they were not written yet."""
 
     def change(base: BaseState) -> BaseState:
-        later = {kind: positions + setting.lag for kind, positions in base.slot_positions.items()}
-        return dataclasses.replace(base, slot_positions=later)
+        return replace(base, slot_positions={kind: slots + lag for kind, slots in base.slot_positions.items()})
 
-    return Handed(setting.drafter, setting.convention, change=change)
+    return Handed(drafter, convention, change=change)
 
 
-FAULTS: tuple[Fault, ...] = (
-    *map(_of_control, CONTROLS),
-    Fault(
-        "early_state",
+FAULTS: Mapping[str, tuple[str, str]] = {
+    **{control.name: (control.what, control.suspect) for control in CONTROLS},
+    "early_state": (
         "the base's hidden state as it enters the last layer",
         "which of the base's states the drafter is given: that after the final norm, not one layer earlier",
-        _early_state,
     ),
-    Fault(
-        "fp16_overflow",
+    "fp16_overflow": (
         "the drafter computed in FP16, whose range it may leave",
         "the type that the engine computes the drafter in: BF16 or F32, never FP16",
-        _half,
     ),
-    Fault(
-        "stale_kv",
+    "stale_kv": (
         "the base's K and V of the last round not written yet",
         "when the drafter reads the base's K and V: after the tokens of the last round are in them",
-        _stale,
     ),
-)
-"""Ten."""
+}
+"""The ten, by their key in the record: what is done, in words, and what to look at."""
+
+
+def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -> dict[str, Drafter]:
+    """By fault, a drafter that has it; none where this one has nothing to break.
+
+    Args:
+        convention: of the two, the one that the drafter drafts better by.
+        layers: of the base.
+        lag: tokens that a round adds in serving, on the mean.
+    """
+    found: dict[str, Drafter] = {}
+    for control in CONTROLS:
+        if control.name == POSITION:
+            found[POSITION] = Altered(drafter, TRANSFORMERS if convention == LITERT else LITERT)
+        elif (changed := control.drafter(drafter)) is not None:
+            found[control.name] = Altered(changed, convention, control.transform)
+    found["early_state"] = _early_state(drafter, convention, layers)
+    found["fp16_overflow"] = _half(drafter, convention)
+    found["stale_kv"] = _stale(drafter, convention, lag)
+    return found
 
 
 @dataclass(frozen=True)
@@ -144,10 +127,8 @@ def reference(drafter: Drafter, base: Base, along: Along, *, lag: float | None) 
     best, sound = max(both.items(), key=lambda item: float(item[1].accepted.sum()))
     if lag is None:
         return Reference(sound, best)
-    setting = Setting(drafter, base.num_layers, best, max(1, round(lag)))
-    made = {fault.name: broken for fault in FAULTS if (broken := fault.make(setting)) is not None}
+    made = broken(drafter, best, base.num_layers, max(1, round(lag)))
     counts = dict(zip(made, along([*made.values()]), strict=True))
     least = _MOVES * sound.tokens.sum()
-    moves = {name: bool(np.abs(found.accepted - sound.accepted).sum() >= least) for name, found in counts.items()}
-    changing = {name: found for name, found in counts.items() if moves[name]}
-    return Reference(sound, best, changing, tuple(name for name in counts if not moves[name]))
+    changing = {name: c for name, c in counts.items() if np.abs(c.accepted - sound.accepted).sum() >= least}
+    return Reference(sound, best, changing, tuple(name for name in counts if name not in changing))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtp_extract.doctor.result import Diagnosis, Rates
+from mtp_extract.doctor.result import Diagnosis
+from mtp_extract.doctor.verdict import in_100_tokens
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.report.numbers import DASH, mean, number, rate
 from mtp_extract.report.page import Page, Table, write_report
 
 DOCTOR_LISTED = listing("doctor.json", frozenset({"doctor.json", "doctor.html"}))
 """Everything that a report of a diagnosis consists of, and that may be replaced."""
-_PASSED = {True: "yes", False: "NO", None: "?"}
 
 
 def write_doctor(found: Diagnosis, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
@@ -34,52 +34,42 @@ def tables(found: Diagnosis) -> Iterator[Table]:
     """What to do, what is expected and served, does the pair fit, and what the counters are like."""
     if found.next:
         yield Table("What to do next", ("",), [(step,) for step in found.next], what="In this order.")
-    sides = {"expected": found.expected, "served": found.served}
-    if told := {side: rates for side, rates in sides.items() if rates is not None}:
-        yield _drafts(told, found.settings["drafts"])
+    drafts, rows = found.settings["drafts"], list[tuple[str | int, ...]]()
+    for side, rates in (("expected", found.expected), ("served", found.served)):
+        if rates is not None:
+            counts = (side, rates.texts, f"{rates.rounds:.0f}", f"{rates.accepted:.0f}", mean(rates.tokens_per_round))
+            rows.append((*counts, *(map(rate, rates.steps) if rates.steps else [DASH] * drafts)))
+    if rows:
+        yield Table(
+            "Drafts",
+            ("", "texts", "rounds", "accepted", "tokens per round", *(f"step {at + 1} %" for at in range(drafts))),
+            rows,
+            what="Drafts that stand along the same texts; in brackets 95 % intervals, over texts.",
+            about=(
+                "Expected: of the reference, along the served texts. Tokens per round: drafts that stand, and the "
+                "base's own token. Step: accepted there, of those whose predecessors in the round all were."
+            ),
+        )
     if found.checks:
+        passed = {True: "yes", False: "NO", None: "?"}
         yield Table(
             "Does the pair fit",
             ("what has to agree", "does", "found"),
-            [(check.name, _PASSED[check.passed], check.found) for check in found.checks],
+            [(check.name, passed[check.passed], check.found) for check in found.checks],
             what="What has to agree of drafter and base, and whether it does; ? where nothing decides it.",
         )
     if len(found.fits) > 1:
-        yield _faults(found)
-
-
-def _drafts(told: dict[str, Rates], drafts: int) -> Table:
-    """Of the reference and the server, as far as they tell their drafts; a server may tell no steps."""
-    rows = []
-    for side, rates in told.items():
-        counts = (side, rates.texts, f"{rates.rounds:.0f}", f"{rates.accepted:.0f}", mean(rates.tokens_per_round))
-        rows.append((*counts, *(map(rate, rates.steps) if rates.steps else [DASH] * drafts)))
-    return Table(
-        "Drafts",
-        ("", "texts", "rounds", "accepted", "tokens per round", *(f"step {at + 1} %" for at in range(drafts))),
-        rows,
-        what="Drafts that stand along the same texts; in brackets 95 % intervals, over texts.",
-        about=(
-            "Expected: of the reference, along the served texts. Tokens per round: drafts that stand, and the base's "
-            "own token. Step: accepted there, of those whose predecessors in the round all were."
-        ),
-    )
-
-
-def _faults(found: Diagnosis) -> Table:
-    rows = []
-    for fit in found.fits:
-        missing = fit.missing.ci95 and [100 * end for end in fit.missing.ci95]
-        gap = number(100 * (fit.missing.value or 0), "+.1f", missing, between=" to ")
-        least = number(fit.behind_at_least, ".2f")
-        rows.append((fit.name, number(fit.log_likelihood, ".1f"), number(fit.behind, ".2f"), least, gap))
-    return Table(
-        "What the counters are like",
-        ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens"),
-        rows,
-        what="What the drafter comes to with one thing broken, compared with the counters text by text.",
-        about=(
-            "Behind: log-likelihood of a text by which the likeliest is ahead of this one, on the mean, and at least, "
-            "95 % over texts. Missing: accepted drafts that it expects and that were not served."
-        ),
-    )
+        figures = (
+            (number(fit.log_likelihood, ".1f"), number(fit.behind, ".2f"), number(fit.behind_at_least, ".2f"))
+            for fit in found.fits
+        )
+        yield Table(
+            "What the counters are like",
+            ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens"),
+            [(fit.name, *row, in_100_tokens(fit)) for fit, row in zip(found.fits, figures, strict=True)],
+            what="What the drafter comes to with one thing broken, compared with the counters text by text.",
+            about=(
+                "Behind: log-likelihood of a text by which the likeliest is ahead of this one, on the mean, and at "
+                "least, 95 % over texts. Missing: accepted drafts that it expects and that were not served."
+            ),
+        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, ServedModel, Workloads
-from mtp_extract.validation.acceptance.drafting import MOST_STEPS
+from mtp_extract.validation.plan import MOST_STEPS
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,10 @@ class DoctorPlan:
     key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=8)] = 64
     temperature: Annotated[
-        float, About("Of the answers; 0 is greedy. Drafts are taken to be the drafter's likeliest tokens.", least=0)
+        float,
+        About(
+            "Of the answers; 0 is greedy. Drafts are taken to be the drafter's likeliest tokens.", least=0, option=False
+        ),
     ] = 0.0
     drafts: Annotated[
         int | None,

@@ -1,29 +1,34 @@
-"""A whole diagnosis, from names to a result."""
+"""A whole diagnosis, from names to a result: the pair, what is expected of it, what is served, and what is wrong."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mtp_extract.doctor.counts import Counts, expected_counts
+import torch
+
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.doctor.counts import SOUND, Counts, compare, expected_counts
 from mtp_extract.doctor.faults import Reference, reference
-from mtp_extract.doctor.likelihood import SOUND, compare
-from mtp_extract.doctor.pair import check_fit, identify
 from mtp_extract.doctor.plan import DoctorPlan
-from mtp_extract.doctor.result import Diagnosis, Serving
+from mtp_extract.doctor.result import Check, Diagnosis, Identity, Serving
 from mtp_extract.doctor.texts import Sample, ask_all, rounds_of, samples, served_counts, text_fit
-from mtp_extract.doctor.verdict import conclude
-from mtp_extract.drafter.load import load_any
+from mtp_extract.doctor.verdict import judge
+from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluate.base_model import load_base, memory_guard
+from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped, require_texts
+from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
+from mtp_extract.pipeline.check import RECORD, read_record, with_record
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.target import Base, compared
 
 Say = Callable[[str], None]
 _DRAFTS = 3  # a round, where nothing says how many
@@ -66,7 +71,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     found = Diagnosis(drafter=identity, base=public_name(plan.base), settings=settings, serving=serving, checks=checks)
     found.notes += loaded.notes
     if any(check.passed is False for check in checks):
-        return conclude(found)
+        return judge(found)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     with memory_guard("running the base"):
         encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
@@ -74,61 +79,16 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
         chosen = samples(generator, encoded, answers, plan)
         found.notes += _notes(chosen, len(prompts))
         if chosen:
-            _along_texts(found, generator, chosen, plan)
-    return conclude(found)
+            base, texts, steps = generator.base, [sample.text for sample in chosen], int(settings["drafts"])
 
+            def along(drafters: Sequence[Drafter]) -> list[Counts]:
+                return expected_counts(base, drafters, texts, steps, batch=plan.batch)
 
-def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
-    """A server, and all that it counted."""
-    counted = [(one.counted.drafted, rounds_of(one)) for one in answers if one.counted is not None]
-    rounds = [(drafted, made) for drafted, made in counted if drafted and made]
-    return Serving(
-        server.name,
-        server.kind.name,
-        server.version,
-        drafted=sum(drafted for drafted, _ in counted if drafted) if any(d is not None for d, _ in counted) else None,
-        per_round=sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None,
-    )
-
-
-def _drafts_of(answers: Sequence[Answer]) -> int | None:
-    """Drafts a round, by the answer that has most on the mean; None where none tells."""
-    known = [(one.counted, rounds) for one in answers if one.counted is not None and (rounds := rounds_of(one))]
-    means = [(c.drafted / rounds, c.rounds) for c, rounds in known if c.drafted]
-    return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in means), default=None)
-
-
-def _notes(chosen: Sequence[Sample], prompts: int) -> list[str]:
-    """What was left out, and where the server read other prompts."""
-    found = []
-    if left_out := prompts - len(chosen):
-        why = "too short, repeats, or not reported in these tokens"
-        found.append(f"{left_out} of {prompts} texts are not counted: {why}.")
-    if bare := sum(sample.without_bos for sample in chosen):
-        found.append(
-            f"{bare} of {len(chosen)} prompts begin with the BOS token here, which is added to text that no chat "
-            "template wrote, and not at the server: they are counted as the server read them."
-        )
-    if other := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
-        found.append(
-            f"{other} of {len(chosen)} prompts are other tokens at the server, as by another chat template: they are "
-            "counted as the server read them, where it says so."
-        )
-    return found
-
-
-def _along_texts(found: Diagnosis, generator: SpeculativeGenerator, chosen: Sequence[Sample], plan: DoctorPlan) -> None:
-    """Add to ``found`` what is expected along the texts, whether they are the base's, and which fault it is."""
-    steps, base, texts = int(found.settings["drafts"]), generator.base, [sample.text for sample in chosen]
-
-    def along(drafters: Sequence[Drafter]) -> list[Counts]:
-        return expected_counts(base, drafters, texts, steps, batch=plan.batch)
-
-    served = served_counts(chosen, steps, base.stop_token_ids)
-    lag = served.tokens_per_round if served else None
-    hold_against(found, reference(generator.drafter, base, along, lag=lag), served)
-    if found.serving is not None:
-        found.text = text_fit(generator, chosen, plan)
+            served = served_counts(chosen, steps, base.stop_token_ids)
+            lag = served.tokens_per_round if served else None
+            hold_against(found, reference(drafter, base, along, lag=lag), served)
+            found.text = text_fit(generator, chosen, plan) if serving is not None else None
+    return judge(found)
 
 
 def hold_against(found: Diagnosis, known: Reference, served: Counts | None) -> None:
@@ -140,3 +100,101 @@ def hold_against(found: Diagnosis, known: Reference, served: Counts | None) -> N
         found.served = served.rates(steps)
         found.fits = compare(served, {SOUND: known.sound, **known.broken})
         found.untold = list(known.untold)
+
+
+def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
+    """A server, and all that it counted."""
+    counted = [(one.counted.drafted, rounds_of(one)) for one in answers if one.counted is not None]
+    told = [drafted for drafted, _ in counted if drafted is not None]
+    rounds = [(drafted, made) for drafted, made in counted if drafted and made]
+    per_round = sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None
+    return Serving(server.name, server.kind.name, server.version, sum(told) if told else None, per_round)
+
+
+def _drafts_of(answers: Sequence[Answer]) -> int | None:
+    """Drafts a round, by the answer that has most on the mean; None where none tells."""
+    known = [(one.counted, rounds) for one in answers if one.counted is not None and (rounds := rounds_of(one))]
+    means = [(c.drafted / rounds, c.rounds) for c, rounds in known if c.drafted]
+    return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in means), default=None)
+
+
+def _notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
+    """What was left out, and where the server read other prompts."""
+    if left_out := prompts - len(chosen):
+        yield (f"{left_out} of {prompts} texts are not counted: too short, repeats, or not reported in these tokens.")
+    if bare := sum(sample.without_bos for sample in chosen):
+        yield (
+            f"{bare} of {len(chosen)} prompts begin with the BOS token here, which is added to text that no chat "
+            "template wrote, and not at the server: they are counted as the server read them."
+        )
+    if other := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
+        yield (
+            f"{other} of {len(chosen)} prompts are other tokens at the server, as by another chat template: they are "
+            "counted as the server read them, where it says so."
+        )
+
+
+def identify(place: Path, name: str) -> Identity:
+    """What is in ``place``.
+
+    Raises:
+        CheckpointError: it is damaged, or holds no drafter.
+    """
+    layout, folder = format_of(place), with_record(place)
+    config = layout.read(place).config
+    record = read_record(folder) if (folder / RECORD).is_file() else {}
+    known = known_drafter(config) if isinstance(config, DrafterConfig) else {"base_model": config.base}
+    made_for = (record.get("tuning") or record.get("ordered_head") or {}).get("base") or (known or {}).get("base_model")
+    return Identity(name, layout.name, made_for)
+
+
+def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedBase) -> list[Check]:
+    """Everything that has to agree, each by itself: what is wrong in one does not hide another.
+
+    Raises:
+        PairError: the base is no Gemma 4 model that the reference can run.
+    """
+    base = Base(loaded.model)
+    with torch.inference_mode():
+        checks = [_same(what.removesuffix(" of"), *both) for what, *both in compared(base, drafter.needs)]
+    if isinstance(drafter.config, DrafterConfig):
+        checks += _attention(drafter.config, base)
+    size = len(loaded.tokenizer)
+    checks.append(Check("tokenizer's size", size <= base.vocab_size, f"{size} tokens, {base.vocab_size} in the base"))
+    if (file := place / "tokenizer.json").is_file():
+        checks.append(_tokenizer(file, loaded.tokenizer.get_vocab()))
+    named = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
+    what = f"made for {identity.made_for or 'a base that is not known'}; here it is {named}, {loaded.dtype}"
+    known = named == (identity.made_for or "").rpartition("/")[2]
+    return [*checks, Check("made for this base", True if known else None, escape(what))]
+
+
+def _same(name: str, drafter: object, base: object) -> Check:
+    if drafter == base:
+        return Check(name, True, escape(base))
+    return Check(name, False, f"the drafter has {escape(drafter)}, the base {escape(base)}")
+
+
+def _attention(config: DrafterConfig, base: Base) -> Iterator[Check]:
+    ropes = getattr(base.config, "rope_parameters", None) or {}
+    for kind, layer in config.kv_layers.items():
+        own = ropes.get(kind)
+        if isinstance(own, Mapping):
+            found = own.get("rope_theta"), own.get("partial_rotary_factor", 1.0)
+            yield _same(f"RoPE, {kind}", (layer.rope.theta, layer.rope.partial_rotary_factor), found)
+        if layer.sliding_window is not None:
+            yield _same("sliding window", layer.sliding_window, base.windows.get(kind))
+    cap, theirs = config.final_logit_softcap or None, getattr(base.config, "final_logit_softcapping", None) or None
+    so = ": greedy drafts are the same, drawn ones are not"
+    yield Check("soft cap", True if cap == theirs else None, f"{cap} and {theirs}{'' if cap == theirs else so}")
+
+
+def _tokenizer(file: Path, base: Mapping[str, int]) -> Check:
+    """The drafter's own against the base's, token by token."""
+    try:
+        read = json.loads(file.read_bytes())
+        listed = {**read["model"]["vocab"], **{token["content"]: token["id"] for token in read["added_tokens"]}}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Check("tokenizer", None, f"it lists no tokens by number: {escape(error)}")
+    other = sum(base.get(token) != number for token, number in listed.items())
+    return Check("tokenizer", not other, f"{other} tokens differ from the base's" if other else "the base's own")

@@ -14,11 +14,10 @@ from mtp_extract.doctor.counts import Counts
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import TextFit
 from mtp_extract.errors import PairError
-from mtp_extract.evaluate.agreement import figure
-from mtp_extract.evaluate.batches import base_texts, groups
+from mtp_extract.evaluate.agreement import base_texts, figure, groups
+from mtp_extract.evaluate.intervals import repeats
 from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.evaluate.texts import repeats
 from mtp_extract.serving.client import Answer, Question, Server
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -76,7 +75,14 @@ def samples(
         PairError: the server writes tokens that the base does not have.
     """
     told: Sequence[Answer | None] = answers if answers is not None else [None] * len(encoded)
-    prompts = [_as_read(generator, *pair) for pair in zip(encoded, told, strict=True)]
+    most = max((t for a in answers or () for t in (*(a.token_ids or ()), *(a.prompt_ids or ()))), default=0)
+    if most >= (size := generator.base.vocab_size):
+        raise PairError(
+            f"expected a server with tokens below {size}, found {most}: it has another base. Name that one.",
+            remedies=("base",),
+        )
+    bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
+    prompts = [_as_read(*pair, bos) for pair in zip(encoded, told, strict=True)]
     written: Sequence[Tokens | None] = [None] * len(encoded)
     if answers is None or not plan.temperature:
         sizes: Any = {"new_tokens": plan.max_tokens, "batch": plan.batch}
@@ -87,38 +93,26 @@ def samples(
         if tokens is not None:
             says = answer is not None and (answer.prompt_ids is not None or answer.prompt_tokens is not None)
             alike = prompt == here and (answer is None or answer.prompt_tokens in (None, len(here))) if says else None
-            bare = prompt == here[1:]
-            found.append(Sample(Text((*prompt, *tokens), len(prompt)), answer, tokens == own, alike, bare))
+            found.append(
+                Sample(Text((*prompt, *tokens), len(prompt)), answer, tokens == own, alike, prompt == here[1:])
+            )
     again = repeats([sample.text.tokens for sample in found])
     kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
     return [sample for sample in kept if sample.answer is not None and _counts(sample.answer)] or kept
 
 
-def _as_read(generator: SpeculativeGenerator, prompt: Tokens, answer: Answer | None) -> Tokens:
+def _as_read(prompt: Tokens, answer: Answer | None, bos: int | None) -> Tokens:
     """``prompt`` as the server read it: by its tokens; or, where it counts one less, without the BOS token."""
     if answer is not None and answer.prompt_ids is not None:
-        return _known(generator, answer.prompt_ids)
-    bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
+        return answer.prompt_ids
     shorter = answer is not None and answer.prompt_tokens == len(prompt) - 1 > 0 and prompt[0] == bos
     return prompt[1:] if shorter else prompt
 
 
-def _known(generator: SpeculativeGenerator, tokens: Tokens) -> Tokens:
-    if (most := max(tokens, default=0)) >= generator.base.vocab_size:
-        raise PairError(
-            f"expected a server with tokens below {generator.base.vocab_size}, found {most}: it has another base. Name "
-            "that one.",
-            remedies=("base",),
-        )
-    return tokens
-
-
 def _tokens(generator: SpeculativeGenerator, answer: Answer, own: Tokens | None) -> Tokens | None:
     """The tokens of an answer; None where they cannot be known. ``own``: what the reference wrote, if it was asked."""
-    if answer.token_ids is not None:
-        return _known(generator, answer.token_ids)
-    if answer.reasoning:
-        return None
+    if answer.token_ids is not None or answer.reasoning:
+        return answer.token_ids
     if own is not None and answer.text == generator.codec.decode(own):
         return own
     tokens = generator.codec.continued(answer.text)
@@ -142,11 +136,11 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     Args:
         stops: tokens that end a text.
     """
-    answers = [sample.answer for sample in chosen if sample.answer is not None and _counts(sample.answer)]
-    if len(answers) < len(chosen):
-        return None
     table, by_step = np.zeros((len(chosen), 3)), list[list[int]]()
-    for row, sample, answer in zip(table, chosen, answers, strict=True):
+    for row, sample in zip(table, chosen, strict=True):
+        answer = sample.answer
+        if answer is None or not _counts(answer):
+            return None
         counted, length = answer.counted or Counters(), len(sample.text.anchors)
         rounds = counted.rounds if counted.rounds is not None else max(1, length - (counted.accepted or 0))
         accepted = counted.accepted if counted.accepted is not None else max(0, length - rounds)

@@ -6,14 +6,12 @@ expects is near what was served.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from msgspec import structs
-
+from mtp_extract.doctor.counts import SOUND, sure
 from mtp_extract.doctor.faults import FAULTS
-from mtp_extract.doctor.likelihood import SOUND, sure
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, Serving, TextFit
-from mtp_extract.evaluate.texts import undecided
+from mtp_extract.evaluate.intervals import undecided
 from mtp_extract.report.numbers import mean, number
 
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is surely the likeliest
@@ -43,86 +41,70 @@ _ELSEWHERE = (
     "serve the same directory in another engine or version: where it is in line there, it is the engine",
     "report it to the engine with doctor.json",
 )
-_WHAT = {SOUND: "a sound stack", **{fault.name: fault.what for fault in FAULTS}}
-_SUSPECT = {fault.name: fault.suspect for fault in FAULTS}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    outcome: Outcome
-    sentence: str
-    next: tuple[str, ...] = ()  # what to do
-    findings: tuple[str, ...] = ()  # what it rests on
-    suspect: str | None = None  # name of a fault, or "template"
-
-
-def conclude(found: Diagnosis) -> Diagnosis:
-    """The same with its verdict."""
-    verdict = judge(found)
-    return structs.replace(
-        found,
-        verdict=verdict.sentence,
-        outcome=verdict.outcome,
-        suspect=verdict.suspect,
-        findings=list(verdict.findings),
-        next=list(verdict.next),
-    )
-
-
-def judge(found: Diagnosis) -> Verdict:
-    """Does the pair fit, is there something to compare, is the text this base's, what are the counters like."""
-    serving, steps = found.serving, (_TUNING,) if _drafts_little(found) else ()
+def judge(found: Diagnosis) -> Diagnosis:
+    """Add the verdict: does the pair fit, is there something to compare, is the text this base's, which fault is it."""
+    serving, said = found.serving, _rates(found)
     if wrong := "; ".join(f"{check.name}: {check.found}" for check in found.checks if check.passed is False):
-        return Verdict("does not fit", f"Drafter and base do not fit: {wrong}.", (_FITTING,))
+        return _say(found, "does not fit", f"Drafter and base do not fit: {wrong}.", [_FITTING])
     if serving is not None and serving.drafted == 0:
-        said = f"{serving.name} drafted nothing: it was started without a drafter, or does not use it."
-        return Verdict("nothing drafted", said, (_STARTING,))
+        what = f"{serving.name} drafted nothing: it was started without a drafter, or does not use it."
+        return _say(found, "nothing drafted", what, [_STARTING])
     if found.expected is None:
-        return Verdict("cannot tell", "Cannot tell: no text was long enough to draft along.", (_MORE,))
+        return _say(found, "cannot tell", "Cannot tell: no text was long enough to draft along.", [_MORE])
+    first = found.expected.steps[0].value if found.expected.steps else None
+    steps = [_TUNING] if first is not None and first < _LOW else []
     if serving is None:
-        return Verdict("not served", f"Expected of this pair: {_rates(found)}.", steps)
-    if found.text is not None and (other := _another_text(found.text)) is not None:
-        return other
+        return _say(found, "not served", f"Expected of this pair: {said}.", steps)
+    if found.text is not None and _is_another(found.text):
+        return _another_text(found, found.text)
     if found.served is None:
-        said = f"Cannot tell: {serving.name} reports nothing of its drafts; {_rates(found)}."
-        return Verdict("cannot tell", said, (_COUNTING,))
+        what = f"Cannot tell: {serving.name} reports nothing of its drafts; {said}."
+        return _say(found, "cannot tell", what, [_COUNTING])
     if unsteady := _unsteady(found, serving):
-        return Verdict("cannot tell", f"Cannot tell: {_rates(found)}; {unsteady}.", (_STEADY,))
+        return _say(found, "cannot tell", f"Cannot tell: {said}; {unsteady}.", [_STEADY])
     (sound,) = (fit for fit in found.fits if fit.name == SOUND)
     if sound.missing.ci95 is None or sound.missing.value is None:
-        return Verdict("cannot tell", f"Cannot tell: {_rates(found)}; {undecided(sound.missing.n)}.", (_MORE,))
+        return _say(found, "cannot tell", f"Cannot tell: {said}; {undecided(sound.missing.n)}.", [_MORE])
     low, high = sound.missing.ci95
-    missing = f"{_in_100_tokens(sound)} accepted drafts missing in 100 tokens"
+    found.findings.append(f"{in_100_tokens(sound)} accepted drafts missing in 100 tokens")
     named = found.fits[0] is not sound and sure(found.fits, sound.missing.n)
     # A fault that is surely the likeliest shows a loss that the mean over so different texts does not.
     if sound.missing.value > _NOTICED if named else low > _PLAIN:
-        return _below(found, named, missing)
+        return _below(found, named)
     if high < _IN_LINE:
-        return Verdict("in line", f"In line: {_rates(found)}.", steps, (missing,))
-    return Verdict("cannot tell", f"Cannot tell: {_rates(found)}; too few texts to say.", (_MORE,), (missing,))
+        return _say(found, "in line", f"In line: {said}.", steps)
+    return _say(found, "cannot tell", f"Cannot tell: {said}; too few texts to say.", [_MORE])
 
 
-def _drafts_little(found: Diagnosis) -> bool:
-    first = found.expected.steps[0].value if found.expected is not None and found.expected.steps else None
-    return first is not None and first < _LOW
+def _say(
+    found: Diagnosis, outcome: Outcome, verdict: str, following: Sequence[str], suspect: str | None = None
+) -> Diagnosis:
+    found.outcome, found.verdict, found.next, found.suspect = outcome, verdict, list(following), suspect
+    return found
 
 
-def _another_text(text: TextFit) -> Verdict | None:
-    """Where the server's texts are not what this base would write, nothing can be said of its drafts."""
-    share, ends, greedy = text.likeliest.value, text.likeliest.ci95, text.expected == 1.0
+def _is_another(text: TextFit) -> bool:
+    """Whether the server's texts are surely not what this base would write."""
+    share, ends = text.likeliest.value, text.likeliest.ci95
     if share is None or ends is None:
-        return None
-    near = abs(share - text.expected) <= _ALIKE or ends[0] <= text.expected <= ends[1]
-    if ends[1] >= _OWN if greedy else near:
-        return None
-    said = (
-        f"{100 * share:.1f} % of the served tokens are the base's likeliest, {100 * text.expected:.1f} % are expected"
-    )
+        return False
+    if text.expected == 1.0:  # greedy
+        return ends[1] < _OWN
+    return abs(share - text.expected) > _ALIKE and not ends[0] <= text.expected <= ends[1]
+
+
+def _another_text(found: Diagnosis, text: TextFit) -> Diagnosis:
+    """Then nothing can be said of its drafts."""
+    share = 100 * (text.likeliest.value or 0.0)
+    said = f"{share:.1f} % of the served tokens are the base's likeliest, {100 * text.expected:.1f} % are expected"
+    found.findings.append(said)
     if text.prompts_alike is not None and text.prompts_alike < _MOSTLY:
         what = f"{100 * (1 - text.prompts_alike):.0f} % of the prompts are other tokens there"
-        return Verdict("another text", f"Another prompt: {said}; {what}.", (_PROMPTING,), (said, what), "template")
+        return _say(found, "another text", f"Another prompt: {said}; {what}.", [_PROMPTING], "template")
     sentence = f"The served text is not this base's own, so its drafts cannot be judged: {said}."
-    return Verdict("another text", sentence, _REBASING, (said,))
+    return _say(found, "another text", sentence, _REBASING)
 
 
 def _unsteady(found: Diagnosis, serving: Serving) -> str:
@@ -135,24 +117,26 @@ def _unsteady(found: Diagnosis, serving: Serving) -> str:
     return f"{per_round:.2f} drafts a round on the mean, where {drafts} were expected: it stops early, or adapts"
 
 
-def _below(found: Diagnosis, named: bool, missing: str) -> Verdict:
+def _below(found: Diagnosis, named: bool) -> Diagnosis:
     """Below what is expected: of what?"""
     said, likeliest = f"Below: {_rates(found)}", found.fits[0]
     if len(found.fits) == 1:
         why = "no fault that is known changes it here" if found.untold else "faults are known of MTP drafters only"
-        return Verdict("below", f"{said}; {why}.", _ELSEWHERE, (missing,))
-    what, other = (_WHAT[fit.name] for fit in found.fits[:2])
+        return _say(found, "below", f"{said}; {why}.", _ELSEWHERE)
+    what, other = (FAULTS[fit.name][0] if fit.name in FAULTS else "a sound stack" for fit in found.fits[:2])
     low, high = likeliest.missing.ci95 or (0.0, 0.0)
     if low > _NEAR or high < -_NEAR:
+        found.findings.append(
+            f"{what}, the likeliest, leaves {in_100_tokens(likeliest)} drafts in 100 tokens unexplained"
+        )
         why = "no fault that is known explains it"
-        how = f"{what}, the likeliest, leaves {_in_100_tokens(likeliest)} drafts in 100 tokens unexplained"
-        return Verdict("below", f"{said}. Cannot tell why: {why}.", (_MORE, *_ELSEWHERE), (missing, how))
-    how = f"{what} is likelier than {other} by e^{found.fits[1].behind:.2f} a text"
-    if named:
-        steps = (f"look at {_SUSPECT[likeliest.name]}", *_ELSEWHERE)
-        return Verdict("below", f"{said}. Suspect: {what}.", steps, (missing, how), likeliest.name)
-    why = f"{what} and {other} are too alike"
-    return Verdict("below", f"{said}. Cannot tell why: {why}.", (_MORE, *_ELSEWHERE), (missing, how))
+    else:
+        found.findings.append(f"{what} is likelier than {other} by e^{found.fits[1].behind:.2f} a text")
+        if named:
+            steps = (f"look at {FAULTS[likeliest.name][1]}", *_ELSEWHERE)
+            return _say(found, "below", f"{said}. Suspect: {what}.", steps, likeliest.name)
+        why = f"{what} and {other} are too alike"
+    return _say(found, "below", f"{said}. Cannot tell why: {why}.", (_MORE, *_ELSEWHERE))
 
 
 def _rates(found: Diagnosis) -> str:
@@ -162,6 +146,7 @@ def _rates(found: Diagnosis) -> str:
     return f"{said} tokens per round, of at most {found.settings['drafts'] + 1}"
 
 
-def _in_100_tokens(fit: Fit) -> str:
+def in_100_tokens(fit: Fit) -> str:
+    """Accepted drafts that ``fit`` expects and that were not served, of 100 tokens."""
     ends = fit.missing.ci95 and [100 * end for end in fit.missing.ci95]
     return number(100 * (fit.missing.value or 0), "+.1f", ends, between=" to ")

@@ -5,25 +5,33 @@ go to server and baseline in turn, either first every other time, so that drift 
 
 What was drafted, the server says: in its answers, else in its counters, which are everybody's. Where these moved by
 other than what was asked here, or by what is impossible, they are left out: nothing is estimated.
+
+Of one answer, *tokens per second* is the tokens after those of the first text, by the server's own count, over the time
+from the first text to the last event; of several, both are added up first.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
+import numpy as np
+from msgspec.structs import replace as changed
+
+from mtp_extract.evaluate.intervals import Interval, ratio_interval, share_interval
 from mtp_extract.evaluate.progress import counter
 from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
+from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
 from mtp_extract.serving.client import Question, Server
-from mtp_extract.serving.figures import figures, texts_of
+from mtp_extract.serving.counters import Counters
 from mtp_extract.serving.page import conclude
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.serving.result import Asked, Benchmark, Parted, Request, Window
+from mtp_extract.serving.result import Asked, Benchmark, Figures, Latency, Parted, Request, Side, Window
 
 _FILLED = 4  # times that a window's requests fill what may be in flight
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
@@ -70,7 +78,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             repeated=len(given) - len(prompts),
             total=figures(windows, sizes, compared),
             workloads={name: figures(windows, [name], compared) for name in sizes},
-            parted=_parted(windows, prompts) if compared else [],
+            parted=_parted(windows) if compared else [],
             windows=windows,
         )
     )
@@ -102,16 +110,116 @@ def _window(server: Server, plan: BenchPlan, prompts: Sequence[Prompt], part: Se
     answers = server.ask(questions, plan.concurrency)
     wall, busy = time.perf_counter() - begun, server.computed - computed
     page = server.moved(before, answers, plan.max_tokens)
+    if page is not None and len(answers) == 1:
+        answers = [changed(answers[0], counted=(answers[0].counted or Counters()).filled(page))]
     requests = [Request(prompts[number].workload, number, one) for number, one in zip(part, answers, strict=True)]
     return Window(requests, wall, busy / wall, page, disturbed=before is not None and page is None)
 
 
-def _parted(windows: dict[str, list[Window]], prompts: Sequence[Prompt]) -> list[Parted]:
+def _parted(windows: Mapping[str, Sequence[Window]]) -> list[Parted]:
     """Where greedy answers leave the baseline's."""
-    found, theirs = [], texts_of(windows["baseline"])
-    for number, text in sorted(texts_of(windows["server"]).items()):
-        other = theirs[number]
-        if text != other:
-            at = next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
-            found.append(Parted(prompts[number].workload, number, min(len(text), len(other)) if at is None else at))
+    ours, theirs = ({one.prompt: one for w in windows[side] for one in w.requests} for side in ("server", "baseline"))
+    found = []
+    for number, one in sorted(ours.items()):
+        pairs = zip_longest(one.answer.text, theirs[number].answer.text)
+        if (at := next((at for at, (a, b) in enumerate(pairs) if a != b), None)) is not None:
+            found.append(Parted(one.workload, number, at))
     return found
+
+
+def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
+    """Of the workloads ``names``.
+
+    Args:
+        windows: by side, all that was asked.
+        compared: whether texts are to be those of the baseline.
+    """
+    asked = {side: [one for w in done for one in w.requests if one.workload in names] for side, done in windows.items()}
+    fast, slow = (_timed(asked.get(side, ())) for side in ("server", "baseline"))
+    both = sorted(fast.keys() & slow.keys())
+    would_take = [slow[prompt][1] / slow[prompt][0] * fast[prompt][0] for prompt in both]
+    takes = [fast[prompt][1] for prompt in both]
+    theirs = {one.prompt: one.answer.text for one in asked.get("baseline", ())}
+    return Figures(
+        texts=len(asked["server"]),
+        sides={side: side_of(done, names) for side, done in windows.items()},
+        speedup=_ratio(would_take, takes, len(both), ratio_interval(would_take, takes)),
+        identical=sum(one.answer.text == theirs[one.prompt] for one in asked["server"]) if compared else None,
+    )
+
+
+def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
+    """What one server did for the workloads ``names``."""
+    asked = [one for window in windows for one in window.requests if one.workload in names]
+    whole = len(asked) == sum(len(window.requests) for window in windows)
+    answers, timed = [request.answer for request in asked], list(_timed(asked).values())
+    after, seconds = [tokens for tokens, _ in timed], [time for _, time in timed]
+    listed = [answer.tokens for answer in answers]
+    tokens = None if None in listed else sum(filter(None, listed))
+    wall = sum(window.wall_s for window in windows)
+    units = _drafts(windows, names)
+    drafted, accepted = [one.drafted or 0 for _, one in units], [one.accepted or 0 for _, one in units]
+    in_rounds = [one for _, one in units if one.rounds is not None]
+    made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
+    # No round accepts more than rounds drafted on the mean of any text.
+    most = max((-(-(one.drafted or 0) // one.rounds) for one in in_rounds if one.rounds), default=0)
+    length = share_interval([count / most for count in stood], made) if most else None
+    return Side(
+        tokens=tokens,
+        tokens_per_s=_ratio(after, seconds, sum(after), ratio_interval(after, seconds)),
+        output_throughput=tokens / wall if whole and wall and tokens is not None else None,
+        ttft_ms=_latency([answer.first_s for answer in answers if answer.first_s is not None]),
+        tpot_ms=_latency([time / tokens for tokens, time in timed]),
+        counted=sum(answers for answers, _ in units),
+        drafted=sum(drafted) if units else None,
+        accepted=sum(accepted) if units else None,
+        rounds=sum(made) if in_rounds else None,
+        acceptance=_ratio(accepted, drafted, sum(drafted), share_interval(accepted, drafted)),
+        tokens_per_round=_ratio(
+            [a + b for a, b in zip(made, stood, strict=True)], made, sum(made), length and length.scaled(most, 1.0)
+        ),
+        acceptance_by_position=_by_position([window.page for window in windows]) if whole else None,
+    )
+
+
+def _drafts(windows: Sequence[Window], names: Collection[str]) -> list[tuple[int, Counters]]:
+    """Numbers of answers and their counters, by what is independent: each text; or a window where its page says more.
+
+    A page says nothing of one workload among several.
+    """
+    found = list[tuple[int, Counters]]()
+    for window in windows:
+        asked = [one.answer.counted or Counters() for one in window.requests if one.workload in names]
+        page = [(len(asked), window.page)] if window.page is not None and len(asked) == len(window.requests) else []
+        ways = ([(1, one) for one in asked], page)
+        for needed in (("drafted", "accepted", "rounds"), ("drafted", "accepted")):
+            told = [w for w in ways if w and all(getattr(one, name) is not None for _, one in w for name in needed)]
+            if told:
+                found += told[0]
+                break
+    return found
+
+
+def _ratio(sums: Sequence[float], sizes: Sequence[float], count: int, interval: Interval | None) -> Figure:
+    return Figure(sum(sums) / sum(sizes) if sum(sizes) else None, count, list(interval) if interval else None)
+
+
+def _timed(asked: Sequence[Request]) -> dict[int, tuple[int, float]]:
+    """By prompt: tokens after those of the first text, and seconds; none of an answer that took no measurable time."""
+    found = {one.prompt: ((one.answer.tokens or 0) - one.answer.first_tokens, one.answer.seconds) for one in asked}
+    return {prompt: pair for prompt, pair in found.items() if min(pair) > 0}
+
+
+def _latency(seconds: Sequence[float]) -> Latency | None:
+    values = 1e3 * np.array(seconds)
+    return Latency(float(values.mean()), float(np.percentile(values, 99))) if seconds else None
+
+
+def _by_position(pages: Sequence[Counters | None]) -> list[Figure] | None:
+    """Accepted drafts by position, over rounds; None unless each page has them, and rounds in which they can be."""
+    found = [page for page in pages if page is not None and page.positions and page.rounds is not None]
+    made = [page.rounds or 0 for page in found]
+    places = [list(column) for column in zip_longest(*(page.positions or () for page in found), fillvalue=0)]
+    if len(found) < len(pages) or any(not 0 <= a <= b for hits in places for a, b in zip(hits, made, strict=True)):
+        return None
+    return [_ratio(hits, made, sum(made), share_interval(hits, made)) for hits in places]

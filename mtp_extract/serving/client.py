@@ -2,28 +2,27 @@
 
 Answers are streamed, and every event is timed as it arrives. What a server sends is untrusted: a request has one
 deadline for head and body, an answer is bounded in size, checked in type, and its counts are compared with what was
-asked for. Requests are made in an event loop of their own thread, so that callers need none, and may have one.
+asked for. Every request in flight has a thread, which nobody waits for once another has failed or time is up.
 huggingface_hub's own HTTP client is not used: it may be offline, or hold what an application put there for the Hub.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import json
-import os
-import threading
+import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from mtp_extract.errors import MtpExtractError, ServerError, escape, few
-from mtp_extract.io.address import WebAddress
 from mtp_extract.io.http_library import http_library
 from mtp_extract.io.typed import Count, NotNegative, Positive, Record
 from mtp_extract.serving.counters import KINDS, Counters, Kind, at
@@ -31,6 +30,7 @@ from mtp_extract.serving.counters import KINDS, Counters, Kind, at
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT, _PAGE_TIMEOUT = 10.0, 30.0  # seconds
+_MOST_IN_FLIGHT = 64
 _KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
 _LONGEST = 400  # characters of an error
@@ -108,16 +108,12 @@ class _Event(msgspec.Struct):
 _decode, _NOTHING = msgspec.json.Decoder(_Event).decode, _Delta()
 
 
-async def timed_events(
-    stream: AsyncIterable[bytes], most_bytes: int, clock: Callable[[], float] = time.perf_counter
-) -> AsyncIterator[tuple[float, _Event | None]]:
-    """The events of ``stream``, each with the seconds at which it was whole, and None for the last, which says so.
-
-    Raises:
-        ServerError: one is no part of an answer, or they are more than ``most_bytes``.
-    """
+def _events(
+    stream: Iterable[bytes], most_bytes: int, clock: Callable[[], float]
+) -> Iterator[tuple[float, _Event | None]]:
+    """The events of ``stream``, each with the seconds at which it was whole, and None for the last, which says so."""
     rest, done = b"", False
-    async for piece in stream:
+    for piece in stream:
         now = clock()
         most_bytes -= len(piece)
         *lines, rest = (rest + piece).split(b"\n")
@@ -134,37 +130,40 @@ async def timed_events(
             yield now, event
 
 
-async def read_answer(
-    events: AsyncIterable[tuple[float, _Event | None]], kind: Kind, sent: float, asked: int
+def read_answer(
+    stream: Iterable[bytes],
+    kind: Kind,
+    sent: float,
+    asked: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
-    """The answer that ``events`` are, to a request of at most ``asked`` tokens that was ``sent`` at those seconds.
+    """The answer in the bytes of ``stream``, to a request of at most ``asked`` tokens that was ``sent`` at those
+    seconds of ``clock``.
 
     Little is computed for an event: what others wait here counts as the server's time.
 
     Raises:
-        ServerError: it ends in an error or before its end, or counts what such an answer cannot have.
+        ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
     pieces, ids, prompt_ids, times = list[str](), list[int](), list[int](), list[float]()
-    tokens: int | None = None
-    prompt_tokens, reason, counted, done, reasoning, first_tokens = None, None, None, False, False, 1
-    async for now, event in events:
+    usage, first_tokens = _Usage(), 1
+    reason, counted, done, reasoning = None, None, False, False
+    for now, event in _events(stream, _LARGEST_EVENT + _LARGEST_TOKEN * asked, clock):
         if event is None:
             done = True
             continue
         if event.error:
             raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
         if event.usage is not None:
-            tokens = tokens if event.usage.completion_tokens is None else event.usage.completion_tokens
-            prompt_tokens = prompt_tokens if event.usage.prompt_tokens is None else event.usage.prompt_tokens
+            usage = event.usage
         if kind.answer and (told := getattr(event, kind.answer[0])) is not None:
             counted = kind.of_answer({kind.answer[0]: told}) or counted
         for choice in event.choices or ():
             delta = choice.delta or _NOTHING
             thought = delta.reasoning or delta.reasoning_content or ""  # some say it under both names
-            text = (choice.text or "") + thought + (delta.content or "")
-            if text and not pieces:
-                times, first_tokens = [now, now], tokens or 1
-            if text:
+            if text := (choice.text or "") + thought + (delta.content or ""):
+                if not pieces:
+                    times, first_tokens = [now, now], usage.completion_tokens or 1
                 pieces.append(text)
             times[1:] = [now] if times else []
             ids += choice.token_ids or ()
@@ -173,6 +172,7 @@ async def read_answer(
         prompt_ids += event.prompt_token_ids or ()
     if not done and reason is None:
         raise ServerError("the answer ended before its end")
+    tokens = usage.completion_tokens
     tokens = counted.tokens if tokens is None and counted is not None else tokens
     # A text is at least one token, and no more than asked for.
     least = first_tokens if pieces else 0
@@ -188,7 +188,7 @@ async def read_answer(
         seconds=times[1] - times[0] if len(pieces) > 1 else 0.0,
         finish_reason=None if reason is None else escape(reason),
         counted=counted,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=usage.prompt_tokens,
         prompt_ids=tuple(prompt_ids) or None,
         token_ids=tuple(ids) if ids and len(ids) == tokens else None,
         reasoning=reasoning,
@@ -199,7 +199,7 @@ class Server:
     """A server that answers at ``url``; what it is and which model it serves is asked at once.
 
     Args:
-        url: with or without ``/v1`` at its end; a login in it is sent as such.
+        url: with or without ``/v1`` at its end.
         model: by its name there; None for the one it serves.
         key: sent as a bearer token.
         timeout: seconds that an answer may take.
@@ -218,59 +218,31 @@ class Server:
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
-        root, login = _parse(url)
-        self.name, self.computed = WebAddress(root).name, 0.0
-        # A page takes no computing, however long an answer may take.
-        self._timeout, self._page_timeout = timeout, min(timeout, _PAGE_TIMEOUT)
-        pair = base64.b64encode(":".join(login).encode()).decode() if login else ""
-        self._secrets = [secret for secret in (key, pair, *login) if secret]
-        headers = {"Accept-Encoding": "identity"}
-        if key is not None or login:
-            headers["Authorization"] = f"Bearer {key}" if key is not None else f"Basic {pair}"
-        self._http = http = http_library()
-        self._client = http.AsyncClient(
+        root = _root(url)
+        self.name, self.computed = escape(root), 0.0
+        self._timeout, self._key, self._http = timeout, key, http_library()
+        self._client = self._http.Client(
             base_url=root,
-            headers=headers,
-            timeout=http.Timeout(None, connect=_CONNECT_TIMEOUT),
-            limits=http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
+            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
+            timeout=self._http.Timeout(timeout, connect=_CONNECT_TIMEOUT),
+            limits=self._http.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE
+            ),
         )
-        self._loop = asyncio.new_event_loop()
-        # A daemon: who is told to stop does not wait for answers.
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
         try:
-            self._run(self._within(self._recognise(model), self._page_timeout))
+            self._each([partial(self._recognise, model)], 1, _PAGE_TIMEOUT)
         except BaseException:
-            self.__exit__()
+            self._client.close()
             raise
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await self._client.aclose()
+        self._client.close()
 
-        self._run(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` returns, or raises, in the loop where requests are made."""
-        done = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return done.result()
-        except BaseException:
-            done.cancel()
-            raise
-
-    async def _recognise(self, model: str | None) -> None:
-        headers, body = await self._page("/v1/models")
+    def _recognise(self, model: str | None) -> None:
+        headers, body = self._get("/v1/models")
         listed = at(_json_object(body), "data")
         entries = [e for e in listed if isinstance(at(e, "id"), str)] if isinstance(listed, list) else []
         names = [str(entry["id"]) for entry in entries]
@@ -289,7 +261,7 @@ class Server:
         if self.kind.version:
             place, key = self.kind.version
             try:
-                found = at(_json_object((await self._page(place))[1]), key)
+                found = at(_json_object((self._get(place))[1]), key)
             except ServerError:
                 found = None  # a proxy may let /v1 alone through
             self.version = found if isinstance(found, str) else None
@@ -301,16 +273,16 @@ class Server:
             ServerError: what it reports are no counters.
         """
 
-        async def read() -> Counters | None:
+        def read() -> Counters | None:
             try:
-                _, body = await self._page("/metrics")
+                _, body = self._get("/metrics")
             except ServerError:
                 return None  # without this page, as llama-server is by default
             found = self.kind.of_page(body.decode("utf-8", "replace"))
             # Without these nobody can say whose the others are.
             return None if found.requests is None and found.tokens is None else found
 
-        return self._run(self._within(read(), self._page_timeout)) if self.kind.page else None
+        return self._each([read], 1, _PAGE_TIMEOUT)[0] if self.kind.page else None
 
     def moved(self, before: Counters | None, answers: Sequence[Answer], most_tokens: int) -> Counters | None:
         """By how much its counters moved since ``before`` for these ``answers`` of at most ``most_tokens`` each.
@@ -339,42 +311,67 @@ class Server:
             time.sleep(_POLL_INTERVAL)
         return None
 
-    def ask(
-        self, questions: Sequence[Question], at_a_time: int = 1, done: Callable[[int, Answer], None] | None = None
-    ) -> list[Answer]:
+    def ask(self, questions: Sequence[Question], at_a_time: int = 1) -> list[Answer]:
         """The answers to ``questions``, in order; always ``at_a_time`` in flight while there are as many.
-
-        Args:
-            done: called with the number of a question and its answer as soon as that has ended; not in the caller's
-                thread.
 
         Raises:
             MtpExtractError: there is no answer, or none that ends; the first such error ends all.
         """
-        numbers, found = iter(range(len(questions))), dict[int, Answer]()
+        calls = [partial(self._answer, question) for question in questions]
+        return self._each(calls, at_a_time, self._timeout, ("timeout",))
 
-        async def work() -> None:
+    def _each(
+        self, calls: Sequence[Callable[[], T]], at_a_time: int, seconds: float, remedies: tuple[str, ...] = ()
+    ) -> list[T]:
+        """What ``calls`` return, in order; the first that fails ends all, as does that none ends for ``seconds``."""
+        numbers, stop, found = iter(range(len(calls))), Event(), dict[int, T]()
+        ended: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()
+
+        def work() -> None:
             for number in numbers:
-                question = questions[number]
-                found[number] = await self._within(self._answer(question), self._timeout, ("timeout",))
-                if done is not None:
-                    done(number, found[number])
+                if stop.is_set():
+                    return
+                begun = time.thread_time()
+                try:
+                    result: Any = calls[number]()
+                except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
+                    result = error
+                    stop.set()
+                ended.put((number, result, time.thread_time() - begun))
 
-        async def work_all() -> None:
-            begun = time.thread_time()
-            workers = [asyncio.create_task(work()) for _ in range(min(at_a_time, len(questions)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-                self.computed += time.thread_time() - begun
+        for _ in range(min(at_a_time, len(calls), _MOST_IN_FLIGHT)):
+            Thread(target=work, daemon=True).start()
+        try:
+            while len(found) < len(calls):
+                number, result, computed = ended.get(timeout=seconds)
+                self.computed += computed
+                if isinstance(result, Exception):
+                    raise result
+                found[number] = result
+        except (ServerError, Empty, UnicodeError, self._http.HTTPError, self._http.InvalidURL) as error:
+            said, remedies = self._words_for(error, seconds, remedies)
+            said = said.replace(self._key, "…") if self._key else said
+            raise ServerError(f"{self.name}: {escape(said.rstrip('.'), _LONGEST)}.", remedies=remedies) from None
+        finally:
+            stop.set()
+        return [found[number] for number in range(len(calls))]
 
-        self._run(work_all())
-        return [found[number] for number in range(len(questions))]
+    def _words_for(self, error: Exception, seconds: float, remedies: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+        """What went wrong, and the arguments that may help."""
+        if isinstance(error, ServerError):
+            return str(error), error.remedies
+        if isinstance(error, (Empty, self._http.ReadTimeout)):
+            return f"expected an answer within {seconds:g} seconds", remedies
+        if isinstance(error, self._http.ConnectTimeout):
+            return f"the server does not answer in time. {_REACH}", ("timeout",)
+        if isinstance(error, self._http.ConnectError):
+            return f"the server cannot be reached: {re.sub(r'^.Errno -?[0-9]+. ', '', escape(error))}. {_REACH}", ()
+        if isinstance(error, (self._http.InvalidURL, self._http.UnsupportedProtocol, UnicodeError)):
+            return "this is not an address that can be requested", ()
+        # What it wrote is never repeated: it may quote the request, and with it a key.
+        return "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
 
-    async def _answer(self, question: Question) -> Answer:
+    def _answer(self, question: Question) -> Answer:
         prompt, most = question.prompt, question.max_tokens
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": most, **self.kind.request}
         path = "/v1/chat/completions"
@@ -382,67 +379,50 @@ class Server:
             path, body["prompt"] = "/v1/completions", prompt
         else:
             body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        # In ASCII: half a surrogate pair in a prompt is no UTF-8.
         content, head = json.dumps(body | dict(question.more)).encode(), {"Content-Type": "application/json"}
         sent = time.perf_counter()
-        async with self._opened("POST", path, content=content, headers=head) as response:
+        with self._opened("POST", path, content=content, headers=head) as response:
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
             # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
-            events = timed_events(response.stream, _LARGEST_EVENT + _LARGEST_TOKEN * most)
-            return await read_answer(events, self.kind, sent, most)
+            return read_answer(self._in_time(response.stream, sent), self.kind, sent, most)
 
-    async def _page(self, path: str) -> tuple[Mapping[str, str], bytes]:
+    def _in_time(self, stream: Iterable[bytes], sent: float) -> Iterator[bytes]:
+        for piece in stream:
+            if time.perf_counter() - sent > self._timeout:
+                raise Empty
+            yield piece
+
+    def _get(self, path: str) -> tuple[Mapping[str, str], bytes]:
         """Head and body of a page."""
-        async with self._opened("GET", path) as response:
-            return response.headers, await _body(response)
+        with self._opened("GET", path) as response:
+            return response.headers, _body(response)
 
-    @asynccontextmanager
-    async def _opened(self, method: str, path: str, **more: Any) -> AsyncIterator[Any]:
+    @contextmanager
+    def _opened(self, method: str, path: str, **more: Any) -> Iterator[Any]:
         """The answer to a request, whose body is still to be read.
 
         Raises:
             ServerError: the server says that it does not answer; in its own words, where it has some.
         """
-        async with self._client.stream(method, path, **more) as response:
+        with self._client.stream(method, path, **more) as response:
             if response.status_code != 200:
                 try:
-                    page = _json_object(await _body(response))
+                    page = _json_object(_body(response))
                 except ServerError:
                     page = {}  # a page for people
                 known = "does not answer as an OpenAI-compatible server does", ()
                 what, remedies = _REFUSED.get(response.status_code, known)
-                said = (
-                    f"the server {what.format(path=path)} ({response.status_code}){_words_of(page.get('error', page))}"
-                )
-                raise ServerError(said, remedies=remedies)
+                said = f"{what.format(path=path)} ({response.status_code}){_words_of(page.get('error', page))}"
+                raise ServerError(f"the server {said}", remedies=remedies)
             yield response
 
-    async def _within(self, work: Awaitable[T], seconds: float, remedies: tuple[str, ...] = ()) -> T:
-        """What ``work`` returns within ``seconds``; its errors name the server, and no secret."""
-        try:
-            return await asyncio.wait_for(work, seconds)
-        except ServerError as error:
-            said, remedies = str(error), error.remedies
-        except asyncio.TimeoutError:
-            said = f"expected an answer within {seconds:g} seconds"
-        except self._http.ConnectTimeout:
-            said, remedies = f"the server does not answer in time. {_REACH}", ("timeout",)
-        except self._http.ConnectError as error:
-            said, remedies = f"the server cannot be reached: {_reason(error)}. {_REACH}", ()
-        except (self._http.InvalidURL, self._http.UnsupportedProtocol, UnicodeError):
-            said, remedies = "this is not an address that can be requested", ()
-        except self._http.HTTPError:
-            # What it wrote is never repeated: it may quote the request, and with it a key.
-            said, remedies = "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
-        for secret in self._secrets:
-            said = said.replace(secret, "…")
-        raise ServerError(f"{self.name}: {escape(said.rstrip('.'), _LONGEST)}.", remedies=remedies)
 
-
-async def _body(response: Any) -> bytes:
+def _body(response: Any) -> bytes:
     body = bytearray()
-    async for piece in response.aiter_raw():
+    for piece in response.iter_raw():
         body += piece
         if len(body) > _LARGEST_PAGE:
             raise ServerError(f"expected a page of at most {_LARGEST_PAGE >> 20} MiB, found one that does not end")
@@ -451,12 +431,9 @@ async def _body(response: Any) -> bytes:
 
 def _json_object(data: bytes) -> Mapping[str, Any]:
     try:
-        value = msgspec.json.decode(data)
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ServerError(f"expected a JSON object, found {_shown(data)}")
-    return value
+        raise ServerError(f"expected a JSON object, found {_shown(data)}") from None
 
 
 def _shown(data: bytes) -> str:
@@ -469,26 +446,21 @@ def _words_of(error: Any) -> str:
     return f": {said.strip().rstrip('.')}" if said.strip() else ""
 
 
-def _reason(error: BaseException) -> str:
-    """Why a connection failed, as the system says it where it does."""
-    inner: BaseException | None = error
-    while inner is not None:
-        if isinstance(inner, OSError) and inner.errno:
-            return os.strerror(inner.errno) if inner.errno > 0 else escape(inner.strerror)
-        inner = inner.__cause__ or inner.__context__
-    return escape(error)
+def _root(url: str) -> str:
+    """A URL without query and what the API adds to it.
 
-
-def _parse(url: str) -> tuple[str, tuple[str, ...]]:
-    """A URL without login, query and what the API adds to it; user and password."""
+    Raises:
+        MtpExtractError: it is none, or has a login in it, which would be shown and kept with the name of the server.
+    """
+    shown = escape(url.partition("?")[0].rpartition("@")[2])
     try:
         parts = urlsplit(url)
         host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
     except ValueError:
         host = None
     if not host or not url.isprintable() or " " in url:
-        shown = escape(url.partition("?")[0].rpartition("@")[2])
         raise MtpExtractError(f"{shown}: expected the URL of a server, such as http://localhost:8000.")
+    if parts.username is not None:
+        raise MtpExtractError(f"{shown}: expected a URL without a login, found one. Give a key.", remedies=("key",))
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    login = () if parts.username is None else (unquote(parts.username), unquote(parts.password or ""))
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, "", "")), login
+    return urlunsplit((parts.scheme, parts.netloc, path, "", ""))

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from msgspec.structs import asdict
+
 from mtp_extract.errors import ServerError, escape
 from mtp_extract.io.typed import Count, Record
 
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
 _MOST_A_ROUND = 1 << 10  # drafts, of the widest trees
 _MOST_BEYOND = 64  # drafts that the last round accepts beyond the last token that was asked for
+_DRAFTS = ("rounds", "drafted", "accepted")
 
 
 class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
@@ -34,17 +37,15 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
 
     def __sub__(self, before: Counters) -> Counters:
         found: dict[str, Any] = {}
-        for name in self.__struct_fields__:
-            after, old = getattr(self, name), getattr(before, name)
-            if after is not None and old is not None:
+        for name, old in asdict(before).items():
+            if old is not None and (after := getattr(self, name)) is not None:
                 pairs = zip_longest(after, old, fillvalue=0) if name == "positions" else ()
                 found[name] = tuple(a - b for a, b in pairs) if name == "positions" else after - old
         return Counters(**found)
 
     def filled(self, page: Counters) -> Counters:
         """These, and from ``page`` what these do not say."""
-        own = {name: getattr(self, name) for name in self.__struct_fields__}
-        return Counters(**{name: getattr(page, name) if value is None else value for name, value in own.items()})
+        return Counters(**{n: getattr(page, n) if value is None else value for n, value in asdict(self).items()})
 
     def possible(self, most_tokens: int, answers: int = 1) -> bool:
         """Whether ``answers`` answers of at most ``most_tokens`` tokens each can have come to it.
@@ -83,7 +84,7 @@ class Kind:
         if not isinstance(sent, dict) or not sent.keys() & set(self.counts.values()):
             return None
         found = {ours: _count(name, sent[name]) for ours, name in self.counts.items() if sent.get(name) is not None}
-        drafts = self.counts.keys() & {"rounds", "drafted", "accepted"}
+        drafts = self.counts.keys() & set(_DRAFTS)
         if "timings" in self.answer and not found.keys() & drafts:
             found |= dict.fromkeys(drafts, 0)  # these servers leave out drafts where there were none
         return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
@@ -99,7 +100,11 @@ class Kind:
         names = "|".join(map(re.escape, filter(None, (*self.page.values(), self.positions))))
         sums, places = defaultdict[str, int](int), defaultdict[int, int](int)
         for name, labels, value in re.findall(rf"^({names}){_LABELS}[ \t]+(\S+)", text, re.MULTILINE):
-            sums[name] += (count := _count(name, _whole(value)))
+            try:
+                number: Any = int(float(value)) if float(value).is_integer() else value
+            except (ValueError, OverflowError):
+                number = value
+            sums[name] += (count := _count(name, number))
             if name == self.positions and (place := _PLACE.search(labels)):
                 places[int(place[1])] += count
         found: dict[str, Any] = {ours: sums[name] for ours, name in self.page.items() if name in sums}
@@ -111,15 +116,6 @@ class Kind:
 
 _LABELS = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?'
 _PLACE = re.compile(r'position="([0-9]{1,3})"')
-
-
-def _whole(text: str) -> Any:
-    """The whole number that ``text`` says, or ``text``."""
-    try:
-        number = float(text)
-        return int(number) if number.is_integer() else text
-    except (ValueError, OverflowError):
-        return text
 
 
 def _count(name: str, value: Any) -> int:
@@ -139,11 +135,13 @@ _USAGE = {"include_usage": True}
 # Usage in every event says how many tokens came with the first text.
 _USAGE_ALWAYS = {"stream_options": {**_USAGE, "continuous_usage_stats": True}}
 _TIMINGS = {"tokens": "predicted_n", "drafted": "draft_n", "accepted": "draft_n_accepted"}
-_DRAFTS = {
-    "rounds": "spec_decode_num_drafts_total",
-    "drafted": "spec_decode_num_draft_tokens_total",
-    "accepted": "spec_decode_num_accepted_tokens_total",
-}
+_SPEC_DECODE = dict(
+    zip(
+        _DRAFTS,
+        (f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")),
+        strict=True,
+    )
+)
 _POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
 
 KINDS = (
@@ -156,7 +154,7 @@ KINDS = (
         request={"stream_options": _USAGE, "cache_prompt": False},
         answer=("timings",),
         counts=_TIMINGS,
-        page={"tokens": "llamacpp:tokens_predicted_total", **{k: f"llamacpp:{name}" for k, name in _DRAFTS.items()}},
+        page={"tokens": "llamacpp:tokens_predicted_total"} | {k: f"llamacpp:{v}" for k, v in _SPEC_DECODE.items()},
         positions=f"llamacpp:{_POSITIONS}",
         exact_below=10**6,  # it writes six digits
     ),
@@ -167,11 +165,9 @@ KINDS = (
         version=("/server_info", "version"),
         request={**_USAGE_ALWAYS, "return_spec_tokens_details": True},
         answer=("sglext", "spec_tokens_details"),
-        counts={
-            "rounds": "spec_verify_ct",
-            "drafted": "spec_num_proposed_drafts",
-            "accepted": "spec_num_correct_drafts",
-        },
+        counts=dict(
+            zip(_DRAFTS, ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts"), strict=True)
+        ),
         page={
             "requests": "sglang:num_requests_total",
             "tokens": "sglang:generation_tokens_total",
@@ -185,12 +181,9 @@ KINDS = (
         request=_USAGE_ALWAYS,
         ids={"return_token_ids": True},
         answer=("metrics", "speculative_decoding"),
-        counts={"rounds": "num_spec_steps", "drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"},
-        page={
-            "requests": "vllm:request_success_total",
-            "tokens": "vllm:generation_tokens_total",
-            **{k: f"vllm:{name}" for k, name in _DRAFTS.items()},
-        },
+        counts=dict(zip(_DRAFTS, ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), strict=True)),
+        page={"requests": "vllm:request_success_total", "tokens": "vllm:generation_tokens_total"}
+        | {k: f"vllm:{v}" for k, v in _SPEC_DECODE.items()},
         positions=f"vllm:{_POSITIONS}",
     ),
 )

@@ -1,4 +1,4 @@
-"""A benchmark for readers: its verdict, findings and notes, the tables of page and terminal, and the files."""
+"""A benchmark for readers: its verdict, findings and notes, the table of page and terminal, and the files."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from pathlib import Path
 import msgspec
 
 from mtp_extract.errors import few
-from mtp_extract.evaluate.texts import LEAST_TEXTS
+from mtp_extract.evaluate.intervals import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.report.numbers import DASH, mean, number, rate
 from mtp_extract.report.page import Page, Table, write_report
-from mtp_extract.serving.figures import asked_of
-from mtp_extract.serving.result import Asked, Benchmark, Side
+from mtp_extract.serving.result import Benchmark
 
 BENCH_LISTED = listing("bench.json", frozenset({"bench.json", "bench.html"}))
 """Everything that a report of a benchmark consists of, and that may be replaced."""
 _MOST_NAMED = 8  # prompts of a workload
 _BUSIEST = 0.8  # share of a core from which the client is the limit
-_BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
+_COLUMNS = (
+    *("workload", "side", "tokens/s", "speedup", "same text", "TTFT ms", "TPOT ms"),
+    *("all tokens/s", "acceptance %", "tokens/round"),
+)
+_ABOUT = (
+    "Tokens/s: as the server counts tokens, from first text to last event, added up over answers. Speedup: the time "
+    "that the baseline takes for as many tokens, over the server's. Same text: greedy answers that are the baseline's, "
+    "character for character; where two tokens nearly tie, rounding may part them. TTFT: from request to first text; "
+    "TPOT: per token after it; the mean, and what 99 % do not exceed. All tokens/s: of all requests together. "
+    "Acceptance: of drafts judged, as the server counts. Tokens/round, as served: 1 + accepted / rounds. In brackets: "
+    "95 % intervals over texts, or over windows where only these are counted; none with fewer than "
+    f"{LEAST_TEXTS}."
+)
 
 
 def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
@@ -28,27 +39,20 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
     Raises:
         OutputError: it cannot be written there.
     """
-
-    def named(asked: Asked) -> str:
-        return f"{asked.url} ({' '.join(filter(None, (asked.kind, asked.version)))}), model {asked.model}"
-
-    page = Page(
-        f"Benchmark of {found.servers['server'].url}",
-        "; ".join((*(f"{side}: {named(one)}" for side, one in found.servers.items()), f"{found.total.texts} prompts")),
-        found.verdict,
-        list(tables(found)),
-        findings=found.findings,
-        notes=found.notes,
+    sides = (
+        f"{side}: {one.url} ({' '.join(filter(None, (one.kind, one.version)))}), model {one.model}"
+        for side, one in found.servers.items()
     )
+    title, about = f"Benchmark of {found.servers['server'].url}", "; ".join((*sides, f"{found.total.texts} prompts"))
+    page = Page(title, about, found.verdict, [table_of(found)], findings=found.findings, notes=found.notes)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
         return write_report(stage, "bench", found, page)
 
 
 def conclude(found: Benchmark) -> Benchmark:
     """The same with its verdict, findings and notes."""
-    return msgspec.structs.replace(
-        found, verdict=_verdict(found), findings=list(_findings(found)), notes=list(_notes(found))
-    )
+    said = {"verdict": _verdict(found), "findings": list(_findings(found)), "notes": list(_notes(found))}
+    return msgspec.structs.replace(found, **said)
 
 
 def _verdict(found: Benchmark) -> str:
@@ -83,96 +87,53 @@ def _notes(found: Benchmark) -> Iterator[str]:
     if found.repeated:
         asked = sum(found.prompts.values()) + found.repeated
         yield f"{asked} prompts, {found.repeated} of them repeats, which were not asked."
-    for side in found.servers:
-        yield from _notes_of(found, side)
+    for side, server in found.servers.items():
+        yield from (f"{server.url} ({server.kind}){note}" for note in _notes_of(found, side))
     if len(found.servers) == 1:
         yield "Without a baseline there is nothing to compare speed and text with."
         return
-    ours, theirs = found.servers["server"], found.servers["baseline"]
-    if (ours.kind, ours.version) != (theirs.kind, theirs.version):
-        kinds = (f"{server.kind} {server.version or ''}" for server in (ours, theirs))
-        yield f"Server and baseline differ in more than the drafter: {' and '.join(kinds)}."
-    if ours.model != theirs.model:
-        yield f"Server and baseline call their models {ours.model} and {theirs.model}."
+    ours, theirs = ((server.kind, server.version or "", server.model) for server in found.servers.values())
+    if ours != theirs:
+        yield f"Server and baseline differ in more than the drafter: {' '.join(ours)} and {' '.join(theirs)}."
 
 
 def _notes_of(found: Benchmark, side: str) -> Iterator[str]:
     """What a server did not report or reports of others too, and where the client held it up."""
-    server, windows, wanted = found.servers[side], found.windows[side], found.settings["concurrency"]
-    answers, name = [request.answer for request in asked_of(windows)], f"{server.url} ({server.kind})"
+    windows, wanted = found.windows[side], found.settings["concurrency"]
+    answers = [request.answer for window in windows for request in window.requests]
     if others := sum(window.disturbed for window in windows):
         yield (
-            f"{name}: its counters moved by more than these requests {others} of {len(windows)} times, so somebody "
-            "else used it. Those counts are left out, and times are not of these requests alone."
+            f": its counters moved by more than these requests {others} of {len(windows)} times, so somebody else used "
+            "it. Those counts are left out, and times are not of these requests alone."
         )
     if uncounted := len(answers) - found.total.sides[side].counted:
-        yield f"{name} reports no draft counters for {uncounted} of {len(answers)} answers."
+        yield f" reports no draft counters for {uncounted} of {len(answers)} answers."
     elif side == "server" and not all(of.sides[side].counted for of in found.workloads.values()):
-        yield f"{name} counts drafts of all requests together: to have them by workload, send one at a time."
+        yield " counts drafts of all requests together: to have them by workload, send one at a time."
+    if places := found.total.sides[side].acceptance_by_position:
+        yield f": accepted by position in a round: {', '.join(map(rate, places))} %."
     if untold := sum(answer.tokens is None for answer in answers):
-        yield f"{name} does not say how many tokens an answer has, {untold} of {len(answers)} times."
+        yield f" does not say how many tokens an answer has, {untold} of {len(answers)} times."
     if whole := sum(answer.first_s is not None and answer.seconds == 0 for answer in answers):
-        yield f"{name}: {whole} of {len(answers)} answers came in one piece, which shows no time of tokens."
+        yield f": {whole} of {len(answers)} answers came in one piece, which shows no time of tokens."
     if (most := max(len(window.requests) for window in windows)) < wanted:
-        yield f"{name}: at most {most} of {wanted} requests were in flight: give more prompts."
+        yield f": at most {most} of {wanted} requests were in flight: give more prompts."
     if slow := [window.client_busy for window in windows if window.client_busy >= _BUSIEST]:
         yield (
-            f"{name}: the client is the limit in {len(slow)} of {len(windows)} windows: it computed for up to "
-            f"{max(slow):.0%} of the time, so times are longer than the server's. Ask fewer at a time, or from an "
-            "idle machine."
+            f": the client is the limit in {len(slow)} of {len(windows)} windows: it computed for up to "
+            f"{max(slow):.0%} of the time, so times are longer than the server's. Ask fewer at a time."
         )
 
 
-def tables(found: Benchmark) -> Iterator[Table]:
-    """Speed with latency, and drafts: by workload and side."""
+def table_of(found: Benchmark) -> Table:
+    """Speed, latency and drafts, by workload and side."""
     rows = list[tuple[str | int, ...]]()
-    figures = {**found.workloads, "all": found.total}
-    for name, of in figures.items():
+    for name, of in {**found.workloads, "all": found.total}.items():
         for side, one in of.sides.items():
-            compared = (mean(of.speedup), f"{of.identical}/{of.texts}" if of.identical is not None else DASH)
-            times = [(time.mean, time.p99) if time else (None, None) for time in (one.ttft_ms, one.tpot_ms)]
-            rows.append((
-                *(name, side, of.texts, number(one.tokens_per_s.value, ".1f", one.tokens_per_s.ci95)),
-                *(compared if side == "server" else ("", "")),
-                *(number(ms, ".1f") for pair in times for ms in pair),
-                number(one.output_throughput, ".1f"),
-            ))  # fmt: skip
-    yield Table(
-        "Speed",
-        (
-            *("workload", "side", "texts", "tokens/s", "speedup", "same text"),
-            *("TTFT ms", "TTFT p99", "TPOT ms", "TPOT p99", "all tokens/s"),
-        ),
-        rows,
-        what="How fast the text of an answer comes, and how long a user waits.",
-        about=(
-            "Tokens as the server counts them, and times from first text to last event, both added up over all "
-            "answers. Speedup: the time that the baseline takes for as many tokens, over the server's. Same text: "
-            "greedy answers that are the baseline's, character for character; where two tokens nearly tie, rounding "
-            "may part them. TTFT: from request to first text; TPOT: per token after it; means, and what 99 % do not "
-            f"exceed. All tokens/s: of all requests together, over the time in which any was under way. {_BRACKETS}"
-        ),
-    )
-    sides = [(name, side, one) for name, of in figures.items() for side, one in of.sides.items() if one.counted]
-    drafting = [row for row in sides if row[2].drafted] or [row for row in sides if row[1] == "server"]
-    if drafting:
-        yield Table(
-            "Drafts",
-            (
-                *("workload", "side", "counted", "accepted", "drafted"),
-                *("acceptance %", "rounds", "tokens/round", "by position %"),
-            ),
-            [(name, side, *_drafts(one)) for name, side, one in drafting],
-            what="How many drafts the base takes, as the server counts them.",
-            about=(
-                "Counted: answers whose drafts are known. Tokens per round, as served: 1 + accepted / rounds. By "
-                "position: share of rounds that accept the first draft, the second, and so on. Where the server counts "
-                f"only all requests of a window together, intervals are over windows. {_BRACKETS}"
-            ),
-        )
-
-
-def _drafts(of: Side) -> tuple[str | int, ...]:
-    places = " ".join(map(rate, of.acceptance_by_position or ()))
-    accepted, drafted, rounds = (number(count, "d") for count in (of.accepted, of.drafted, of.rounds))
-    return of.counted, accepted, drafted, rate(of.acceptance), rounds, mean(of.tokens_per_round), places or DASH
+            same = DASH if of.identical is None else f"{of.identical}/{of.texts}"
+            times = (f"{t.mean:.1f}, {t.p99:.1f}" if t else DASH for t in (one.ttft_ms, one.tpot_ms))
+            compared = (mean(of.speedup), same) if side == "server" else ("", "")
+            speed = number(one.tokens_per_s.value, ".1f", one.tokens_per_s.ci95)
+            drafts = rate(one.acceptance), mean(one.tokens_per_round)
+            rows.append((name, side, speed, *compared, *times, number(one.output_throughput, ".1f"), *drafts))
+    return Table("Speed and drafts", _COLUMNS, rows, what="By workload, and of all.", about=_ABOUT)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.prompt_files import few_of, write_prompts
 from helpers.threads import one_thread
 
 import mtp_extract
@@ -45,10 +45,8 @@ def generator(drafter: MtpDrafter) -> SpeculativeGenerator:
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sixth of the sample's prompts."""
-    path = tmp_path_factory.mktemp("prompts") / "few.json"
-    few = {name: texts[::6] for name, texts in json.loads(sample_prompts().read_text()).items()}
-    path.write_text(json.dumps(few))
-    return path
+    path = tmp_path_factory.mktemp("prompts") / "few.jsonl"
+    return write_prompts(path, few_of(read_prompts(sample_prompts()), 6))
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from helpers.commands import run_here
 from helpers.counting_server import counting_server, played
 from helpers.first_pair import first_base, first_bundle
 from helpers.model_server import Written
-from helpers.planted_faults import PLANTED, near_overflow
+from helpers.planted_faults import PLANTED
+from helpers.prompt_files import write_prompts
 from helpers.random_heads import head_config, random_head, write_head
 from helpers.schemas import validator
 
@@ -24,9 +25,8 @@ import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.doctor import run
 from mtp_extract.doctor.page import tables
-from mtp_extract.doctor.pair import check_fit, identify
 from mtp_extract.doctor.plan import DoctorPlan
-from mtp_extract.doctor.run import diagnose
+from mtp_extract.doctor.run import check_fit, diagnose, identify
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
@@ -36,13 +36,17 @@ from mtp_extract.report.page import plain_json
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3
+Answers = Mapping[str, Written]
+"""By prompt."""
+Ask = Callable[..., dict[str, Any]]
+"""Makes ``doctor.json`` of the sample's pair: of answers, the kind of their server, and what else the plan has."""
 
 
 @pytest.fixture(scope="module")
 def answers(
     generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]], texts: list[str]
-) -> Mapping[str, Mapping[str, Written]]:
-    """By what is wrong with the loop: prompt → what it answers and counts."""
+) -> Mapping[str, Answers]:
+    """By what is wrong with the loop: what it answers and counts."""
     found = {}
     for name in ("sound", "unit_layer_scalars", "unscaled_embedding"):
         engine = drafter if name == "sound" else PLANTED[name](drafter, generator.base)
@@ -52,9 +56,27 @@ def answers(
     return found
 
 
-def plan(directory: Path, prompts: Path, **more: Any) -> DoctorPlan:
+@pytest.fixture
+def asked(directory: Path, prompts_file: Path) -> DoctorPlan:
     settings: dict[str, Any] = {"max_tokens": NEW_TOKENS, "chat_template": False, "device": "cpu", "batch": 32}
-    return DoctorPlan(str(directory), base=str(sample_base()), prompts=prompts, **settings | more)
+    return DoctorPlan(str(directory), base=str(sample_base()), prompts=prompts_file, **settings)
+
+
+@pytest.fixture
+def ask(asked: DoctorPlan, tmp_path: Path) -> Ask:
+    def ask(
+        answers: Answers | None = None, kind: str = "vLLM", *, drafts: bool = True, few: int = 0, **more: Any
+    ) -> dict[str, Any]:
+        plan = replace(asked, **more)
+        if few:
+            plan = replace(plan, prompts=write_prompts(tmp_path / "few.jsonl", {"few": list(answers or ())[:few]}))
+        if answers is None:
+            return checked(diagnose(plan, Path(plan.place)))
+        with counting_server(answers, kind) as server:
+            server.drafts = drafts
+            return checked(diagnose(replace(plan, server=server.url), Path(plan.place)))
+
+    return ask
 
 
 def checked(found: Any) -> dict[str, Any]:
@@ -88,14 +110,10 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch, generator: SpeculativeGenerator
         ("unscaled_embedding", "vLLM"),
     ],
 )
-def test_what_is_wrong_with_a_server_is_named(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], fault: str, kind: str
-) -> None:
-    with counting_server(answers[fault], kind) as server:
-        report = checked(diagnose(plan(directory, prompts_file, server=server.url), directory))
+def test_what_is_wrong_with_a_server_is_named(ask: Ask, answers: Mapping[str, Answers], fault: str, kind: str) -> None:
+    report = ask(answers[fault], kind)
     told, expected = report["served"], report["expected"]
-    assert report["serving"]["kind"] == kind
-    assert report["settings"]["drafts"] == STEPS
+    assert (report["serving"]["kind"], report["settings"]["drafts"]) == (kind, STEPS)
     assert report["text"]["same"] == report["text"]["texts"] == told["texts"]
     # Only vLLM tells drafts by step.
     assert (told["steps"] is not None) == (kind == "vLLM")
@@ -108,15 +126,12 @@ def test_what_is_wrong_with_a_server_is_named(
         assert all(fit["behind_at_least"] > 0 for fit in report["fits"][1:])
 
 
-def test_the_command_prints_and_writes(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], tmp_path: Path
-) -> None:
+def test_the_command_prints_and_writes(asked: DoctorPlan, answers: Mapping[str, Answers], tmp_path: Path) -> None:
     with counting_server(answers["unit_layer_scalars"]) as server:
         done = run_here(
-            "doctor",
-            directory,
-            *("--base", sample_base(), "--prompts", prompts_file, "--max-tokens", str(NEW_TOKENS)),
-            *("--no-chat-template", "--server", server.url, "--report", tmp_path / "out"),
+            *("doctor", asked.place, "--base", asked.base, "--prompts", asked.prompts),
+            *("--max-tokens", str(NEW_TOKENS), "--no-chat-template", "--server", server.url),
+            *("--report", tmp_path / "out"),
         )
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "Suspect: layer scalars set to 1" in done.stdout.splitlines()[0]
@@ -126,51 +141,42 @@ def test_the_command_prints_and_writes(
     assert escape(report["verdict"]) in (tmp_path / "out" / "doctor.html").read_text()
 
 
-def test_without_a_server_it_says_what_is_to_be_expected(directory: Path, prompts_file: Path) -> None:
-    report = checked(diagnose(plan(directory, prompts_file, drafts=2), directory))
+def test_without_a_server_it_says_what_is_to_be_expected(ask: Ask) -> None:
+    report = ask()
     assert (report["outcome"], report["serving"], report["fits"]) == ("not served", None, [])
-    assert len(report["expected"]["steps"]) == 2
-    assert 1 < report["expected"]["tokens_per_round"]["value"] < 3
+    assert len(report["expected"]["steps"]) == STEPS
+    assert 1 < report["expected"]["tokens_per_round"]["value"] < 1 + STEPS
     assert report["convention"].startswith("n - 1")
 
 
 def test_text_that_the_base_does_not_write_is_said(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], texts: Sequence[str]
+    ask: Ask, answers: Mapping[str, Answers], texts: Sequence[str]
 ) -> None:
     """Answers to other prompts: fluent, and not what this base says here."""
     sound = answers["sound"]
+    read = {text: sound[texts[at - 1]] for at, text in enumerate(texts)}
     moved = {
-        text: dataclasses.replace(
-            sound[texts[at - 1]], prompt_tokens=sound[text].prompt_tokens, prompt_ids=sound[text].prompt_ids
-        )
-        for at, text in enumerate(texts)
+        text: replace(one, prompt_tokens=sound[text].prompt_tokens, prompt_ids=sound[text].prompt_ids)
+        for text, one in read.items()
     }
-    with counting_server(moved) as server:
-        report = checked(diagnose(plan(directory, prompts_file, server=server.url), directory))
+    report = ask(moved)
     assert (report["outcome"], report["suspect"]) == ("another text", None)
     assert report["text"]["likeliest"]["value"] < 0.9
     # A server that says that it read those other prompts is judged by these.
-    read = {text: sound[texts[at - 1]] for at, text in enumerate(texts)}
-    report = answered(plan(directory, prompts_file), directory, read)
+    report = ask(read)
     assert (report["outcome"], report["text"]["prompts_alike"]) == ("in line", 0)
     assert any("prompts are other tokens at the server" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "llama-server"])
 def test_prompts_are_taken_as_the_server_read_them(
-    directory: Path,
-    prompts_file: Path,
-    generator: SpeculativeGenerator,
-    encoded: list[tuple[int, ...]],
-    texts: Sequence[str],
-    kind: str,
+    ask: Ask, generator: SpeculativeGenerator, encoded: list[tuple[int, ...]], texts: Sequence[str], kind: str
 ) -> None:
     """A server that adds no BOS token where we do: vLLM says which tokens it read, others how many."""
     bos = generator.codec.tokenizer.bos_token_id
     assert all(one[0] == bos for one in encoded)
     results = [generator.generate(one[1:], max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded]
-    answers = {text: played(result, ids=kind == "vLLM") for text, result in zip(texts, results, strict=True)}
-    report = answered(plan(directory, prompts_file), directory, answers, kind)
+    report = ask({text: played(one, ids=kind == "vLLM") for text, one in zip(texts, results, strict=True)}, kind)
     assert report["outcome"] == "in line"
     assert report["text"]["same"] == report["text"]["texts"]
     assert report["text"]["prompts_alike"] == 0
@@ -178,49 +184,36 @@ def test_prompts_are_taken_as_the_server_read_them(
     assert any("begin with the BOS token here" in note for note in report["notes"])
 
 
-def test_a_drafter_without_its_base_is_not_looked_at(directory: Path, prompts_file: Path) -> None:
-    with counting_server({}) as server, pytest.raises(MtpExtractError, match="expected the base") as raised:
-        diagnose(dataclasses.replace(plan(directory, prompts_file, server=server.url), base=None), directory)
-    assert (raised.value.remedies, server.seen) == (("base",), [])
+def test_what_cannot_be_judged_is_refused_before_anything_is_asked(asked: DoctorPlan, tmp_path: Path) -> None:
+    """A drafter without its base, and messages without a template."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}]}))
+    with counting_server({}) as server:
+        with pytest.raises(MtpExtractError, match="expected the base") as raised:
+            diagnose(replace(asked, server=server.url, base=None), Path(asked.place))
+        assert raised.value.remedies == ("base",)
+        with pytest.raises(MtpExtractError, match="apply the chat template"):
+            diagnose(replace(asked, server=server.url, prompts=chats), Path(asked.place))
+        assert (server.asked, server.seen) == ([], [])
 
 
-def test_a_server_without_a_drafter_drafts_nothing(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]]
-) -> None:
-    with counting_server(answers["sound"], "llama-server") as server:
-        server.drafts = False
-        asked = plan(directory, prompts_file, server=server.url)
-        assert checked(diagnose(asked, directory))["outcome"] == "nothing drafted"
+def test_a_server_without_a_drafter_drafts_nothing(ask: Ask, answers: Mapping[str, Answers]) -> None:
+    assert ask(answers["sound"], "llama-server", drafts=False)["outcome"] == "nothing drafted"
 
 
-def answered(
-    plan: DoctorPlan, directory: Path, answers: Mapping[str, Written], kind: str = "vLLM", **state: Any
-) -> dict[str, Any]:
-    """``doctor.json`` of a server of ``answers``."""
-    with counting_server(answers, kind) as server:
-        for name, value in state.items():
-            setattr(server, name, value)
-        return checked(diagnose(dataclasses.replace(plan, server=server.url), directory))
-
-
-def test_tokens_that_are_told_are_not_made_again(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]]
-) -> None:
+def test_tokens_that_are_told_are_not_made_again(ask: Ask, answers: Mapping[str, Answers]) -> None:
     """The text says nothing here: tokens alone."""
-    told = {text: dataclasses.replace(one, pieces=["?"]) for text, one in answers["sound"].items()}
-    report = answered(plan(directory, prompts_file), directory, told)
+    told = {text: replace(one, pieces=["?"]) for text, one in answers["sound"].items()}
+    report = ask(told)
     assert report["outcome"] == "in line"
     assert report["text"]["same"] == report["text"]["texts"] == report["served"]["texts"]
-    beyond = {text: dataclasses.replace(one, ids=[[512]]) for text, one in told.items()}
     with pytest.raises(MtpExtractError, match="tokens below 512, found 512") as raised:
-        answered(plan(directory, prompts_file), directory, beyond)
+        ask({text: replace(one, ids=[[512]]) for text, one in told.items()})
     assert raised.value.remedies == ("base",)
 
 
-def test_a_server_that_counts_nothing_is_not_judged(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]]
-) -> None:
-    report = answered(plan(directory, prompts_file), directory, answers["unscaled_embedding"], "unknown")
+def test_a_server_that_counts_nothing_is_not_judged(ask: Ask, answers: Mapping[str, Answers]) -> None:
+    report = ask(answers["unscaled_embedding"], "unknown")
     assert (report["outcome"], report["suspect"], report["fits"]) == ("cannot tell", None, [])
     assert "reports nothing of its drafts" in report["verdict"]
     assert report["expected"]["texts"] == report["text"]["texts"] > 0
@@ -229,63 +222,44 @@ def test_a_server_that_counts_nothing_is_not_judged(
 
 @pytest.mark.parametrize(("kind", "drafts"), [("vLLM", 5), ("llama-server", 2)])
 def test_another_number_of_drafts_is_not_judged(
-    directory: Path, tmp_path: Path, answers: Mapping[str, Mapping[str, Written]], kind: str, drafts: int
+    asked: DoctorPlan, answers: Mapping[str, Answers], kind: str, drafts: int
 ) -> None:
-    few = tmp_path / "few.json"
-    few.write_text(json.dumps({"few": list(answers["sound"])[:6]}))
-    report = answered(plan(directory, few, drafts=drafts), directory, answers["sound"], kind)
+    with counting_server(answers["sound"], kind) as server:
+        report = checked(diagnose(replace(asked, server=server.url, drafts=drafts), Path(asked.place)))
     assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
     assert f"where {drafts} were expected" in report["verdict"]
 
 
-@pytest.mark.parametrize("prompts", [1, 4])
-def test_a_few_prompts_are_not_judged(
-    directory: Path, tmp_path: Path, answers: Mapping[str, Mapping[str, Written]], prompts: int
-) -> None:
-    few = tmp_path / "few.json"
-    few.write_text(json.dumps({"few": list(answers["sound"])[:prompts]}))
-    report = answered(plan(directory, few), directory, answers["unscaled_embedding"])
+def test_a_few_prompts_are_not_judged(ask: Ask, answers: Mapping[str, Answers]) -> None:
+    report = ask(answers["unscaled_embedding"], few=4)
     assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
 
 
 def test_a_head_is_in_line_or_below_and_nothing_else(
+    ask: Ask,
     tmp_path: Path,
-    prompts_file: Path,
     generator: SpeculativeGenerator,
     encoded: list[tuple[int, ...]],
     texts: Sequence[str],
 ) -> None:
-    """An EAGLE-3 head has no faults to hold against: one that drafts as another head does is below, with no suspect."""
+    """An EAGLE-3 head has no faults to hold against."""
     base = generator.base
-    sizes = {
-        "backbone_hidden_size": base.width,
-        "hidden_size": base.width,
-        "vocab_size": base.vocab_size,
-        "draft_vocab_size": base.vocab_size,
-    }
+    sizes = dict.fromkeys(("backbone_hidden_size", "hidden_size"), base.width)
+    sizes |= dict.fromkeys(("vocab_size", "draft_vocab_size"), base.vocab_size)
     head = random_head(head_config(**sizes, base_layers=(1, 3, base.num_layers)))
     out = write_head(tmp_path / "head", head)
     loop = SpeculativeGenerator(base, head, generator.codec.tokenizer)
     results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded]
-    sound = {text: played(result) for text, result in zip(texts, results, strict=True)}
-    report = answered(plan(out, prompts_file), out, sound)
+    report = ask({text: played(result) for text, result in zip(texts, results, strict=True)}, place=str(out))
     assert (report["outcome"], report["suspect"], report["convention"]) == ("in line", None, None)
     assert [fit["name"] for fit in report["fits"]] == ["sound"]
 
 
-def test_messages_without_a_template_are_refused_before_anything_is_asked(directory: Path, tmp_path: Path) -> None:
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}]}))
-    with counting_server({}) as server, pytest.raises(MtpExtractError, match="apply the chat template"):
-        diagnose(plan(directory, chats, server=server.url), directory)
-    assert (server.asked, server.seen) == ([], [])
-
-
 def test_a_pair_that_does_not_fit_is_not_run(directory: Path, prompts_file: Path) -> None:
     """The first pair's base has the sample's sizes, and another RoPE in its full layers."""
-    asked = dataclasses.replace(plan(directory, prompts_file), base=str(first_base()))
-    report = checked(diagnose(asked, directory))
-    assert (report["outcome"], report["expected"]) == ("does not fit", None)
+    done = run_here("doctor", directory, "--base", first_base(), "--prompts", prompts_file, "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["outcome"], report["expected"]) == (1, "does not fit", None)
     assert [check["name"] for check in report["checks"] if check["passed"] is False] == ["RoPE, full_attention"]
 
 
@@ -322,29 +296,12 @@ def test_a_bundle_is_answered_in_one_line(tmp_path: Path) -> None:
 
 def test_a_bundle_is_looked_into_by_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of buffers behind the flatbuffer, where weights lie, nothing is read."""
-    read: list[tuple[int, int]] = []
-    whole = LocalSource.read
+    read, whole = list[int](), LocalSource.read
 
     def counted(self: LocalSource, offset: int, length: int) -> bytes:
-        read.append((offset, length))
+        read.append(length)
         return whole(self, offset, length)
 
     monkeypatch.setattr(LocalSource, "read", counted)
     assert run_here("doctor", first_bundle()).returncode == 0
-    assert 0 < sum(length for _, length in read) < first_bundle().stat().st_size / 4
-
-
-def test_a_larger_residual_stream_is_the_same_function_and_overflows(
-    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
-) -> None:
-    """What the table of planted faults uses for FP16: the same drafts in F32, fewer in FP16."""
-    large = near_overflow(drafter, 2.0**14)
-
-    def accepted(engine: Any) -> int:
-        loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
-        return sum(loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS).accepted for one in encoded[:6])
-
-    sound = accepted(drafter)
-    assert accepted(large) == sound
-    assert accepted(PLANTED["fp16_overflow"](drafter, generator.base)) == pytest.approx(sound, abs=3)
-    assert accepted(PLANTED["fp16_overflow"](large, generator.base)) < 0.9 * sound
+    assert 0 < sum(read) < first_bundle().stat().st_size / 4

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from time import sleep
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, accoun
 
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.options import key_from
-from mtp_extract.serving.client import Answer, Question, Server, read_answer, timed_events
+from mtp_extract.serving.client import Answer, Question, Server, read_answer
 from mtp_extract.serving.counters import KINDS, Counters
 
 PROMPT = "class Foo(object):"
@@ -34,12 +33,7 @@ def read(kind: str, *pieces: tuple[float, bytes], asked: int = 9) -> Answer:
     """The answer that came in ``pieces``, each at its second."""
     clock = iter([at for at, _ in pieces])
 
-    async def stream() -> AsyncIterator[bytes]:
-        for _, piece in pieces:
-            yield piece
-
-    events = timed_events(stream(), 1 << 20, clock.__next__)
-    return asyncio.run(read_answer(events, KIND[kind], 10.0, asked))
+    return read_answer((piece for _, piece in pieces), KIND[kind], 10.0, asked, clock.__next__)
 
 
 class Connect(Protocol):
@@ -95,32 +89,10 @@ def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
     }.get(any_server.kind)
 
 
-def test_vllm_tells_in_its_answers_if_it_was_started_so(connect: Connect, vllm: ModelServer) -> None:
-    vllm.told = True
-    counted = account(6)
-    told = ask(connect(vllm.url), most=6, chat=True).counted
-    assert told == Counters(rounds=counted["rounds"], drafted=counted["drafted"], accepted=counted["accepted"])
-
-
-@pytest.mark.parametrize("kind", ["llama-server", "mlx-vlm"])
-def test_without_a_drafter_nothing_is_drafted(connect: Connect, kind: str) -> None:
-    with model_server(kind, drafts=False) as server:
-        told = ask(connect(server.url), most=6, chat=True).counted
-    assert told is not None
-    assert (told.drafted, told.accepted, told.tokens) == (0, 0, 6)
-
-
 def test_a_completion_is_not_a_chat(connect: Connect, vllm: ModelServer) -> None:
-    server = connect(vllm.url)
-    assert ask(server).tokens == 3
-    assert [(path, body.get("prompt")) for path, body in vllm.asked] == [("/v1/completions", PROMPT)]
-
-
-def test_tokens_of_the_first_text(connect: Connect, vllm: ModelServer) -> None:
-    """Some send several at once: they took no time of their own."""
-    vllm.burst = 4
-    answer = ask(connect(vllm.url), most=6, chat=True)
-    assert (answer.tokens, answer.first_tokens) == (6, 4)
+    odd = "\ud800 half of a pair"
+    assert ask(connect(vllm.url), odd).tokens == 3
+    assert [(path, body.get("prompt")) for path, body in vllm.asked] == [("/v1/completions", odd)]
 
 
 def test_counters_of_the_pages() -> None:
@@ -151,24 +123,11 @@ def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Coun
     assert KIND["llama-server"].of_answer({"timings": timings}) == expected
 
 
-def test_text_that_comes_at_once_has_no_speed(connect: Connect, vllm: ModelServer) -> None:
+def test_text_that_comes_at_once_has_no_speed() -> None:
     """A proxy that keeps the text until it ends, and sends the end after it."""
-
-    def answer(handler: Any) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/event-stream")
-        handler.end_headers()
-        for event in ({"choices": [{"text": "a b c"}]}, FINISHED | used(3)):
-            handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            handler.wfile.flush()
-            threading.Event().wait(0.02)
-        handler.wfile.write(b"data: [DONE]\n\n")
-        handler.close_connection = True
-
-    server = connect(vllm.url)
-    vllm.overrides["/v1/completions"] = answer
-    found = ask(server)
-    assert (found.tokens, found.seconds, found.text) == (3, 0.0, "a b c")
+    pieces = (b"data: " + json.dumps(event).encode() + b"\n" for event in (TEXT, FINISHED | used(3)))
+    found = read("vLLM", *zip((11.0, 13.0), pieces, strict=True))
+    assert (found.tokens, found.first_s, found.seconds) == (3, 1.0, 0.0)
 
 
 def test_times_are_those_of_arrival() -> None:
@@ -199,17 +158,6 @@ def test_what_a_page_rounds_is_not_taken() -> None:
     assert kind.of_page(page) == Counters(rounds=999999)
 
 
-def test_counters_move(connect: Connect, vllm: ModelServer) -> None:
-    server = connect(vllm.url)
-    before = server.counters()
-    ask(server, most=6, chat=True)
-    after = server.counters()
-    assert before is not None
-    assert after is not None
-    # This server does not count its drafts by their places.
-    assert after - before == Counters(**account(6))
-
-
 def test_drafts_by_place() -> None:
     kind = KIND["vLLM"]
     name = "vllm:spec_decode_num_accepted_tokens"
@@ -232,13 +180,6 @@ def test_the_value_of_a_line_stands_before_its_time_and_its_exemplar() -> None:
         "# vllm:request_success_total 5",
     )
     assert kind.of_page("\n".join(lines)) == Counters(requests=3, tokens=500)
-
-
-def test_a_page_that_is_not_there_or_does_not_end(connect: Connect, vllm: ModelServer) -> None:
-    server = connect(vllm.url)
-    for answer in (status(501), endless(b"}{" * (1 << 15), "text/plain")):
-        vllm.overrides["/metrics"] = answer
-        assert server.counters() is None
 
 
 def test_the_model_is_chosen(connect: Connect) -> None:
@@ -276,20 +217,6 @@ def test_what_is_no_key(value: str | None, monkeypatch: pytest.MonkeyPatch) -> N
         key_from("SOME_KEY")
 
 
-def test_a_login_in_the_url_is_sent_and_shown_to_nobody(connect: Connect, vllm: ModelServer) -> None:
-    url = vllm.url.replace("//", "//user:pa%20ss@")
-    server = connect(url + "/?token=secret")
-    assert server.name == vllm.url
-    assert vllm.seen[0] == ("/v1/models", "Basic dXNlcjpwYSBzcw==")
-    vllm.overrides["/v1/chat/completions"] = lambda handler: handler.json(
-        {"error": {"message": f"no: {handler.headers['authorization']}, user:pa ss"}}, 400
-    )
-    with pytest.raises(ServerError) as caught:
-        ask(server, chat=True)
-    for secret in ("user", "pa ss", "pa%20ss", "dXNlcj", "secret"):
-        assert secret not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "url",
     ["", "localhost:8000", "ftp://host", "http://", "http://[::1", "http://host:99999", "http://a b", "http://h\n"],
@@ -297,6 +224,12 @@ def test_a_login_in_the_url_is_sent_and_shown_to_nobody(connect: Connect, vllm: 
 def test_what_is_no_url(connect: Connect, url: str) -> None:
     with pytest.raises(MtpExtractError, match="expected the URL of a server"):
         connect(url)
+
+
+def test_a_login_in_the_url_is_refused_and_not_shown(connect: Connect) -> None:
+    with pytest.raises(MtpExtractError, match="expected a URL without a login") as caught:
+        connect("http://user:pa%20ss@host/?token=secret")
+    assert not any(secret in str(caught.value) for secret in ("user", "pa%20ss", "secret"))
 
 
 def test_nobody_is_there(connect: Connect) -> None:
@@ -461,10 +394,13 @@ def test_pages_that_make_no_sense(connect: Connect, vllm: ModelServer, page: byt
     assert str(caught.value).startswith(f"{vllm.url}: ")
 
 
-def test_a_page_of_something_else(connect: Connect, vllm: ModelServer) -> None:
+def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
+    """None there, of something else, or without end."""
     server = connect(vllm.url)
-    vllm.overrides["/metrics"] = body(b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000, "a/b")
-    assert server.counters() is None
+    other = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
+    for answer in (status(501), body(other, "a/b"), endless(b"}{" * (1 << 15), "text/plain")):
+        vllm.overrides["/metrics"] = answer
+        assert server.counters() is None
 
 
 @pytest.mark.parametrize(
@@ -485,12 +421,6 @@ def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed
     vllm.overrides["/v1/models"] = status(404)
     with pytest.raises(ServerError, match=r"has no /v1/models.* \(404\)"):
         connect(vllm.url)
-
-
-def test_a_version_that_is_not_told(connect: Connect, vllm: ModelServer) -> None:
-    for answer in (status(404), body(b'{"version": 3}'), body(b"what")):
-        vllm.overrides["/version"] = answer
-        assert connect(vllm.url).version is None
 
 
 def test_an_answer_that_takes_too_long(connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,8 +492,8 @@ def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelSer
 
 
 def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: ModelServer) -> None:
-    """Two at a time: the third is answered while the second is still under way; each is told of as it ends."""
-    third, own, ended = threading.Event(), vllm.answer, list[int]()
+    """Two at a time: the third is answered while the second is still under way."""
+    third, own = threading.Event(), vllm.answer
 
     def answer(prompt: str, most: int) -> list[str]:
         if prompt == "b":
@@ -573,8 +503,7 @@ def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: Model
         return own(prompt, most)
 
     vllm.answer = answer
-    found = connect(vllm.url).ask([Question(prompt, 3) for prompt in "abc"], 2, lambda at, _: ended.append(at))
-    assert ended.index(0) == 0 and sorted(ended) == [0, 1, 2]
+    found = connect(vllm.url).ask([Question(prompt, 3) for prompt in "abc"], 2)
     assert [one.text for one in found] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
 
 
