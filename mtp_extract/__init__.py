@@ -59,31 +59,28 @@ __all__ = [
     "validate",
 ]
 
-# Public name -> module and the name there.
+# Module -> the public names that are its own.
 _HOMES = {
-    **{name: ("mtp_extract.api", name) for name in ("bench", "insert", "inspect", "tune", "validate")},
-    "BenchPlan": ("mtp_extract.serving.plan", "BenchPlan"),
-    "TuningPlan": ("mtp_extract.tuning.plan", "TuningPlan"),
-    "ValidationPlan": ("mtp_extract.validation.plan", "ValidationPlan"),
-    "CardWords": ("mtp_extract.report.card", "CardWords"),
-    "CheckpointInspection": ("mtp_extract.api", "CheckpointInspection"),
-    "UploadResult": ("mtp_extract.hub.upload", "UploadResult"),
-    "upload": ("mtp_extract.hub.upload", "upload"),
-    "Shard": ("mtp_extract.bundle", "Shard"),
-    "ExtractionResult": ("mtp_extract.pipeline.writing", "ExtractionResult"),
-    "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
-    "Opened": ("mtp_extract.bundle", "Opened"),
-    "convert": ("mtp_extract.pipeline.conversion", "convert"),
-    "extract": ("mtp_extract.pipeline.extraction", "extract"),
-    "open": ("mtp_extract.bundle", "open_bundle"),
+    "api": ("CheckpointInspection", "bench", "insert", "inspect", "tune", "validate"),
+    "bundle": ("Opened", "Shard", "open_bundle"),
+    "errors": ("MtpExtractError",),
+    "hub.upload": ("UploadResult", "upload"),
+    "pipeline.conversion": ("convert",),
+    "pipeline.extraction": ("extract",),
+    "pipeline.writing": ("ExtractionResult",),
+    "report.card": ("CardWords",),
+    "serving.plan": ("BenchPlan",),
+    "tuning.plan": ("TuningPlan",),
+    "validation.plan": ("ValidationPlan",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    own = "open_bundle" if name == "open" else name
+    for module, names in _HOMES.items():
+        if name in __all__ and own in names:
+            return getattr(import_module(f"mtp_extract.{module}"), own)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -15,21 +15,18 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluate.progress import Say, Show, silent
-from mtp_extract.insertion.activations import Ranges
 from mtp_extract.insertion.base import planned_base_insertion
 from mtp_extract.insertion.base_checkpoint import holds_base, holds_drafter
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
-from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.io.source import Progress
+from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
-from mtp_extract.pipeline.check import Verification, verify, with_record
+from mtp_extract.pipeline.check import RECORD, Verification, require_manifest, verify, with_record
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
-from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.tuning.run import run_tuning as tune
@@ -41,10 +38,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["CheckpointInspection", "bench", "insert", "inspect", "tune", "validate"]
-
-
-def _nothing_shown(done: int, total: int) -> None:
-    """As :func:`~mtp_extract.evaluate.progress.silent`, of bytes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ def inspect(
     section: int | None = None,
     against: str | os.PathLike[str] | None = None,
     sliding_window: int | None = None,
-    progress: Progress = _nothing_shown,
+    progress: Progress = nothing_shown,
 ) -> Inspection | CheckpointInspection | BaseComparison:
     """What a bundle or a checkpoint holds.
 
@@ -96,7 +89,7 @@ def inspect(
         against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
             a checkpoint's directory: a drafter's, which is then inspected against the bundle, or a base's.
         tensors, graph, section, sliding_window: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; the
-            last three are of a bundle.
+            last three are of a bundle alone.
 
     Returns:
         Of a bundle an Inspection, with ``against`` a base's directory a BaseComparison; of a checkpoint a
@@ -107,23 +100,24 @@ def inspect(
         UnsupportedError: what is asked for does not go together.
     """
     source = checkpoint_here(source, or_bundle=True)
-    place = Path(source)
-    if is_checkpoint := place.is_dir() or (place.suffix == ".gguf" and place.is_file()):
-        directory, bundle = place, against
+    of_bundle = [name for name, given in (("graph", graph), ("section", section is not None)) if given]
+    checkpoint: Path | None = None
+    if is_checkpoint(source):
+        checkpoint, bundle = Path(source), against
     elif against is not None and not os.path.isdir(against):
         raise UnsupportedError(
             f"{escape(against)}: expected a checkpoint's directory to hold a bundle against, found none. Name one.",
             remedies=("against",),
         )
-    elif is_checkpoint := against is not None and holds_drafter(Path(against)):
-        directory, bundle = Path(against), source
-    if (is_checkpoint or against is not None) and (graph or section is not None or sliding_window is not None):
+    elif against is not None and holds_drafter(Path(against)):
+        checkpoint, bundle = Path(against), source
+    if of_bundle and (checkpoint or against):
         raise UnsupportedError(
-            f"{escape(source)}: expected a bundle alone, whose graph, section or window is asked for. Leave these out.",
-            remedies=("graph", "section", "sliding_window"),
+            f"{escape(source)}: expected a bundle alone, whose graph or section is asked for. Leave these out.",
+            remedies=tuple(of_bundle),
         )
-    if is_checkpoint:
-        return _inspect_checkpoint(directory, tensors, bundle, progress)
+    if checkpoint is not None:
+        return _inspect_checkpoint(checkpoint, tensors, bundle, progress)
     with open_bundle(source, progress=progress) as opened:
         if against is not None:
             return compare_base(opened, Path(against), progress)
@@ -162,15 +156,12 @@ def insert(
     dry_run: bool = False,
     graph_from: PathLike | None = None,
     base: str | None = None,
-    prompts: PathLike | None = None,
-    chat_template: bool = True,
     section: int | None = None,
-    signature: str | None = None,
     overwrite: bool = False,
     planned: Callable[[InsertionPlan], None] = silent,
     say: Say = silent,
     show: Show = silent,
-    progress: Progress = _nothing_shown,
+    progress: Progress = nothing_shown,
 ) -> InsertionResult | InsertionPlan:
     """Put the weights of a checkpoint into a bundle, whose other sections stay as they are.
 
@@ -181,9 +172,8 @@ def insert(
         out: the new bundle.
         dry_run: write nothing and return what would be done; ``out`` is then None.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
-        base, prompts, chat_template: for a graph with static activations, the base beside which their scales are
-            measured anew, and what it continues for that.
-        section, signature: the drafter's in ``bundle``, where there are several.
+        base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts.
+        section: index of the drafter's in ``bundle``, where there are several.
         planned: told what will be done, before anything is written.
         say, show: told what is measured, and how far it is.
 
@@ -194,41 +184,30 @@ def insert(
     if (out is None) != dry_run:
         raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
-        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
+        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
     source, ranges = checkpoint_here(source, or_bundle=True), None
     if (Path(source) / RECORD).is_file():
         verify(Path(source), REPORT_FILES)
-    of_drafter = {"graph_from": graph_from, "base": base, "section": section, "signature": signature}
+    of_drafter = {"graph_from": graph_from, "base": base, "section": section}
     with ExitStack() as stack:
         if holds_base(Path(source)):
-            if wrong := [name for name, value in of_drafter.items() if value is not None]:
-                raise UnsupportedError(
-                    f"{escape(source)}: expected a drafter's checkpoint, found a base's. Leave out what is for a "
-                    "drafter.",
-                    remedies=tuple(wrong),
-                )
+            if wrong := tuple(name for name, value in of_drafter.items() if value is not None):
+                why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
+                raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
             plan = stack.enter_context(planned_base_insertion(source, bundle, progress))
         else:
             if base is not None:
-                ranges = _ranges(source, base, prompts, chat_template, say, show)
+                from mtp_extract.validation.calibration import measure_ranges
+
+                if not Path(source).is_dir():
+                    why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
+                    raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
+                ranges = measure_ranges(source, base, say=say, show=show)
             plan = stack.enter_context(
-                planned_insertion(
-                    source, bundle, ranges=ranges, graph_from=graph_from, section=section, signature=signature
-                )
+                planned_insertion(source, bundle, ranges=ranges, graph_from=graph_from, section=section)
             )
         planned(plan)
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
-
-
-def _ranges(source: PathLike, base: str, prompts: PathLike | None, chat_template: bool, say: Say, show: Show) -> Ranges:
-    from mtp_extract.validation.calibration import measure_ranges
-
-    if not Path(source).is_dir():
-        raise UnsupportedError(
-            "Expected the directory of a checkpoint to run beside a base, found none. Extract the drafter first.",
-            remedies=("base",),
-        )
-    return measure_ranges(source, base, prompts, chat_template=chat_template, say=say, show=show)
 
 
 def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:

@@ -1,7 +1,7 @@
 """What a field of a plan means to a user, stated once: in the annotation of the field.
 
 A plan is a frozen dataclass of what a function is asked to do. The command of that function makes its options of the
-fields (``cli/_planned.py``), and the function holds the same bounds against what Python code gives it::
+fields (``cli/_command.py``), and the function holds the same bounds against what Python code gives it::
 
     @dataclass(frozen=True)
     class BenchPlan:
@@ -70,7 +70,7 @@ Baseline = Annotated[
 ]
 Workloads = Annotated[
     Path | None,
-    About("Prompts as .txt, .json or .jsonl; by default about 100 of ours.", metavar="FILE"),
+    About("Prompts as .txt or .jsonl; by default about 100 of ours.", metavar="FILE"),
 ]
 Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")]
 """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
@@ -114,23 +114,20 @@ def check_values(plan: Any) -> None:
         ValueError: a name is none of the choices.
     """
     hints = get_type_hints(type(plan), include_extras=True)
-    for field in fields(plan):
-        if (told := about(hints[field.name])) is None:
-            continue
-        given = getattr(plan, field.name)
+    for name, told in ((field.name, about(hints[field.name])) for field in fields(plan)):
+        given = getattr(plan, name)
         for value in given if isinstance(given, (list, tuple)) else (given,):
-            if value is not None:
-                _check(field.name, told, value)
-
-
-def _check(name: str, told: About, value: Any) -> None:
-    if told.choices and value not in told.choices:
-        raise ValueError(f"{name} {escape(value)!r}: expected {either(told.choices)}.{nearest(value, told.choices)}")
-    # A number that is none lies within no bounds.
-    if told.least is not None and not value >= told.least:
-        wrong = f"at least {told.least}, found {escape(value)}; raise it"
-    elif told.most is not None and not value <= told.most:
-        wrong = f"at most {told.most}, found {escape(value)}; lower it"
-    else:
-        return
-    raise MtpExtractError(f"expected {name} of {wrong}", remedies=(name,))
+            if told is None or value is None:
+                continue
+            if told.choices and value not in told.choices:
+                near = nearest(value, told.choices)
+                raise ValueError(f"{name} {escape(value)!r}: expected {either(told.choices)}.{near}")
+            # A number that is none lies within no bounds.
+            for bound, holds, what, do in (
+                (told.least, told.least is None or value >= told.least, "at least", "raise it"),
+                (told.most, told.most is None or value <= told.most, "at most", "lower it"),
+            ):
+                if not holds:
+                    raise MtpExtractError(
+                        f"expected {name} of {what} {bound}, found {escape(value)}; {do}", remedies=(name,)
+                    )

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from mtp_extract.checkpoint.record_fields import Excerpt, Extraction
+from mtp_extract.io.typed import Excerpt
 
 RECORDS = ("extraction", "report", "bench", "doctor")
 """Names of the files, without ``.json``."""
@@ -37,6 +37,8 @@ def schema(name: str) -> dict[str, Any]:
 
 def _kind(name: str) -> type:
     if name == "extraction":
+        from mtp_extract.checkpoint.record import Extraction
+
         return Extraction
     if name == "report":
         from mtp_extract.validation.result import Validation

@@ -19,7 +19,7 @@ from gradio.utils import get_space
 from huggingface_hub import constants, get_token
 
 import mtp_extract
-from mtp_extract.cli._writing import is_rounded
+from mtp_extract.cli._written import is_rounded
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 from mtp_extract.formats import EVERY, HEADS, NAMES
@@ -58,10 +58,6 @@ engine loads it. Every operator and constant of the bundle's graph is read; if w
 the same, you get nothing."""
 
 
-class OverLimitError(MtpExtractError):
-    """More than this page does for anybody."""
-
-
 def address_of(text: str) -> str:
     """The ``hf://`` address that ``text`` means: an id, or a URL of the Hub's site. Nothing else is opened here.
 
@@ -78,27 +74,13 @@ def address_of(text: str) -> str:
     )
 
 
-def check_size(drafter: Mapping[str, Any]) -> None:
-    """``drafter`` as an inspection has it.
-
-    Raises:
-        OverLimitError: it is too large for this page.
-    """
-    largest = max(drafter["size"], 4 * drafter["parameters"])
-    if largest > LARGEST:
-        raise OverLimitError(
-            f"Expected a drafter of up to {LARGEST / 1e9:g} GB, found one of {size(largest)}. Extract it on a "
-            "machine of yours, with mtp-extract."
-        )
-
-
 def told_by(progress: Callable[..., Any], what: str) -> Progress:
-    """Shows bytes done on the page's bar, and ends a job whose time is up by raising OverLimitError."""
+    """Shows bytes done on the page's bar, and ends a job whose time is up by raising MtpExtractError."""
     began = time.monotonic()
 
     def told(done: int, total: int) -> None:
         if time.monotonic() - began > LONGEST:
-            raise OverLimitError(
+            raise MtpExtractError(
                 f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept. Try again, or extract it "
                 "on a machine of yours, with mtp-extract."
             )
@@ -117,7 +99,12 @@ def written(address: str, choice: str, folder: Path, token: str | None, told: Pr
     with mtp_extract.open(address, token=token or False, progress=told) as bundle:
         # Raises what is wrong with it, where looking only says so.
         bundle.drafter()
-        check_size(inspect(bundle).as_json["drafter"])
+        drafter = inspect(bundle).report["drafter"]
+        if (largest := max(drafter["size"], 4 * drafter["parameters"])) > LARGEST:
+            raise MtpExtractError(
+                f"Expected a drafter of up to {LARGEST / 1e9:g} GB, found one of {size(largest)}. Extract it on a "
+                "machine of yours, with mtp-extract."
+            )
         return mtp_extract.extract(bundle, folder / default_directory(bundle.source.name), format=choice, progress=told)
 
 
@@ -137,11 +124,7 @@ def bundle_in_words(found: Mapping[str, Any]) -> str:
             f"({stored}); {shape['num_layers']} layers, hidden {shape['hidden_size']}, backbone "
             f"{shape['backbone_hidden_size']}, vocabulary {shape['vocab_size']}."
         )
-    rows = []
-    for section in found["sections"]:
-        mark = "**" if drafter is not None and section["index"] == drafter["section"] else ""
-        name = plain(section["model_type"] or section["type"])
-        rows.append([str(section["index"]), f"{mark}{name}{mark}", size(section["size"])])
+    rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), size(s["size"])] for s in found["sections"]]
     return "\n\n".join([*said, table(["#", "holds", "bytes"], rows)])
 
 
@@ -171,7 +154,7 @@ def look(
     try:
         told = told_by(progress, "Reading its header")
         with mtp_extract.open(address_of(source), token=(token and token.token) or False, progress=told) as bundle:
-            found = inspect(bundle).as_json
+            found = inspect(bundle).report
     except MtpExtractError as error:
         return "", gr.Accordion(visible=False), refused(error)
     return bundle_in_words(found), gr.Accordion(visible=True, open=True), ""
@@ -195,17 +178,11 @@ def extract(
         remove(folder)
         gone = gr.Accordion(visible=False)
         return None, refused(error), gr.Files([], visible=False), gone, "", gone, "", ""
-    files = [str(made.directory / name) for name in made.files]
-    return (
-        str(made.directory),
-        done(made, time.monotonic() - began),
-        gr.Files(files, visible=True),
-        gr.Accordion(visible=True),
-        (made.directory / "README.md").read_text(encoding="utf-8").split("\n---\n", 1)[1],
-        gr.Accordion(visible=profile is not None),
-        f"{profile.username}/{made.directory.name}" if profile else "",
-        "",
-    )
+    place, shown = made.directory, gr.Accordion(visible=True)
+    files = gr.Files([str(place / name) for name in made.files], visible=True)
+    card = (place / "README.md").read_text(encoding="utf-8").split("\n---\n", 1)[1]
+    publishing, name = gr.Accordion(visible=profile is not None), f"{profile.username}/{place.name}" if profile else ""
+    return str(place), done(made, time.monotonic() - began), files, shown, card, publishing, name, ""
 
 
 def remove(kept: str | None) -> None:

@@ -162,7 +162,7 @@ def test_looking_reads_headers_alone(page: Page, hub: loopback.HubServer, home: 
     hub.sent.clear()
     page.write("#source", REPO + Keys.ENTER)
     shown = page.says("A drafter", "#holds")
-    drafter = inspect(sample_bundle()).as_json["drafter"]
+    drafter = inspect(sample_bundle()).report["drafter"]
     assert f"{drafter['parameters'] / 1e6:.2f} M parameters" in shown
     assert "mtp_drafter" in shown
     assert 0 < hub.sent["storage"] < sample_bundle().stat().st_size / 2

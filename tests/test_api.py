@@ -24,23 +24,22 @@ FUNCTIONS = ("bench", "convert", "extract", "insert", "inspect", "tune", "upload
 @pytest.mark.parametrize(
     ("name", "otherwise"),
     [
-        ("convert", {"verbose"}),
-        ("extract", {"verbose", "sample"}),
-        # Another function puts in a base's weights.
-        ("insert", set()),
-        ("inspect", set()),
+        ("convert", {"print_json"}),
+        ("extract", {"print_json", "verbose", "sample"}),
+        ("insert", {"print_json"}),
+        ("inspect", {"print_json"}),
         ("upload", {"repository", *(field.name for field in fields(mtp_extract.CardWords))}),
     ],
 )
 def test_a_function_has_the_arguments_of_its_command(name: str, otherwise: set[str]) -> None:
     options = set(python.signature(module_of(name).app.registered_commands[0].callback).parameters)
     arguments = set(python.signature(getattr(mtp_extract, name)).parameters)
-    assert options - arguments == otherwise | {"print_json", "version"}
+    assert options - arguments == otherwise
 
 
 def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:
     found = mtp_extract.inspect(sample)
-    assert isinstance(found, Inspection) and found.as_json["drafter"]["roles_found"] == 48
+    assert isinstance(found, Inspection) and found.report["drafter"]["roles_found"] == 48
     made = mtp_extract.extract(sample, tmp_path / "drafter", format="mlx-vlm", section=6)
     assert made.record["layout"] == "mlx"
     held = mtp_extract.inspect(made.directory, against=sample)

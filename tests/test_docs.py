@@ -20,11 +20,13 @@ from helpers.documents import ROOT, Block, Command, anchors, blocks, commands, l
 from helpers.hub_fixtures import hub  # noqa: F401 - a fixture
 from helpers.hub_server import HubServer
 from helpers.model_server import model_server
+from helpers.prompt_files import few_of, write_prompts
 from typer.main import get_command
 
 import mtp_extract
 from mtp_extract.cli import COMMANDS
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
+from mtp_extract.evaluate.prompts import read_prompts
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -53,7 +55,7 @@ PROGRAMS = {
     "python": "a script of minutes, or another program",
     "ollama": "another program",
     "trtllm-serve": "another program, wants a GPU",
-    "litert-lm": "another program; scripts/insertion.py runs it",
+    "litert-lm": "another program; scripts/engines.py runs it",
     "python3": "installs; what runs the tests has done so",
     ".venv/bin/pip": "installs",
     ".venv/bin/pytest": "runs these tests",
@@ -78,8 +80,8 @@ NOT_RUN_PYTHON: dict[str, str] = {}
 """What a block begins with → why it is not run."""
 
 SHORTER = {
-    "validate": ["--prompts", "few.json", "--new-tokens", "4", "--draft-steps", "1"],
-    "bench": ["--prompts", "few.json", "--max-tokens", "4"],
+    "validate": ["--prompts", "few.jsonl", "--new-tokens", "4", "--draft-steps", "1"],
+    "bench": ["--prompts", "few.jsonl", "--max-tokens", "4"],
 }
 """Beside a base or a server: less to do, for what says nothing that is shown."""
 
@@ -90,11 +92,9 @@ class Desk:
     def __init__(self, here: Path, drafter: Path) -> None:
         self.here, self.drafter = here, drafter
         self.names: dict[str, Any] = {}
-        few = {kind: texts[:1] for kind, texts in json.loads(sample_prompts().read_text(encoding="utf-8")).items()}
-        for name in ("few.json", "prompts.json", "mine.jsonl"):
-            first = next(iter(few.values()))
-            text = json.dumps({"prompt": first[0]}) if name.endswith("l") else json.dumps(dict(list(few.items())[:2]))
-            (here / name).write_text(text, encoding="utf-8")
+        few = {kind: texts[:1] for kind, texts in few_of(read_prompts(sample_prompts()), 1).items()}
+        write_prompts(here / "mine.jsonl", dict(list(few.items())[:1]))
+        write_prompts(here / "few.jsonl", dict(list(few.items())[:2]))
         (here / "google").mkdir()
         for name in (BASE, "tuned-base"):
             (here / name).symlink_to(sample_base())
@@ -243,7 +243,7 @@ def test_blocks_run(
 def of_python(desk: Desk, printed: str) -> None:
     """Roles and files were listed, a report written; drafts change no text, and the text is right."""
     assert "lm_head (" in printed
-    assert "'alike': True" in printed
+    assert "{'computed': 2, 'of': 256}" in printed
     assert (desk.here / "report" / "report.json").is_file()
     alone = desk.names["generator"].generate(desk.names["question"], drafts=0, max_new_tokens=32)
     assert desk.names["result"].text == alone.text == "GTFHWECIMQYJVDZOKRXL"
@@ -282,29 +282,6 @@ def test_every_reason_is_needed() -> None:
 
 def told(block: Block) -> list[Command]:
     return list(commands(block)) if block.language in ("sh", "console") else []
-
-
-def test_what_is_compared() -> None:
-    """A line more, less or otherwise is seen, beside what is left out, too; figures of this machine are not."""
-    printed = ["one 1", "two 2.0 kB", "three 3e-07", "four"]
-    for shown in (printed, ["one 1", "…"], ["…", "four"], ["one 1", "…", "four"], ["…", "two 2.5 MB", "…"], ["…"]):
-        assert unlike(shown, printed) is None
-    for shown in (printed[:3], ["one 2", *printed[1:]], ["two 2.0 kB", "…"], ["…", "three 3e-07"], ["…", "five", "…"]):
-        assert unlike(shown, printed) is not None
-    assert parts_from(["x", "…", "x"], printed) == ["one 1", "…", "four"]
-    assert parts_from(["x"], printed) == printed
-    with pytest.raises(ValueError, match="by hand"):
-        parts_from(["…", "x", "…"], printed)
-
-
-def test_a_block_is_made_anew(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("Text.\n\n```console\n$ mtp-extract --sample\nold\n…\n$ mtp-doctor x \\\n  y\nolder\n```\n")
-    (block,) = blocks(page)
-    first, second = commands(block)
-    assert (second.text, second.shown) == ("mtp-doctor x y", ("older",))
-    refresh(page, {block: [(first, ["new", "newer"]), (second, ["z"])]})
-    assert page.read_text() == ("Text.\n\n```console\n$ mtp-extract --sample\nnew\n…\n$ mtp-doctor x \\\n  y\nz\n```\n")
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.name)

@@ -17,6 +17,7 @@ import pytest
 from gguf import GGUFReader
 from helpers.hub_fixtures import hub  # noqa: F401 - a fixture
 from helpers.hub_server import HubServer
+from helpers.prompt_files import few_of, write_prompts
 from safetensors.numpy import load_file, save_file
 
 import mtp_extract
@@ -56,11 +57,9 @@ def few(tmp_path: Path) -> Path:
         side = side_of(prompt.source)
         if left[side]:
             left[side] -= 1
-            chosen.append({"prompt": prompt.content, "workload": prompt.workload})
+            chosen.append(prompt)
     assert not left.total()
-    path = tmp_path / "few.json"
-    path.write_text(json.dumps(chosen), encoding="utf-8")
-    return path
+    return write_prompts(tmp_path / "few.jsonl", few_of(chosen, 1))
 
 
 def test_the_table_names_every_example_and_says_what_it_says_itself() -> None:

@@ -6,8 +6,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._run import new_app, run
+from mtp_extract.cli._command import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing_unless, progress_of, say, say_report, write_json
 from mtp_extract.errors import escape
 from mtp_extract.serving.plan import BenchPlan
@@ -21,14 +20,14 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     """
     from mtp_extract.api import bench
     from mtp_extract.report.page import plain_json
-    from mtp_extract.serving.page import tables
+    from mtp_extract.serving.page import table_of
 
     with progress_of("window", print_json) as show:
         found = bench(replace(plan, say=doing_unless(print_json), show=show))
     if print_json:
         write_json(plain_json(found))
         return
-    say_report(plain_json(found), tables(found))
+    say_report(plain_json(found), [table_of(found)])
     if plan.report is not None:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
 

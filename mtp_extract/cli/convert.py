@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._options import AsJson, Verbose
-from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli._writing import show_written
+from mtp_extract.cli._command import AsJson, new_app, run_lean
+from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Overwrite
@@ -34,7 +33,6 @@ def command(
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
-    verbose: Verbose = False,
     print_json: AsJson = False,
 ) -> None:
     """Write a drafter that was extracted, tuned or published into another format.
@@ -53,7 +51,7 @@ def command(
     what = "EAGLE-3 head" if is_head(record) else f"{record['known_as'] or 'MTP'} drafter"
     before = escape(record["converted_from"][-1]["layout"])
     head = f"{what} of {escape(record['source']['name'])}, from its {before} format"
-    show_written(result, plan.format, head, (), verbose=verbose, print_json=print_json)
+    show_written(result, plan.format, head, print_json=print_json)
 
 
 _EXAMPLES = {

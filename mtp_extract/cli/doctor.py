@@ -8,21 +8,14 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._planned import given
-from mtp_extract.cli._run import new_app, run
+from mtp_extract.cli._command import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing_unless, say, say_all, say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Replace
 
-_PAIR = ("base", "server", "prompts", "out")
-"""Options that a bundle has no use for."""
-
 
 def command(
-    *,
-    context: typer.Context,
     plan: DoctorPlan,
     out: Annotated[
         Path | None, About("Write doctor.json and pages of it there.", names=("--report",), metavar="DIR")
@@ -32,14 +25,15 @@ def command(
 ) -> None:
     """Say why acceptance is what it is: does the pair fit, what is to be expected, what is served, what is to blame.
 
-    Of a .litertlm, say in one line whether it holds a drafter, which, and for which base; exit status 1 where it holds
-    none.
+    Of a .litertlm, say in one line whether it holds a drafter, which, and for which base. The exit status is 1 where it
+    holds none, and where drafter and base do not fit.
     """
-    from mtp_extract.io.opening import checkpoint_here
+    from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 
     path = Path(checkpoint_here(plan.place, or_bundle=True))
-    if not (path.is_dir() or path.suffix == ".gguf"):
-        if wrong := given(context, *_PAIR):
+    if not is_checkpoint(path):
+        for_a_pair = {"--base": plan.base, "--server": plan.server, "--prompts": plan.prompts, "--report": out}
+        if wrong := [flag for flag, value in for_a_pair.items() if value is not None]:
             what = "is no drafter's directory. Extract one from a bundle first."
             raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} {what}")
         _file(plan.place, print_json)
@@ -60,10 +54,12 @@ def command(
     report = plain_json(found)
     if print_json:
         write_json(report)
-        return
-    say_report(report, tables(found))
-    if files:
-        say(f"Wrote {escape(out)}/: {', '.join(files)}")
+    else:
+        say_report(report, tables(found))
+        if files:
+            say(f"Wrote {escape(out)}/: {', '.join(files)}")
+    if found.outcome == "does not fit":
+        raise typer.Exit(1)
 
 
 def _file(source: str, print_json: bool) -> None:
@@ -75,12 +71,12 @@ def _file(source: str, print_json: bool) -> None:
     with open_bundle(source) as opened:
         found = inspect(opened)
     if print_json:
-        write_json(found.as_json)
+        write_json(found.report)
     else:
-        say_all(headline(found.as_json))
+        say_all(headline(found.report))
     if found.problem is not None:
         raise found.problem
-    if found.as_json["drafter"] is None:
+    if found.report["drafter"] is None:
         raise typer.Exit(1)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._drafter import found_in
-from mtp_extract.cli._options import AsJson, SlidingWindow, Verbose
-from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli._writing import show_written
+from mtp_extract.cli._command import AsJson, Verbose, new_app, run_lean
+from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Overwrite
@@ -34,9 +31,8 @@ def command(
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
-    sliding_window: SlidingWindow = None,
-    section: Annotated[
-        int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
+    sliding_window: Annotated[
+        int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
     ] = None,
     sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
     verbose: Verbose = False,
@@ -49,30 +45,13 @@ def command(
     from mtp_extract.data import sample_bundle
     from mtp_extract.pipeline.extraction import extract
 
+    file = sample_bundle() if source is None else source
     with progress(quiet=print_json) as tick:
-        result = extract(
-            sample_bundle() if source is None else source,
-            out,
-            **vars(plan),
-            overwrite=overwrite,
-            sliding_window=sliding_window,
-            section=section,
-            progress=tick,
-        )
-    head, details = _head(result.record)
-    show_written(result, plan.format, head, details, verbose=verbose, print_json=print_json)
-
-
-def _head(record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    source, section, counts = record["source"], record["source"]["section"], record["counts"]
+        result = extract(file, out, **vars(plan), overwrite=overwrite, sliding_window=sliding_window, progress=tick)
+    source_, section = result.record["source"], result.record["source"]["section"]
     where = found_in(section["index"], section["found_by"])
-    stored = ", ".join(f"{count} {kind}" for kind, count in counts["stored"].items())
-    details = [
-        f"  {sum(counts['held'].values())} tensors from the graph ({stored}), {counts['names_confirmed']} confirmed by "
-        "published names",
-        f"  {counts['set_aside']} other constants are not weights: masks, RoPE tables, scalars (mtp-inspect --graph)",
-    ]
-    return f"{record['known_as'] or 'MTP'} drafter of {escape(source['name'])} ({where})", details
+    head = f"{result.record['known_as'] or 'MTP'} drafter of {escape(source_['name'])} ({where})"
+    show_written(result, plan.format, head, verbose=verbose, print_json=print_json)
 
 
 _EXAMPLES = {

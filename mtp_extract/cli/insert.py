@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._drafter import say_proof
-from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli._command import AsJson, new_app, run_lean
+from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About, ChatTemplate
+from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.plan import InsertionPlan
@@ -42,15 +41,6 @@ def command(
             metavar="MODEL",
         ),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        About("What the base continues for that; by default about 100 of ours.", metavar="FILE"),
-    ] = None,
-    chat_template: ChatTemplate = True,
-    section: Annotated[
-        int | None,
-        About("Index of the drafter's section in BUNDLE; asked for only where there are several.", least=0),
-    ] = None,
     dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
     overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
@@ -60,8 +50,6 @@ def command(
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
     if Path(bundle).is_dir():
         raise typer.BadParameter(f"{escape(bundle)}: expected a .litertlm. DIR comes first, then the BUNDLE.")
-    if base is None and prompts is not None:
-        raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
 
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
@@ -81,9 +69,6 @@ def command(
             dry_run=dry_run,
             graph_from=graph_from,
             base=base,
-            prompts=prompts,
-            chat_template=chat_template,
-            section=section,
             overwrite=overwrite,
             planned=planned,
             say=doing_unless(print_json),
@@ -98,16 +83,16 @@ def command(
         checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
         say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
         if result.proof is not None:
-            say_proof("Verified, its graph and its weights", result.proof.as_json())
+            say_proof("Verified, its graph and its weights", result.proof)
         say_notes(result.notes[len(plan.notes) :])
 
 
 def _show_plan(plan: InsertionPlan) -> None:
     every = [(role, encoding) for role, own in plan.encodings.items() for encoding in own]
     changed = [(role, each) for role, each in every if each.how != "kept"]
-    where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
     what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
-    say(f"{what} {escape(plan.name)}, {where}: {len(changed)} of {len(every)} weights change, {size(plan.size)}")
+    name = escape(plan.source.name)
+    say(f"{what} {name}, in place: {len(changed)} of {len(every)} weights change, {size(plan.size)}")
     if changed:
         say("How far what will be stored is from the checkpoint (relative RMS error):")
         rows = [[role, each.storage.type.name, each.how, f"{each.error:.2g}"] for role, each in changed]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
-from mtp_extract.cli._options import AsJson, SlidingWindow
-from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli._command import AsJson, new_app, run_lean
+from mtp_extract.cli._written import found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
@@ -43,7 +42,6 @@ def command(
             metavar="SOURCE|DIR",
         ),
     ] = None,
-    sliding_window: SlidingWindow = None,
     print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
@@ -54,19 +52,11 @@ def command(
     from mtp_extract.pipeline.inspection import Inspection
 
     with progress(quiet=print_json) as tick:
-        found = inspect(
-            source,
-            tensors=tensors,
-            graph=graph,
-            section=section,
-            against=against,
-            sliding_window=sliding_window,
-            progress=tick,
-        )
-    if isinstance(found, Inspection):
-        (write_json if print_json else _show_bundle)(found.as_json)
-    elif print_json:
+        found = inspect(source, tensors=tensors, graph=graph, section=section, against=against, progress=tick)
+    if print_json:
         write_json(found.as_json())
+    elif isinstance(found, Inspection):
+        _show_bundle(found.report)
     elif isinstance(found, CheckpointInspection):
         _show_checkpoint(found)
     else:
@@ -81,7 +71,7 @@ def _show_comparison(found: BaseComparison) -> None:
     for r in found.roles:
         steps = "-" if r.steps is None else f"{r.steps:.3f}"
         error = "-" if r.error is None else f"{r.error:.2g}"
-        rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why])
+        rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why or ""])
     table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
     say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
     if found.not_loaded:
@@ -99,8 +89,12 @@ def _show_checkpoint(found: CheckpointInspection) -> None:
         tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
-        for line in _made(record):
-            say(f"  {line}")
+        for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
+            if made := record.get(key):
+                before, after = (made["overall"][when]["teacher_forced"] for when in ("before", "after"))
+                lengths = f"teacher-forced tokens per round {before:.3f}, then {after:.3f}"
+                mode = f" ({escape(made['mode'])})" if "mode" in made else ""
+                say(f"  {what}{mode} beside {escape(made['base'])}: {lengths}")
     else:
         say(f"{place}: without extraction.json")
     if checked is None or checked.against is None:
@@ -112,22 +106,10 @@ def _show_checkpoint(found: CheckpointInspection) -> None:
     say_geometry(holds["geometry"], holds["parameters"])
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds.get("findings", ()):
-        say(f"  {finding['engine']} {finding['effect']}: {finding['what']}")
+        say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
     if "tensors" in holds:
-        say("Tensors")
         rows = [[t["role"], t["type"], t["shape"], _blocks(t), t["name"]] for t in holds["tensors"]]
-        table(rows, ["role", "stored", "shape", "scales", "name"])
-
-
-def _made(record: Mapping[str, Any]) -> Iterator[str]:
-    """What was made of the drafter since it left its bundle."""
-    for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
-        if made := record.get(key):
-            before, after = (made["overall"][when]["teacher_forced"] for when in ("before", "after"))
-            kept = min((kind["share"] for kind in made.get("kinds", {}).values()), default=0.0)
-            how = made.get("mode", f"keeps {kept:.2%} of its choices or more")
-            lengths = f"teacher-forced tokens per round {before:.3f}, then {after:.3f}"
-            yield f"{what} ({escape(how)}) beside {escape(made['base'])}: {lengths}"
+        _titled("Tensors", rows, "role", "stored", "shape", "scales", "name")
 
 
 def headline(report: Mapping[str, Any]) -> str:
@@ -148,7 +130,10 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     table(list(report["items"].items()))
     if sections := report["sections"]:
         say(f"{len(sections)} sections")
-        rows = [[s["index"], s["type"], s["model_type"] or "", s["begin"], s["size"], _items(s)] for s in sections]
+        rows = []
+        for one in sections:
+            items = ", ".join(f"{key}={value}" for key, value in one["items"].items() if key != "model_type")
+            rows.append([one["index"], one["type"], one["model_type"] or "", one["begin"], one["size"], items])
         table(rows, ["#", "type", "model type", "begin", "bytes", "items"])
     if "model" in report:
         _show_model(report["model"])
@@ -156,10 +141,6 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
         _show_drafter(report["drafter"])
     elif "no_drafter" in report:
         say(f"No drafter: {report['no_drafter']}")
-
-
-def _items(section: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in section["items"].items() if key != "model_type")
 
 
 def _show_drafter(drafter: Mapping[str, Any]) -> None:
@@ -173,26 +154,23 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
     _show_model(drafter["model"])
     if "roles" not in drafter:
         return
-    say("Roles")
     rows = [
         [r["role"], r["type"] or "implied", r["shape"], "yes" if r["name_confirms"] else "-", r["why"]]
         for r in drafter["roles"]
     ]
-    table(rows, ["role", "stored", "shape", "name", "evidence"])
-    say("Caches of the base model")
+    _titled("Roles", rows, "role", "stored", "shape", "name", "evidence")
     rows = [
         [name, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
         for name, c in drafter["kv_inputs"].items()
     ]
-    table(rows, ["input", "type", "shape", "scale", "read by"])
+    _titled("Caches of the base model", rows, "input", "type", "shape", "scale", "read by")
     say_proof("Proof", drafter["proof"])
     scores = ", ".join(f"{score:g}" for score in drafter["proof"]["largest_scores"])
     say(f"  |q · K| of each layer is at most {scores}; hidden slots lie further below than that")
-    say("Other constants")
     rows = [
         [f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]] for a in drafter["set_aside"]
     ]
-    table(rows, ["tensor", "type", "shape", "reason", "read by"])
+    _titled("Other constants", rows, "tensor", "type", "shape", "reason", "read by")
 
 
 def _show_model(model: Mapping[str, Any]) -> None:
@@ -201,23 +179,20 @@ def _show_model(model: Mapping[str, Any]) -> None:
         say(f"  signature {escape(signature['key'])}")
         for key, indent in (("inputs", "    in   "), ("outputs", "    out  ")):
             table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
-    if "tensors" in model:
-        say("Tensors")
-        rows = [
-            [f"{t['subgraph']}/{t['index']}", t["type"], t["shape"], _bytes(t), _scales(t), t["name"]]
-            for t in model["tensors"]
-        ]
-        table(rows, ["tensor", "type", "shape", "bytes", "quantization", "name"])
+    if "tensors" not in model:
+        return
+    rows = []
+    for tensor in model["tensors"]:
+        data, made = tensor["data"] or {"length": ""}, tensor["quantization"] or {"block_size": 0, "scales": 0}
+        scales = _blocks(made) or (f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else "")
+        place, length = f"{tensor['subgraph']}/{tensor['index']}", str(data.get("length", "unreadable"))
+        rows.append([place, tensor["type"], tensor["shape"], length, scales, tensor["name"]])
+    _titled("Tensors", rows, "tensor", "type", "shape", "bytes", "quantization", "name")
 
 
-def _bytes(tensor: Mapping[str, Any]) -> str:
-    data = tensor["data"]
-    return "" if not data else "unreadable" if "problem" in data else str(data["length"])
-
-
-def _scales(tensor: Mapping[str, Any]) -> str:
-    made = tensor["quantization"] or {"block_size": 0, "scales": 0}
-    return _blocks(made) or (f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else "")
+def _titled(title: str, rows: Sequence[Sequence[object]], *columns: str) -> None:
+    say(title)
+    table(rows, columns)
 
 
 def _blocks(made: Mapping[str, Any]) -> str:

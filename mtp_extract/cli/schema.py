@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli._command import new_app, run_lean
 from mtp_extract.cli.terminal import write_json
 from mtp_extract.options import About
 from mtp_extract.schemas import RECORDS, schema

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -20,7 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
-from mtp_extract.evaluate.progress import Show
+from mtp_extract.evaluate.progress import Show, silent
 from mtp_extract.io.source import Progress
 
 if TYPE_CHECKING:
@@ -50,22 +49,6 @@ def say(text: str) -> None:
 def say_all(text: str) -> None:
     """A line of untrusted text on stdout, all of it: a long text is not a long name."""
     say(escape(text, longest=len(text)))
-
-
-def say_verdict(text: str) -> None:
-    """As :func:`say_all`, with colours on the words that decide: refuted, verified, not verified."""
-    shown = _folded(escape(text, longest=len(text)), _room())
-    _line(sys.stdout, _DECIDING.sub(lambda word: coloured(word[0], _COLOURS[word[0].lower()], sys.stdout), shown))
-
-
-_COLOURS = {"refuted": "31", "verified": "32", "not verified": "33"}
-_DECIDING = re.compile(r"\b(?:refuted|not verified|verified)(?=:)", re.IGNORECASE)
-
-
-def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """``text`` in an ANSI colour where ``stream`` is a terminal and nobody asked for none (NO_COLOR)."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    return text if plain else f"\x1b[{colour}m{text}\x1b[0m"
 
 
 def _folded(text: str, room: float) -> str:
@@ -101,8 +84,7 @@ def error(message: str) -> None:
     """An error on stderr."""
     sys.stdout.flush()
     room = shutil.get_terminal_size().columns if sys.stderr.isatty() else inf
-    text = _folded(f"error: {message}", room)
-    _line(sys.stderr, coloured("error:", _COLOURS["refuted"], sys.stderr) + text.removeprefix("error:"))
+    _line(sys.stderr, _folded(f"error: {message}", room))
     sys.stderr.flush()
 
 
@@ -114,7 +96,7 @@ def doing(what: str) -> None:
 
 def doing_unless(quiet: bool) -> Callable[[str], None]:
     """:func:`doing`, or where ``quiet`` nothing in its place."""
-    return (lambda what: None) if quiet else doing
+    return silent if quiet else doing
 
 
 def size(count: float) -> str:
@@ -200,27 +182,26 @@ def _redrawn() -> Iterator[Callable[[int, int, str], None]]:
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
     """How many bytes are done, and the time left, on a terminal and for work worth showing."""
-    active = not quiet and sys.stderr.isatty()
     with _redrawn() as draw:
 
         def update(done: int, total: int) -> None:
-            if active and total >= _WORTH_SHOWING:
+            if not quiet and total >= _WORTH_SHOWING and sys.stderr.isatty():
                 draw(done, total, f"{size(done)} of {size(total)}")
 
         yield update
 
 
 @contextmanager
-def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+def progress_lines(quiet: bool = False) -> Iterator[Show]:
     """How much is done, how much there is, and a line that says so: redrawn on a terminal, else one now and then."""
-    terminal, shown = sys.stderr.isatty(), 0
+    shown = 0
     with _redrawn() as draw:
 
-        def update(done: int, total: int, line: str) -> None:
+        def update(line: str, done: int, total: int) -> None:
             nonlocal shown
             if quiet:
                 return
-            if terminal:
+            if sys.stderr.isatty():
                 draw(done, total, escape(line))
             elif (part := _LINES * done // total) != shown:
                 shown = part
@@ -233,4 +214,4 @@ def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], No
 def progress_of(unit: str, quiet: bool = False) -> Iterator[Show]:
     """How many of the ``unit`` of a part of a measurement are done, as :func:`progress_lines`."""
     with progress_lines(quiet) as draw:
-        yield lambda part, done, total: draw(done, total, f"{part}: {unit} {done} of {total}")
+        yield lambda part, done, total: draw(f"{part}: {unit} {done} of {total}", done, total)

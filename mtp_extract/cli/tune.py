@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -14,29 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._planned import given
-from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
+from mtp_extract.cli._command import new_app, run
+from mtp_extract.cli.terminal import doing, error, progress_lines, say, say_notes, table
 from mtp_extract.errors import escape
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
 if TYPE_CHECKING:
     from mtp_extract.evaluate.intervals import Interval
-    from mtp_extract.evaluate.progress import Show
     from mtp_extract.tuning.run import Outcome
     from mtp_extract.tuning.verdict import Comparison, Comparisons
 
 _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 
 
-def command(
-    *,
-    context: typer.Context,
-    plan: TuningPlan,
-    print_json: AsJson = False,
-) -> None:
+def command(plan: TuningPlan) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or make a new head.
 
     The result is saved only if it needs significantly fewer rounds on held-out text, may not get worse where text is
@@ -46,18 +37,15 @@ def command(
     """
     if (plan.directory is None) != (plan.mode == EAGLE3):
         raise typer.BadParameter("name a DIR, or make a new head (--mode eagle3); one of the two.")
-    if plan.mode != EAGLE3 and given(context, "draft_vocab"):
+    if plan.mode != EAGLE3 and plan.draft_vocab != TuningPlan.draft_vocab:
         raise typer.BadParameter(f"--mode {plan.mode} has no use for --draft-vocab. Leave it out.")
+    if plan.text_model is not None and plan.text_from is None:
+        raise typer.BadParameter("--text-model is of the server that writes texts: name it with --text-from URL.")
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
-    # JSON goes to stdout: whoever sits at a terminal sees how far it is.
-    quiet = print_json and not sys.stderr.isatty()
-    with _progress(quiet or not first) as tell, _asked_to_stop(tell_so=first) as stop:
-        found = run_tuning(plan, doing_unless(quiet), tell, stop)
-    if first and print_json:
-        key = "ordered_head" if plan.mode == ORDERED else "tuning"
-        write_json({"directory": found.directory, key: found.record, "notes": found.notes})
-    elif first:
+    with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:
+        found = run_tuning(plan, doing, show, stop)
+    if first:
         _show(found, plan)
     if found.directory is None:
         if first:
@@ -90,17 +78,21 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Show]:
-    """How far the text and the training are."""
-    with progress_lines(quiet) as show:
-        yield lambda line, done, total: show(done, total, line)
-
-
 def _show(found: Outcome, plan: TuningPlan) -> None:
     """What was made, the comparison before and after, and where all of it lies."""
-    for line in _head_made(found.record) if plan.mode == ORDERED else [_trained(found)]:
-        say(line)
+    record = found.record
+    if plan.mode == ORDERED:
+        say(
+            f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
+            f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
+        )
+        kept = ", ".join(f"{name} {_share(one)}" for name, one in record["kinds"].items())
+        say(f"Kept of the dense head's choices on held-out text, by kind of text: {kept}")
+    else:
+        say(
+            f"Trained {record['numbers']} numbers on {len(found.corpus.trained)} texts, {record['steps_done']} steps, "
+            f"best after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
+        )
     _show_comparisons(found.comparisons, ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after"))
     say_notes(found.notes)
     if found.directory is not None:
@@ -108,49 +100,30 @@ def _show(found: Outcome, plan: TuningPlan) -> None:
         say(f"Wrote {escape(found.directory)}/, read back and compared{forced}")
 
 
-def _trained(found: Outcome) -> str:
-    record = found.record
-    return (
-        f"Trained {record['numbers']} numbers on {len(found.corpus.trained)} texts, {record['steps_done']} steps, best "
-        f"after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
-    )
-
-
-def _head_made(record: Mapping[str, Any]) -> Sequence[str]:
-    def kept(found: Mapping[str, Any]) -> str:
-        bounds = " ({:.2%} to {:.2%})".format(*found["interval"]) if found["interval"] else ""
-        return f"{found['share']:.2%}{bounds}"
-
-    kinds = ", ".join(f"{name} {kept(found)}" for name, found in record["kinds"].items())
-    return (
-        f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
-        f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}",
-        f"Kept of the dense head's choices on held-out text, by kind of text: {kinds}",
-        f"The texts that it was made of use {record['tokens_used']} of {record['rows_dense']} tokens, with random ones "
-        f"{record['tokens_seen']}",
-    )
+def _share(kept: Mapping[str, Any]) -> str:
+    bounds = " ({:.2%} to {:.2%})".format(*kept["interval"]) if kept["interval"] else ""
+    return f"{kept['share']:.2%}{bounds}"
 
 
 def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
     """What is gained in rounds, and on text that training has not seen; by workload; of single texts."""
-    overall = found.overall
-    before, after, saving = overall.before, overall.after, overall.saving
+    overall, unseen = found.overall, found.unseen
+    before, after, ratio = overall.before, overall.after, f"x {overall.rounds.ratio:.3f}"
     say(f"On held-out text, with {len(before.conditional)} drafts a round, 95 % intervals over texts:")
-    rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", f"x {saving.ratio:.3f}", _interval(saving.interval, ".3f")]
+    rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", ratio, _interval(overall.rounds.interval, ".3f")]
     tokens = [f"{before.tokens_per_round:.3f}", f"{after.tokens_per_round:.3f}", "", ""]
     rows = [
-        ["rounds, before for one after", before.texts, *rounds],
-        ["tokens per round", before.texts, *tokens],
+        ["rounds, before for one after", overall.texts, *rounds],
+        ["tokens per round", overall.texts, *tokens],
         ["teacher-forced tokens per round", *_lengths(overall)],
-        ["… where text is new to training", *_lengths(found.unseen)],
+        ["… where text is new to training", *(_lengths(unseen) if unseen else [0, "", "", "", ""])],
     ]
     table(rows, ("", "texts", *when, "change", ""))
     say("By workload, teacher-forced tokens per round, and rounds:")
-    by_workload = [[name, *_lengths(one), f"x {one.saving.ratio:.3f}"] for name, one in found.workloads.items()]
+    by_workload = [[name, *_lengths(one), f"x {one.rounds.ratio:.3f}"] for name, one in found.workloads.items()]
     table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
     say("Texts that lose most, or gain least, teacher-forced tokens per round:")
-    worst = [[text["workload"], text["name"], f"{text['before']:.2f} to {text['after']:.2f}"] for text in found.worst]
-    table(worst, longest=_WIDEST)
+    table([[one.workload, one.name, f"{one.before:.2f} to {one.after:.2f}"] for one in found.worst], longest=_WIDEST)
 
 
 def _interval(bounds: Interval | None, form: str) -> str:
@@ -158,11 +131,8 @@ def _interval(bounds: Interval | None, form: str) -> str:
 
 
 def _lengths(found: Comparison) -> list[Any]:
-    before, after = found.before, found.after
-    if not before.texts:
-        return [0, "", "", "", ""]
-    lengths = (f"{one.teacher_forced:.3f}" for one in (before, after))
-    return [before.texts, *lengths, f"{found.change.mean:+.3f}", _interval(found.change.interval, "+.3f")]
+    lengths = (f"{one.teacher_forced:.3f}" for one in (found.before, found.after))
+    return [found.texts, *lengths, f"{found.change.mean:+.3f}", _interval(found.change.interval, "+.3f")]
 
 
 _EXAMPLES = {

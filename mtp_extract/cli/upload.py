@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
+from mtp_extract.cli._command import new_app, run
+from mtp_extract.cli.terminal import say, say_notes, size, table
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 from mtp_extract.report.card import CardWords
-
-if TYPE_CHECKING:
-    from mtp_extract.hub.upload import UploadResult
 
 
 def command(
@@ -36,7 +32,6 @@ def command(
     force: Annotated[bool, About("Write into a repository that holds other content (its history keeps that).")] = False,
     dry_run: Annotated[bool, About("Check and list what would go, with sizes and hashes; send nothing.")] = False,
     card: CardWords,
-    print_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
 
@@ -46,34 +41,7 @@ def command(
     """
     from mtp_extract.hub.upload import upload
 
-    result = upload(
-        directory,
-        repository,
-        private=private,
-        beside=beside,
-        force=force,
-        dry_run=dry_run,
-        card=card,
-    )
-    if print_json:
-        write_json(
-            {
-                "repository": result.repository,
-                "url": result.url,
-                "commit": result.commit,
-                "private": result.private if result.created or result.dry_run else None,
-                "dry_run": result.dry_run,
-                "created": result.created,
-                "sent": result.sent,
-                "notes": result.notes,
-                "files": {file.path: {"size": file.size, "sha256": file.sha256} for file in result.files},
-            }
-        )
-    else:
-        _show(result)
-
-
-def _show(result: UploadResult) -> None:
+    result = upload(directory, repository, private=private, beside=beside, force=force, dry_run=dry_run, card=card)
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     if result.dry_run:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._run import new_app, run
+from mtp_extract.cli._command import AsJson, new_app, run
 from mtp_extract.cli.terminal import (
     doing_unless,
     error,
     progress_of,
     say,
+    say_all,
     say_notes,
-    say_verdict,
     table,
     write_json,
 )
@@ -30,30 +29,26 @@ from mtp_extract.validation.plan import ValidationPlan, sample_plan
 if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
-# What a control means is said in a sentence.
-_LONGEST_TEXT = 1000
-
 
 def command(
     plan: ValidationPlan,
     sample: Annotated[bool, About("Validate the sample that comes with mtp-extract.")] = False,
-    controls: Annotated[bool, About("Show what it reaches with one thing broken at a time, too.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Validate a drafter: proof that it is the file's (--source), measurements beside the base (--base).
 
-    Exit status 1 also when a check or a measurement refutes the drafter.
+    Exit status 1 also when a check refutes the drafter.
     """
     try:
-        trees = plan.wanted
+        measured = {"--tree": plan.wanted, "--beside": plan.beside, "--prompts": plan.prompts}
     except MtpExtractError as wrong:
         raise typer.BadParameter(f"--tree: {wrong}.") from wrong
     if (plan.directory is None) != sample:
         raise typer.BadParameter("name a DIR, or --sample; one of the two.")
     if sample and (plan.base or plan.source):
         raise typer.BadParameter("--sample brings its own base and source; leave --base and --source out.")
-    if trees and plan.base is None and not sample:
-        raise typer.BadParameter("--tree is measured beside a base: give --base MODEL.")
+    if not sample and plan.base is None and (given := [name for name, value in measured.items() if value]):
+        raise typer.BadParameter(f"{', '.join(given)}: only with a base. Name it with --base MODEL.")
     if not sample and plan.base is None and plan.source is None:
         raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
 
@@ -69,7 +64,7 @@ def command(
         if print_json:
             write_json(json.loads(as_json(found)))
         else:
-            _show(found, controls)
+            _show(found)
 
     with progress_of("batch", print_json) as show:
         found = validate(replace(asked, say=doing_unless(print_json), show=show), tell)
@@ -80,17 +75,14 @@ def command(
         raise typer.Exit(1)
 
 
-def _show(found: Validation, controls: bool) -> None:
-    """The verdict, what to know of it, and one table; with ``controls`` those too."""
+def _show(found: Validation) -> None:
+    """The verdict, what to know of it, and one table."""
     from mtp_extract.validation import page
 
-    say_verdict(found.verdict)
-    shown = [page.worth(found.drafters)] if found.drafters else [page.checks(found)]
-    if controls and found.controls:
-        shown.append(page.controls(found))
-    for one in shown:
-        say(one.title)
-        table(one.rows, one.columns, longest=_LONGEST_TEXT)
+    say_all(found.verdict)
+    shown = page.worth(found.drafters) if found.drafters else page.checks(found)
+    say(shown.title)
+    table(shown.rows, shown.columns, longest=1000)
     say_notes(found.notes)
     if found.source is None:
         say("With --source FILE.litertlm it is compared with the file it came from.")

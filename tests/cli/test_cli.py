@@ -19,7 +19,6 @@ import mtp_extract
 from mtp_extract import Opened, __version__
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import COMMANDS, extract, inspect, main
-from mtp_extract.cli._writing import NEXT
 from mtp_extract.pipeline.inspection import _tensor
 
 RUNNER = CliRunner()
@@ -151,7 +150,7 @@ def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
     assert document["ok"] is True
 
 
-@pytest.mark.parametrize("options", [["--graph", "--tensors"], ["--section", "0"], ["--sliding-window", "16"]])
+@pytest.mark.parametrize("options", [["--graph", "--tensors"], ["--section", "0"]])
 def test_inspect_refuses_what_does_not_go_with_a_directory(extracted: Path, options: list[str]) -> None:
     result = run("inspect", extracted, *options)
     assert (result.returncode, result.stdout) == (1, "")
@@ -190,38 +189,6 @@ def test_the_library_names_no_option() -> None:
         if found
     ]
     assert named == []
-
-
-def test_inspect_reads_headers_only(sample: Path, tmp_path: Path) -> None:
-    """A bundle of 4 GB with the drafter behind a hole: what is read does not grow with it."""
-    from helpers.make_bundle import ALIGNMENT, Part, bundle, drafter_of
-
-    from mtp_extract.bundle import open_bundle
-    from mtp_extract.io.source import LocalSource
-    from mtp_extract.pipeline.inspection import inspect as look
-
-    data = drafter_of(sample)
-    begin = 4_000_000_000 // ALIGNMENT * ALIGNMENT
-    header = bundle(
-        [Part(1, b""), Part(3, b"", {"model_type": "tf_lite_mtp_drafter"})],
-        ranges=[(ALIGNMENT, begin), (begin, begin + len(data))],
-    )
-    path = tmp_path / "big.litertlm"
-    with path.open("wb") as file:
-        file.write(header)
-        file.seek(begin)
-        file.write(data)
-    read = 0
-
-    class Counting(LocalSource):
-        def read(self, offset: int, length: int) -> bytes:
-            nonlocal read
-            read += length
-            return super().read(offset, length)
-
-    with open_bundle(Counting(path)) as opened:
-        assert look(opened).as_json["drafter"]["roles_found"] == 48
-    assert read < len(data) + 100_000
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -275,13 +242,3 @@ def test_output_to_a_closed_pipe_is_quiet(sample: Path) -> None:
         check=False,
     )
     assert result.stderr == ""
-
-
-def test_the_next_command_and_the_card_are_the_same(tmp_path: Path) -> None:
-    """Every word of the command that is printed for an engine stands on the card."""
-    run("extract", "--sample", "-o", tmp_path / "out")
-    card = " ".join((tmp_path / "out" / "README.md").read_text("utf-8").replace("\\\n", " ").split())
-    for command in NEXT.values():
-        for word in command.replace("BASE.gguf", "target.gguf").replace("BASE", "BASE_MODEL").split():
-            found = word.replace("DIR", "DRAFTER"), word.replace("DIR", "drafter-gguf")
-            assert any(one in card for one in found) or word.startswith("assistant_model="), word

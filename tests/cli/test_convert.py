@@ -49,7 +49,6 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
         (["--for", "litert-lm"], 1, "put a drafter into the bundle"),
         (["--for", "lama.cpp"], 2, "not one of"),
         (["--for", "litert", "--quantize", "q4_0"], 1, "(--for)"),
-        (["--for", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
     ],
 )
 def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
@@ -111,10 +110,11 @@ def test_what_was_rounded_is_not_called_equal_as_it_is(extracted: Path, sample: 
 @pytest.mark.parametrize(
     ("name", "written", "next_"),
     [
-        ("llama.cpp", "gguf", "Next: llama-server -m BASE.gguf -md "),
-        ("mlx-vlm", "mlx", "Next: python -m mlx_vlm generate --model BASE --draft-model "),
-        ("vllm", "transformers", "Next: vllm serve BASE --speculative-config "),
-        ("ollama", "transformers", "README.md shows how engines load it."),
+        ("llama.cpp", "gguf", "Next: llama-server -m target.gguf -md "),
+        ("mlx-vlm", "mlx", "Next: python -m mlx_vlm generate --model BASE_MODEL --prompt "),
+        ("vllm", "transformers", "Next: vllm serve BASE_MODEL --speculative-config "),
+        ("transformers", "transformers", "; output = model.generate(**inputs, assistant_model=drafter, "),
+        ("ollama", "transformers", "Next: docs/formats.md says how ollama loads it."),
         ("compressed-tensors-sglang", "compressed-tensors-sglang", "README.md shows how engines load it."),
     ],
 )

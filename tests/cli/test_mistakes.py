@@ -95,7 +95,6 @@ def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.T
         "empty.litertlm": "",
         "empty.txt": "",
         "three.txt": "one\ntwo\nthree\n",
-        "wrong.json": '{"code": [',
         "wrong.jsonl": '{"question": "a"}\n',
         "prompts.parquet": b"PAR1",
     }

@@ -77,8 +77,8 @@ def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
     screen = on_screen(monkeypatch)
     long = "text 3 of 8, " + "loss 1.2 " * 30
     with terminal.progress_lines() as show:
-        show(3, 8, "first")
-        show(4, 8, long)
+        show("first", 3, 8)
+        show(long, 4, 8)
     drawn = screen.getvalue()
     assert "first" in drawn and "text 3 of 8" in drawn and "━" in drawn
     # A line that is wider than the screen would be erased in part: it is cut, at the width of the screen.
@@ -117,18 +117,7 @@ def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) 
     with terminal.progress() as tick, terminal.progress_lines() as show:
         tick(1 << 29, 1 << 30)
         for done in range(1, 101):
-            show(done, 100, f"text {done}")
+            show(f"text {done}", done, 100)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [f"text {done} …" for done in range(5, 101, 5)]
-
-
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_colours_are_on_the_words_that_decide(monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    text = "Refuted: a; verified: that b is verified; not verified: c."
-    terminal.say_verdict(text)
-    colours = "\x1b[31mRefuted\x1b[0m: a; \x1b[32mverified\x1b[0m: that b is verified; \x1b[33mnot verified\x1b[0m: c."
-    assert sys.stdout.getvalue().strip() == (text if no_color else colours)

@@ -100,7 +100,7 @@ def test_what_was_made_is_published(app: ModuleType, hub_here: HubServer) -> Non
 def test_limits(app: ModuleType, hub_here: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         monkeypatch.context() as patch,
-        pytest.raises(app.OverLimitError, match="Expected a drafter of up to 1e-06 GB"),
+        pytest.raises(MtpExtractError, match="Expected a drafter of up to 1e-06 GB"),
     ):
         patch.setattr(app, "LARGEST", 1000)
         app.written(f"hf://{REPO}", "vllm", tmp_path, None, lambda done, total: None)

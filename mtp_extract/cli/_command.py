@@ -1,0 +1,274 @@
+"""How a command is made of a function and its plan, and how it is run.
+
+Its options are the parameters of the function and the fields of its plan. Errors become one line on stderr and an exit
+status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import inspect
+import io
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+from mtp_extract.cli import terminal
+from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
+from mtp_extract.options import About, about, check_values
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Of the context of every command."""
+
+AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
+Verbose = Annotated[bool, About("Print the proof, sizes and files, too.", names=("-v", "--verbose"))]
+
+_DEBUG = "MTP_EXTRACT_DEBUG"
+_LONGEST_MESSAGE = 4000
+_STANDS_FOR = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+# --- made
+
+
+class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # of what checks values for typer
+            raise
+
+
+def new_app(command: Callable[..., None], examples: Mapping[str, str]) -> typer.Typer:
+    """A program of one command.
+
+    Args:
+        command: its parameters are options where they are annotated with an :class:`~mtp_extract.options.About`,
+            arguments where such has neither default nor names; of a dataclass each field that has an About is one.
+        examples: for its help: a command line → what that does.
+    """
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": True, "epilog": epilog_of(examples)}
+    app.command(cls=_Command, **settings)(_planned(command))
+    return app
+
+
+def epilog_of(examples: Mapping[str, str]) -> str:
+    """An epilog of examples, as they are: typer folds no paragraph that begins with a backspace."""
+    return "\n".join(["\b\nExamples:", *(f"  {line}\n      {what}" for line, what in examples.items())])
+
+
+def _planned(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, for typer to call with options in place of its parameters."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    made = {name: list(_options(name, one.annotation, one.default)) for name, one in parameters.items()}
+    shown = {option.name: option for options in made.values() for option in options}
+
+    def run(**given: Any) -> None:
+        values = {}
+        for name, parameter in parameters.items():
+            if not is_dataclass(plan := parameter.annotation):
+                values[name] = given[name]
+                continue
+            # Where nothing was given, the plan's own default holds.
+            told: dict[str, Any] = {
+                field.name: None for field in fields(plan) if field.default is field.default_factory is MISSING
+            }
+            for option in made[name]:
+                if (value := given[option.name]) is not None:
+                    told[option.name] = tuple(value) if isinstance(value, list) else value
+            try:
+                values[name] = plan(**told)  # type: ignore[operator]
+                check_values(values[name])
+            except MtpExtractError as error:
+                hint = ", ".join(f"'{_flag(shown[name])}'" for name in error.remedies if name in shown)
+                raise typer.BadParameter(str(error), param_hint=hint or None) from None
+            except ValueError as error:
+                # Its message begins with the field's name.
+                named = re.sub(r"^\w+", lambda name: _flag(shown[name[0]]) if name[0] in shown else name[0], str(error))
+                raise typer.BadParameter(named) from None
+        command(**values)
+
+    run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: option.annotation for name, option in shown.items()}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
+    if (told := about(hint)) is not None:
+        yield _option(name, get_args(hint)[0], default, told)
+        return
+    hints = get_type_hints(hint, include_extras=True)
+    for field in fields(hint):
+        if (told := about(hints[field.name])) is not None and told.option:
+            own = inspect.Parameter.empty if field.default is MISSING else field.default
+            yield _option(field.name, get_args(hints[field.name])[0], own, told)
+
+
+def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Parameter:
+    """One option or argument of typer's."""
+    item = next((one for one in get_args(kind) if one not in (type(None), ...)), kind)
+    optional, required = type(None) in get_args(kind), default is inspect.Parameter.empty
+    # Of choices typer shows all where nothing stands for them.
+    stands_for = None if told.choices else _STANDS_FOR.get(item)
+    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar or stands_for}
+    if told.choices:
+        kind = Literal[told.choices] | None if optional else Literal[told.choices]
+    elif told.parse is not None:
+        # Typer would parse the default, too: the plan's own holds where nothing is given.
+        shown = f"  [default: {','.join(map(str, default))}]" if default else ""
+        more |= {"parser": told.parse, "show_default": False, "help": told.help + shown}
+        kind, default = str | None, None
+    elif item in (int, float):
+        more |= {"min": told.least, "max": told.most}
+    elif item is not kind and not optional:
+        kind, default = list[item] | None, None  # type: ignore[valid-type]
+    if required and not told.names:
+        default, made = None if optional else default, typer.Argument(**more)
+    else:
+        flag = f"--{name.replace('_', '-')}"
+        names = told.names or ((f"{flag}/--no-{flag[2:]}",) if kind is bool and default else (flag,))
+        made = typer.Option(*names, **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
+
+
+def _flag(option: inspect.Parameter) -> str:
+    """How ``option`` is spelled."""
+    made = option.annotation.__metadata__[0]
+    # What typer is given first it takes for a default, until it reads the annotation.
+    flags = [flag for flag in (made.default, *(made.param_decls or ())) if isinstance(flag, str)]
+    return max(flags or [option.name.upper()], key=len)
+
+
+# --- run
+
+
+def run(
+    app: typer.Typer,
+    kept: str = "nothing was kept",
+    called: str | None = None,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run ``app`` and exit: 0, 1 for an error of ours, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM.
+
+    Args:
+        app: the command.
+        kept: what is left when it is interrupted.
+        called: what the user called it by, and
+        arguments: what followed that; both of this process by default.
+    """
+    signal.signal(signal.SIGTERM, interrupt)
+    # A terminal that closes; not where `nohup` has it ignored.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, interrupt)
+    # A shell that starts a job in the background has it ignore Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    _open_streams()
+    status = 0
+    try:
+        try:
+            app(args=arguments, prog_name=called)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+    except MtpExtractError as error:
+        status = _failed(_with_options(error, app))
+    except Interrupted as stop:
+        status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
+    except _PrintError as error:
+        _give_up_stdout()
+        # The reader of our output went away, as `| head` does: nothing is wrong.
+        status = 0 if error.gone else _failed(f"the result cannot be printed: {error}.")
+    except MemoryError:
+        status = _failed("out of memory. Close other programs, or use a machine with more.")
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
+        what, fault = f"{type(error).__name__}: {escape(error)}".removesuffix(": "), "This"
+        if isinstance(error, OSError) and error.filename is not None:
+            # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
+            what, fault = f"{escape(error.filename)}: {error.strerror}", "Where that is not so, it"
+        report = "is a fault of mtp-extract: please report it, with what is shown when"
+        status = _failed(f"{what}. {fault} {report} {_DEBUG}=1 is set.")
+    forget_interruptions()
+    sys.exit(status)
+
+
+def run_lean(app: typer.Typer, called: str | None = None, arguments: Sequence[str] | None = None) -> None:
+    """:func:`run` for a command that is done in less than a second and uses NumPy for tables only."""
+    # OpenBLAS starts a thread per core when NumPy is imported, and each spins for tens of milliseconds.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # What is collected would be freed at the end anyway.
+    gc.disable()
+    run(app, called=called, arguments=arguments)
+
+
+class _PrintError(Exception):
+    """Standard output cannot be written, for the reason of ``error``. No OSError, of which typer takes some."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.gone = error.errno == errno.EPIPE
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors are told from those of other files."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise _PrintError(error) from error
+
+
+def _open_streams() -> None:
+    """Make errors of standard output known as such, and streams that were closed lead nowhere."""
+    own = sys.__stdout__
+    if own is not None and sys.stdout is own:
+        raw = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(raw, encoding=own.encoding, errors=own.errors, line_buffering=own.isatty())
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
+
+
+def _give_up_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(message: str, status: int = 1) -> int:
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[:_LONGEST_MESSAGE]}…"
+    if os.environ.get(_DEBUG, "0") not in ("", "0"):
+        traceback.print_exc()
+    try:
+        sys.stdout.flush()
+    except _PrintError:
+        # What went wrong is worth more than that this cannot be printed.
+        _give_up_stdout()
+    terminal.error(message)
+    return status
+
+
+def _with_options(error: MtpExtractError, app: typer.Typer) -> str:
+    """The message, with the options of ``app`` for the arguments that would help: "… choose another place (--out)."."""
+    options = {parameter.name: max(parameter.opts, key=len) for parameter in get_command(app).params}
+    # Of a command that writes nothing but a report, that is what may be put elsewhere.
+    options.setdefault("out", options.get("report", ""))
+    remedies = (remedy.partition("=") for remedy in error.remedies)
+    named = [f"{options[name]} {value}".rstrip() for name, _, value in remedies if options.get(name, "")[:2] == "--"]
+    text = str(error)
+    return f"{text.removesuffix('.')} ({', '.join(named)}){'.' * text.endswith('.')}" if named else text

@@ -1,0 +1,126 @@
+"""What commands print of a drafter: its sizes, its proof, and a checkpoint that was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
+from mtp_extract.errors import escape
+from mtp_extract.report.card import is_head
+from mtp_extract.report.serving import next_command
+
+if TYPE_CHECKING:
+    from mtp_extract.pipeline.writing import ExtractionResult
+
+
+def show_written(
+    result: ExtractionResult,
+    engine: str | None,
+    head: str,
+    *,
+    verbose: bool = False,
+    print_json: bool,
+) -> None:
+    """What was written, whether it is verified, and the command for ``engine``; ``verbose`` all that is known of it."""
+    if print_json:
+        made = {"directory": result.directory, "files": result.files, "notes": result.notes}
+        write_json(made | {"extraction": result.record})
+        return
+    record, where = result.record, escape(result.directory)
+    say(head)
+    if verbose:
+        say_geometry(record["geometry"], result.parameters)
+    total = size(sum(result.files.values()))
+    say(f"Wrote {where}/ ({record['layout']} format, {_holds(result)}, {total}), read back and compared")
+    if (proof := record["proof"]) is not None:
+        by = " when it was extracted" if proof["inherited"] else ""
+        before = "before rounding, " if is_rounded(record) else ""
+        if verbose:
+            say_proof(f"Verified{by}: {before}".rstrip(" :,"), proof)
+        else:
+            claim = "the checkpoint computes what the bundle computes, for every input, in real numbers"
+            say(f"Verified{by}: {before}{claim}")
+    elif not is_head(record):
+        say("Not verified: no record says which file it came from")
+    if verbose:
+        table([[file, size(length)] for file, length in result.files.items()])
+    say_notes(result.notes)
+    command = next_command(engine, result.directory) if engine and not is_head(record) else None
+    if command is not None:
+        say(f"Next: {command}")
+    elif engine in ("ollama", "tensorrt-llm"):
+        say(f"Next: docs/formats.md says how {engine} loads it.")
+    else:
+        say(f"{where}/README.md shows how engines load it.")
+
+
+def is_rounded(record: Mapping[str, Any]) -> bool:
+    """Whether a record says that numbers were rounded, here or before."""
+    return any(step["rounded"] or step["made_codes"] for step in (*record["converted_from"], record))
+
+
+def _holds(result: ExtractionResult) -> str:
+    """In a few words, what the weights are held as."""
+    held, made, dtype = result.held, result.record["made_codes"], result.record["dtype"]
+    types = sorted(held.keys() - {"codes", "indices"})
+    if "codes" not in held:
+        # A format whose numbers are codes may have been given none.
+        return " and ".join(types) if dtype == "codes" else str(dtype).upper()
+    return (
+        f"{held['codes']} of {sum(held.values())} weights as integers"
+        + (f", {made['matrices']} of them made here" if made else "")
+        + (f", the others in {' and '.join(types)}" if types else "")
+    )
+
+
+def found_in(section: int | None, found_by: str) -> str:
+    """Where it lies and how it was found."""
+    where = f"section {section}, " if section is not None else ""
+    return f"{where}found by {found_by}" if found_by != "bare model" else "a bare model"
+
+
+def say_proof(claim: str, proof: Mapping[str, Any]) -> None:
+    """What was held against the bundle; ``proof`` as in ``extraction.json``."""
+    from mtp_extract.proof.proof import in_words
+
+    first, *others = in_words(proof)
+    say(f"{claim}: {first}")
+    for line in others:
+        say(f"  {line}")
+
+
+def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
+    """A few lines of sizes; ``geometry`` as in ``extraction.json``."""
+    is_eagle = "draft_vocab_size" in geometry
+    if is_eagle:
+        kind, dims, kv = "EAGLE-3 head, ", geometry["head_dim"], geometry["num_kv_heads"]
+        layers = "1 layer of its own"
+    else:
+        types = geometry["layer_types"]
+        sliding, full = types.count("sliding_attention"), types.count("full_attention")
+        kinds = [f"{sliding} sliding (window {geometry['sliding_window']})"] if sliding else []
+        kinds += [f"{full} full"] if full else []
+        kind, layers = "", f"{geometry['num_layers']} layers: {' + '.join(kinds)}"
+        dims, kv = ("/".join(map(str, sorted(set(geometry[key])))) for key in ("head_dims", "num_kv_heads"))
+    rope = f", RoPE {geometry['rope_theta']:g}" if is_eagle else ""
+    say(
+        f"  {kind}{parameters / 1e6:.2f} M parameters, {layers}, {geometry['num_heads']} heads of {dims}, {kv} KV heads"
+        f"{rope}"
+    )
+    if is_eagle:
+        end = f"{geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
+    else:
+        cap = geometry["final_logit_softcap"]
+        end = f"vocabulary {geometry['vocab_size']}, " + (f"soft cap {cap:g}" if cap else "no soft cap")
+    say(
+        f"  hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}, backbone "
+        f"{geometry['backbone_hidden_size']}, {end}"
+    )
+    if is_eagle:
+        read = ", ".join(map(str, geometry["base_layers"]))
+        flags = ", ".join(flag for flag in _FLAGS if geometry[flag]) or "no flags"
+        say(f"  reads what enters layers {read} of {geometry['base'] or 'its base'}; {flags}")
+
+
+_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
