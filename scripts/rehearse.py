@@ -23,20 +23,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 
-from _rehearsal.budgets import Sizes, allowed, exceeded, shown
-from _rehearsal.commands import Command, Place, commands
+from _rehearsal.commands import Command, commands
 from _rehearsal.measure import Measured, Running
 from _rehearsal.shapes import SHAPES, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
+BUDGETS = Path(__file__).resolve().parent / "_rehearsal" / "budgets.json"
 COLUMNS = ("wall_s", "cpu_s", "host", "private", "device", "read", "written")
 _PATIENCE = 1800.0  # seconds for a server to load its model
+_MAKE = """
+import json, sys
+from pathlib import Path
+from _rehearsal import base, bundle, commands, shapes
+root, shape = Path(sys.argv[1]), shapes.Shape(**json.loads(sys.argv[2]))
+base.write_base(shape, root / "base")
+bundle.write_bundle(shape, root / "bundle.litertlm")
+commands.write_prompts(root)
+"""
+_SERVE = """
+import signal, sys
+from pathlib import Path
+from helpers.loop_server import loop_server
+from mtp_extract.drafter.load import load_any
+from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.speculate.loop import SpeculativeGenerator
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+loaded = load_base(sys.argv[1], sys.argv[3])
+drafter = load_any(Path(sys.argv[2]), dtype=loaded.drafter_dtype, device=loaded.device)
+with loop_server(SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), drafts=2) as server:
+    print(server.url, flush=True)
+    signal.sigwait({signal.SIGTERM})
+"""
 
 
 def environment() -> dict[str, str]:
@@ -45,96 +68,106 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TERM": "dumb", "COLUMNS": "200"}
 
 
-def make(place: Place, shape: Shape) -> None:
+def make(root: Path, shape: Shape) -> None:
     """Base, bundle and prompts, unless they are there; in a process of its own, as this one's memory is measured too.
 
     Raises:
         SystemExit: the folder holds those of another shape.
     """
-    told = place.root / "shape.json"
-    wanted = json.dumps(asdict(shape))
+    told, wanted = root / "shape.json", json.dumps(asdict(shape))
     if told.exists():
         if told.read_text() != wanted:
-            raise SystemExit(f"{place.root}: holds another shape than {shape.name}; name another folder.")
+            raise SystemExit(f"{root}: holds another shape than {shape.name}; name another folder.")
         return
-    shutil.rmtree(place.base, ignore_errors=True)
-    code = (
-        "import json, sys; from pathlib import Path; from _rehearsal import base, bundle, commands, shapes;"
-        "place = commands.Place(Path(sys.argv[1])); shape = shapes.Shape(**json.loads(sys.argv[2]));"
-        "base.write_base(shape, place.base); bundle.write_bundle(shape, place.bundle); commands.write_prompts(place)"
-    )
-    subprocess.run([sys.executable, "-c", code, place.root, wanted], check=True, env=environment())
+    shutil.rmtree(root / "base", ignore_errors=True)
+    subprocess.run([sys.executable, "-c", _MAKE, root, wanted], check=True, env=environment())
     told.write_text(wanted)
 
 
-def run(command: Command, place: Place, device: str) -> dict[str, Measured]:
+def run(command: Command, root: Path, device: str) -> dict[str, Measured]:
     """Run it; its figures by name, and those of the server that it asks."""
-    logs = place.root / "logs"
+    logs = root / "logs"
     logs.mkdir(exist_ok=True)
-    code = f"from mtp_extract.cli.{command.program} import main; main()"
-    line = [sys.executable, "-c", code]
+    line = [sys.executable, "-m", "mtp_extract", command.program]
     if not command.served:
-        started = Running([*line, *map(str, command.arguments)], logs / f"{command.name}.log", environment())
-        return {command.name: started.finished()}
-    drafter = place.out("extract-transformers")
-    serve = [sys.executable, "-m", "_rehearsal.serve", str(place.base), str(drafter), device]
-    server = Running(serve, logs / "serve.log", environment())
+        return {
+            command.name: Running(
+                [*line, *map(str, command.arguments)], logs / f"{command.name}.log", environment()
+            ).finished()
+        }
+    pair = [str(root / "base"), str(root / "out" / "extract-transformers")]
+    server = Running([sys.executable, "-c", _SERVE, *pair, device], logs / "serve.log", environment())
     try:
-        address = listening(server)
-        asking = Running([*line, address, *map(str, command.arguments)], logs / f"{command.name}.log", environment())
-        found = asking.finished()
+        end = time.monotonic() + _PATIENCE
+        while not (address := re.search(r"^http://\S+$", server.output(), re.MULTILINE)):
+            if time.monotonic() > end or not server.alive():
+                raise SystemExit(f"the server does not listen: {server.output()[-400:]}")
+            time.sleep(0.1)
+        asked = [*line, address[0], *map(str, command.arguments)]
+        found = Running(asked, logs / f"{command.name}.log", environment()).finished()
     finally:
         server.stop()
         served = server.finished()
     return {"serve": served, command.name: found}
 
 
-def listening(server: Running) -> str:
-    """Its address, once it listens.
+def allowed(kind: str, base: int, bundle: int, table: Path = BUDGETS) -> dict[str, float]:
+    """What a command of ``kind`` may take beside a base and a bundle of so many bytes: ``cpu_s``, and bytes of
+    ``host``, ``device``, ``read`` and ``written``. A budget is a number, and shares of these bytes on top; of time,
+    seconds, and seconds a gigabyte of the two.
 
     Raises:
-        SystemExit: it does not, and what it printed.
+        KeyError: the table has no such command.
     """
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end and server.alive():
-        if found := re.search(r"^http://\S+$", server.output(), re.MULTILINE):
-            return found[0]
-        time.sleep(0.1)
-    raise SystemExit(f"the server does not listen: {server.output()[-400:]}")
+    read = json.loads(table.read_text(encoding="utf-8"))
+    terms: Mapping[str, Mapping[str, float]] = {**read["any"], **read["commands"][kind]}
+    found = {}
+    for what, of in terms.items():
+        by_size = base * of.get("base", 0.0) + bundle * of.get("bundle", 0.0)
+        found[what] = of.get("fixed", 0.0) + by_size / (1e9 if what == "cpu_s" else 1)
+    return found
 
 
-def problems(command: Command, found: Measured) -> list[str]:
-    """How it ended otherwise than expected."""
+def problems(command: Command, found: Measured, most: Mapping[str, float]) -> list[str]:
+    """How it ended otherwise than expected; or else what it took more of than it may."""
     wrong = []
     if found.status not in command.status:
-        wrong.append(f"exit status {found.status}")
+        wrong.append(f"exit status {found.status}: {found.output.strip()[-600:]}")
     if re.search(command.says, found.output, re.MULTILINE) is None:
-        wrong.append(f"nothing like {command.says!r} is printed")
-    return [f"{each}: {found.output.strip()[-600:]}" for each in wrong]
+        wrong.append(f"nothing like {command.says!r} is printed: {found.output.strip()[-600:]}")
+    taken = {what: getattr(found, what) for what in most}
+    over = [f"{w} {shown(w, taken[w])} of at most {shown(w, most[w])}" for w in most if taken[w] > most[w]]
+    return wrong or over
 
 
-def rehearse(place: Place, shape: Shape, device: str, only: Sequence[str]) -> int:
+def shown(what: str, number: float) -> str:
+    """A figure for people."""
+    return f"{number:.1f} s" if what.endswith("_s") else f"{number / 1e6:,.0f} MB"
+
+
+def rehearse(root: Path, shape: Shape, device: str, only: Sequence[str]) -> int:
     """Run what ``only`` names, print the table, write it down; how many commands failed."""
-    make(place, shape)
-    place.out("").mkdir(exist_ok=True)
-    sizes = Sizes(sum(file.stat().st_size for file in place.base.iterdir()), place.bundle.stat().st_size)
-    print(f"{shape.name}, {shape.layers} layers: base {sizes.base / 1e9:.2f} GB, bundle {sizes.bundle / 1e9:.2f} GB\n")
+    make(root, shape)
+    (root / "out").mkdir(exist_ok=True)
+    base = sum(file.stat().st_size for file in (root / "base").iterdir())
+    bundle = (root / "bundle.litertlm").stat().st_size
+    print(f"{shape.name}, {shape.layers} layers: base {base / 1e9:.2f} GB, bundle {bundle / 1e9:.2f} GB\n")
     print(f"| command | exit | {' | '.join(COLUMNS)} | |\n| --- | --- |{' --- |' * (len(COLUMNS) + 1)}", flush=True)
     failed = 0
     kept: dict[str, dict[str, float | str]] = {}
-    for command in commands(place, shape, device):
+    for command in commands(root, shape, device):
         if not any(fnmatchcase(command.name, pattern) for pattern in only):
             continue
         clear(command)
-        for name, found in run(command, place, device).items():
-            own = replace(command, name=name) if name == command.name else Command(name, "", (), "^http", (0,))
-            wrong = problems(own, found) or exceeded(found, allowed(own.kind, sizes))
+        for name, found in run(command, root, device).items():
+            own = command if name == command.name else Command(name, (), "^http")
+            wrong = "; ".join(problems(own, found, allowed(own.kind, base, bundle)))
             failed += bool(wrong)
             figures = {what: getattr(found, what) for what in COLUMNS}
-            kept[name] = figures | {"exit": found.status, "wrong": "; ".join(wrong)}
+            kept[name] = figures | {"exit": found.status, "wrong": wrong}
             cells = " | ".join(shown(what, number) for what, number in figures.items())
-            print(f"| {name} | {found.status} | {cells} | {'; '.join(wrong) or 'ok'} |", flush=True)
-    (place.root / "figures.json").write_text(json.dumps(kept, indent=1))
+            print(f"| {name} | {found.status} | {cells} | {wrong or 'ok'} |", flush=True)
+    (root / "figures.json").write_text(json.dumps(kept, indent=1))
     return failed
 
 
@@ -165,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = options.work or Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        return int(rehearse(Place(root), shape, options.device, options.only) > 0)
+        return int(rehearse(root, shape, options.device, options.only) > 0)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ NEED_TORCH = (
     "formats/test_integers_in_engines.py",
     "cli/test_eagle3.py",
     "scripts/test_in_engines.py",
-    "scripts/test_sample_corpus.py",
+    "scripts/test_sample.py",
 )
 
 SLOW = ("adversary", "hostile")

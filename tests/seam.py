@@ -53,9 +53,8 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
-from mtp_extract.proof.proof import Proof
+from mtp_extract.proof.proof import Proof, in_words
 from mtp_extract.proof.proof import prove as _prove
-from mtp_extract.proof.words import in_words
 
 Floats = npt.NDArray[np.float32]
 Read = Callable[[str], Weight]

@@ -1,1 +1,1 @@
-"""What ``engines.py`` runs. The ``run_*.py`` and ``load_*.py`` need their engine alone, in its own interpreter."""
+"""What ``engines.py`` runs. The ``run_*.py`` need their engine alone, in its own interpreter."""

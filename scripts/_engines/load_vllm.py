@@ -2,8 +2,9 @@
 
 Prints one line of JSON. What is run: the engine's arguments to a speculative configuration, the head's module, every
 tensor of the directory into its parameters, and the module's Python but for attention's kernel, in whose place is
-PyTorch's. Its logits and what it feeds back, for the tokens and states of the one file, go to the other. Whole drafters
-are run by ``run_vllm.py``.
+PyTorch's. ASKED holds the base's embeddings ``table`` ``[vocabulary, hidden]``, ``tokens`` ``[T]`` and the ``states``
+``[T, 3 · hidden]`` of its layers; ANSWERED is given the ``logits`` and what is ``fed_back``. Whole drafters are run by
+``run_vllm.py``, which says how vLLM is installed.
 """
 
 # Not installed where the types are checked.
@@ -31,46 +32,41 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-DRAFTS = 4
-_EMBEDDING = "model.embed_tokens.weight"
-
 
 def check(base: str, directory: str, asked: str, answered: str) -> dict[str, Any]:
-    """Load ``directory`` as a head of ``base``, and ask it."""
-    arguments = EngineArgs(
+    """Load ``directory`` as a head of ``base``, and ask it.
+
+    Raises:
+        ValueError: the directory leaves a part of a parameter unfilled; vLLM's own complaint is of whole ones.
+    """
+    config = EngineArgs(
         model=base,
         dtype="float32",
         enforce_eager=True,
         max_model_len=256,
-        speculative_config={"method": "eagle3", "model": directory, "num_speculative_tokens": DRAFTS},
+        speculative_config={"method": "eagle3", "model": directory, "num_speculative_tokens": 4},
         hf_overrides={"architectures": ["Gemma4ForCausalLM"]},
         # In Python, not in what is compiled for a device.
         compilation_config={"custom_ops": ["none"]},
-    )
-    config = arguments.create_engine_config()
-    wanted = config.speculative_config.draft_model_config
-    loader = get_model_loader(config.load_config)
-    with (
-        tempfile.NamedTemporaryFile() as meeting,
-        set_current_vllm_config(config),
-        set_default_torch_dtype(wanted.dtype),
-    ):
-        init_distributed_environment(1, 0, f"file://{meeting.name}", 0, "gloo")
+    ).create_engine_config()
+    wanted, loader = config.speculative_config.draft_model_config, get_model_loader(config.load_config)
+    with tempfile.NamedTemporaryFile() as met, set_current_vllm_config(config), set_default_torch_dtype(wanted.dtype):
+        init_distributed_environment(1, 0, f"file://{met.name}", 0, "gloo")
         initialize_model_parallel(1, 1)
         model = loader.create_model(vllm_config=config, model_config=wanted)
         # Scales of a quantized cache belong to vLLM, which knows their defaults.
         parameters = {name: made for name, made in model.named_parameters() if ".attn." not in name}
-        for parameter in parameters.values():
-            parameter.data.fill_(_mark(parameter))
-        # vLLM's own complaint covers whole parameters.
+        # A number that no weight is.
+        marks = {name: torch.finfo(made.dtype).max for name, made in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data.fill_(marks[name])
         loader.load_weights(model, wanted)
-        unfilled = {name for name, parameter in parameters.items() if (parameter == _mark(parameter)).any()}
         if not wanted.hf_config.tie_word_embeddings:
             # With a head of its own this is not used: the proposer puts the base's there.
-            del parameters[_EMBEDDING]
-            unfilled.discard(_EMBEDDING)
+            del parameters["model.embed_tokens.weight"]
+        unfilled = sorted(name for name, parameter in parameters.items() if (parameter == marks[name]).any())
         if unfilled:
-            raise ValueError(f"not filled from the directory: {', '.join(sorted(unfilled))}")
+            raise ValueError(f"not filled from the directory: {', '.join(unfilled)}")
         process_weights_after_loading(model, wanted, torch.device("cpu"))
         np.savez(answered, **_answer(model, config, np.load(asked)))
     return {"version": vllm.__version__, "note": f"{type(model).__name__}, {len(parameters)} parameters filled"}
@@ -91,11 +87,6 @@ def _attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     sdpa = torch.nn.functional.scaled_dot_product_attention
     mixed = sdpa(q, k, v, is_causal=True, scale=layer.impl.scale, enable_gqa=True)
     return mixed[0].transpose(0, 1).reshape(len(query), -1)
-
-
-def _mark(parameter: torch.Tensor) -> float:
-    """A number that no weight is."""
-    return torch.finfo(parameter.dtype).max
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 from helpers.make_bundle import ALIGNMENT, Part, bundle
+from helpers.make_graph import Model
 
 from .decoder import decoder, embedder, per_layer_embedder
 from .drafter import drafter
-from .graph import Model
 from .shapes import Shape
 
 _TFLITE, _TOKENIZER, _METADATA, _WEIGHTS = 3, 4, 5, 7

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .blocks import attended, fed_forward, gelu, rotated
-from .graph import Graph, Model
-from .shapes import Shape
+from ai_edge_litert import schema_py_generated as schema
+from helpers.make_graph import Graph, Model, fed_forward, gelu, rotated
+
+from .shapes import ROPE, Shape
 
 VERIFY = 5
 """Tokens of the signature that verifies drafts."""
@@ -60,6 +61,26 @@ def decoder(shape: Shape) -> Model:
     return model
 
 
+def attended(graph: Graph, query: int, key: int, value: int, mask: int) -> int:
+    """Attention of ``query [1, T, heads, D]`` over caches ``[1, kv, C, D]``: ``[1, T, heads · D]``."""
+    _, tokens, heads, head = graph.shape(query)
+    _, kv_heads, slots, _ = graph.shape(key)
+    grouped = [1, kv_heads, heads // kv_heads * tokens, head]
+    query = graph.reshape(graph.transpose(query, [0, 2, 1, 3]), grouped)
+    options = schema.BatchMatMulOptionsT()
+    options.adjY = True
+    scores = graph.op("BATCH_MATMUL", [query, key], [*grouped[:-1], slots], options)
+    scores = graph.reshape(scores, [1, heads, tokens, slots])
+    scores = graph.op("SELECT_V2", [mask, scores, graph.constant(-1e9)], graph.shape(scores))
+    softmax = schema.SoftmaxOptionsT()
+    softmax.beta = 1.0
+    weights = graph.op("SOFTMAX", [scores], graph.shape(scores), softmax)
+    weights = graph.reshape(weights, [*grouped[:-1], slots])
+    mixed = graph.op("BATCH_MATMUL", [weights, value], grouped, schema.BatchMatMulOptionsT())
+    mixed = graph.transpose(graph.reshape(mixed, [1, heads, tokens, head]), [0, 2, 1, 3])
+    return graph.reshape(mixed, [1, tokens, heads * head])
+
+
 @dataclass
 class _Signature:
     shape: Shape
@@ -83,8 +104,7 @@ class _Signature:
             stream = self._layer(layer, stream)
         graph.outputs["activations"] = graph.norm(stream, "norm")
         logits = graph.linear(graph.outputs["activations"], "lm_head", shape.vocab, shape.embedding_bits)
-        bounded = graph.op("TANH", [graph.times(logits, 1 / shape.soft_cap)], graph.shape(logits))
-        graph.outputs["logits"] = graph.times(bounded, shape.soft_cap)
+        graph.outputs["logits"] = graph.bounded(logits, shape.soft_cap)
         self._finish(name)
 
     def _finish(self, name: str) -> None:
@@ -116,7 +136,7 @@ class _Signature:
             self._own_cache(layer, normed)
         kind = shape.types[layer]
         query = graph.norm(self._heads(layer, normed, f"{layer}.q", shape.heads), f"{layer}.qn")
-        query = rotated(graph, query, self.position, kind)
+        query = rotated(graph, query, self.position, *ROPE[kind])
         mixed = attended(graph, query, *self.caches[shape.cache_of(layer)], self.mask)
         mixed = graph.linear(mixed, f"{layer}.o", shape.width, 4)
         stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
@@ -140,7 +160,7 @@ class _Signature:
         graph, shape = self.graph, self.shape
         slots = [1, shape.kv_heads, shape.cache, shape.head(layer)]
         key = graph.norm(self._heads(layer, normed, f"{layer}.k", shape.kv_heads), f"{layer}.kn")
-        key = rotated(graph, key, self.position, shape.types[layer])
+        key = rotated(graph, key, self.position, *ROPE[shape.types[layer]])
         value = graph.norm(self._heads(layer, normed, f"{layer}.v", shape.kv_heads))
         written = []
         for which, new in zip("kv", (key, value), strict=True):

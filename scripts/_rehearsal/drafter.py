@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+from helpers.make_graph import Model, fed_forward, rotated, windowed
 
-from .blocks import attended, fed_forward, rotated
-from .graph import Graph, Model
-from .shapes import FULL, SLIDING, Shape
+from .decoder import attended
+from .shapes import FULL, ROPE, SLIDING, Shape
 
 TYPES = (SLIDING, SLIDING, SLIDING, FULL)
 
@@ -26,14 +25,14 @@ def drafter(shape: Shape) -> Model:
         )
         for kind, index in owner.items()
     }
-    near = _windowed(graph, shape, position, mask)
+    near = windowed(graph, position, mask, shape.window)
     stream = graph.linear(activations, "pre_projection", shape.drafter_width, 8)
     for layer, kind in enumerate(TYPES):
         head = shape.head(owner[kind])
         normed = graph.norm(stream, f"{layer}.pre_attention")
         query = graph.linear(normed, f"{layer}.q", shape.drafter_heads * head, 8)
         query = graph.norm(graph.reshape(query, [1, 1, shape.drafter_heads, head]), f"{layer}.qn")
-        query = rotated(graph, query, position, kind)
+        query = rotated(graph, query, position, *ROPE[kind])
         key, value = caches[kind]
         mixed = attended(graph, query, key, value, mask if kind == FULL else near)
         mixed = graph.linear(mixed, f"{layer}.o", shape.drafter_width, 8)
@@ -41,17 +40,7 @@ def drafter(shape: Shape) -> Model:
         stream = graph.times(fed_forward(graph, stream, f"{layer}.", shape.drafter_ffn, 4), 0.4 + 0.1 * layer)
     state = graph.norm(stream, "final")
     logits = graph.linear(state, "lm_head", shape.vocab, 4)
-    bounded = graph.op("TANH", [graph.times(logits, 1 / shape.soft_cap)], graph.shape(logits))
-    graph.outputs["logits"] = graph.times(bounded, shape.soft_cap)
+    graph.outputs["logits"] = graph.bounded(logits, shape.soft_cap)
     graph.outputs["projected_activations"] = graph.linear(state, "post_projection", shape.width, 8)
     graph.sign("mtp_drafter")
     return model
-
-
-def _windowed(graph: Graph, shape: Shape, position: int, mask: int) -> int:
-    slots = np.arange(shape.cache).reshape(1, 1, 1, -1)
-    size = list(slots.shape)
-    causal = graph.op("GREATER_EQUAL", [position, graph.constant(slots, "i32")], size, kind="bool")
-    near = graph.op("LESS", [position, graph.constant(slots + shape.window, "i32")], size, kind="bool")
-    both = graph.op("LOGICAL_AND", [causal, near], size, kind="bool")
-    return graph.op("LOGICAL_AND", [mask, both], size, kind="bool")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+ROPE = {SLIDING: (1e4, 1.0), FULL: (1e6, 0.25)}
+"""The base of the frequencies, and how many of them are not 0."""
 PREFIX = "model.language_model."
 
 

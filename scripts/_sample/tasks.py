@@ -85,7 +85,7 @@ KINDS: tuple[Kind, ...] = (repeat, number, code, recall, nest, count)
 
 
 def prompts(draw: random.Random, texts: Sequence[Sequence[str]], count: int) -> dict[str, list[str]]:
-    """``count`` questions of each kind, in the form of a file of prompts.
+    """``count`` questions of each kind, by its name.
 
     Args:
         draw: where chance comes from.

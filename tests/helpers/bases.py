@@ -17,7 +17,18 @@ from seam import DTYPES, Place, base
 from helpers.first_pair import first_base, first_bundle
 from helpers.make_bundle import bundle, load, pack, parts_of
 
-__all__ = ["PREFIX", "Weights", "base_with", "edited_section", "patched", "places_of"]
+__all__ = [
+    "PREFIX",
+    "Weights",
+    "base_with",
+    "broken",
+    "edited_section",
+    "fewer",
+    "more",
+    "patched",
+    "places_of",
+    "scalar",
+]
 
 PREFIX = "model.language_model."
 Weights = dict[str, npt.NDArray[Any]]
@@ -100,3 +111,23 @@ def edited_section(out: Path, kind: str, edit: Callable[[Any], None]) -> Path:
             parts[index] = replace(part, data=pack(model))
     out.write_bytes(bundle(parts))
     return out
+
+
+def scalar(weights: Weights) -> None:
+    """A layer scalar that is no longer 1, which no graph of the sample has."""
+    weights[f"{PREFIX}layers.0.layer_scalar"] = np.array([2], np.float32)
+
+
+def more(weights: Weights) -> None:
+    """A tensor that plays no role."""
+    weights[f"{PREFIX}layers.0.self_attn.v_norm.weight"] = np.ones(32, np.float32)
+
+
+def fewer(weights: Weights) -> None:
+    """Without a tensor that plays one."""
+    del weights[f"{PREFIX}layers.0.self_attn.v_proj.weight"]
+
+
+def broken(weights: Weights) -> None:
+    """One number is none."""
+    weights[f"{PREFIX}layers.0.mlp.up_proj.weight"][3, 4] = np.nan

@@ -80,8 +80,6 @@ class Fault:
         status: answered instead of the real status, with ``headers`` and a body that quotes the token.
         cut: the connection closes after so many bytes of the body.
         length: added to the Content-Length.
-        etag, modified: sent instead of the real ETag.
-        ranges: False: the Range header is ignored.
         step: bytes a piece of the body.
         pause: seconds after each of them.
         shift: added to the begin and end of the range that is answered.
@@ -93,8 +91,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
     length: int = 0
-    etag: str | None = None
-    ranges: bool = True
     step: int = 1 << 16
     pause: float = 0.0
     shift: int = 0
@@ -245,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = content.size
         begin, end, status = 0, size, 200
         asked = self.headers.get("range")
-        if asked and fault.ranges:
+        if asked:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             begin, end, status = int(first), min(size, int(last) + 1) if last else size, 206
             begin, end = begin + fault.shift, min(size, end + fault.shift)
@@ -254,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(416, Content_Range=f"bytes */{size}")
                 return
         self.send_response(status)
-        headers.setdefault("ETag", f'"{fault.etag or content.sha256}"')
+        headers.setdefault("ETag", f'"{content.sha256}"')
         for name, value in {**headers, **fault.headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(end - begin + fault.length))
@@ -370,10 +366,9 @@ class _Handler(BaseHTTPRequestHandler):
             if not lfs:
                 self.content(content, fault, ETag=f'"{content.git}"', **headers)
                 return
-            etag = fault.etag if fault and fault.etag else content.sha256
             headers |= {
                 "Location": f"{self.state.url('storage')}/blob/{content.sha256}?sig={SIGNATURE}",
-                "X-Linked-Etag": f'"{etag}"',
+                "X-Linked-Etag": f'"{content.sha256}"',
                 "X-Linked-Size": str(content.size + (fault.length if fault else 0)),
             }
             self.answer(302, **headers | self.state.linked)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.masks import LITERT
-from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
+from mtp_extract.drafter.mtp import Altered, DraftArguments, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState
 from mtp_extract.speculate.target import Base
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.masks import position_masks
+from mtp_extract.drafter.mtp import DraftArguments
 
 __all__ = ["signature_arguments"]
 

@@ -9,21 +9,9 @@ from pathlib import Path
 
 import engines
 import pytest
-from _engines import litert_lm, llama_cpp
-from _engines.outcome import Outcome, cells, from_json, last_line, shortfalls
+from _engines import llama_cpp
+from engines import Outcome, cells, from_json, last_line, shortfalls
 from helpers.blocks import blockwise_int2
-
-SPECULATIVE_SIMPLE = """\
-0.00.018.008 E llama_init_from_model: failed to initialize the context: Gemma4Assistant requires ctx_other to be set \
-(this warning is normal during memory fitting)
-0.00.341.755 I encoded   15 tokens in    0.031 seconds, speed:  515.464 t/s
-0.00.341.757 I decoded  121 tokens in    0.276 seconds, speed:  438.405 t/s
-0.00.341.761 I n_draft   = 3
-0.00.341.762 I n_predict = 121
-0.00.341.762 I n_drafted = 110
-0.00.341.763 I n_accept  = 84
-0.00.341.764 I accept    = 76.364%
-"""
 
 REFUSED = """\
 0.00.003.701 W srv  llama_server: security: no API key is set and CORS allows all origins
@@ -42,54 +30,26 @@ MLX_VLM = """\
 """
 
 
-def test_a_line_of_json() -> None:
+def test_what_engines_print_is_read() -> None:
     found = from_json("mlx-vlm", "mlx", "Fetching 3 files\n" + MLX_VLM)
     assert found == Outcome("mlx-vlm", "mlx", "0.7.10", True, True, 131, 84)
     assert cells(found) == ["mlx-vlm", "0.7.10", "mlx", "yes", "yes", "84 of 131", ""]
-
-
-@pytest.mark.parametrize("printed", ["", "{}\n"])
-def test_no_line_of_json(printed: str) -> None:
-    with pytest.raises(ValueError, match="mlx-vlm: expected a line of JSON with a version"):
-        from_json("mlx-vlm", "mlx", printed)
-
-
-def test_what_speculative_simple_counts() -> None:
-    assert llama_cpp.counts(SPECULATIVE_SIMPLE) == (110, 84)
-    with pytest.raises(ValueError, match="failed to load draft model"):
-        llama_cpp.counts("0.00.024.938 E common_speculative_init_result: failed to load draft model, 'x.gguf'\n")
-
-
-def test_what_a_server_counts() -> None:
-    told = {"predicted_n": 120, "draft_n": 107, "draft_n_accepted": 83}
-    assert llama_cpp.timings({"timings": told}) == (107, 83)
+    assert llama_cpp.timings({"timings": {"predicted_n": 120, "draft_n": 107, "draft_n_accepted": 83}}) == (107, 83)
     assert llama_cpp.timings({"timings": {"predicted_n": 120}}) == (0, 0)
+    assert llama_cpp.version("version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with GNU") == "0.5.0-dev 0c1e570"
+    assert llama_cpp.version("version: 5943 (c82d48ec)\nbuilt with cc") == "5943 c82d48ec"
+    assert engines.success_rate(LITERT_LM) == "0.6625"
 
 
-@pytest.mark.parametrize(
-    ("printed", "short"),
-    [
-        ("version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with GNU 12.2.0 for Linux x86_64\n", "0.5.0-dev 0c1e570"),
-        ("version: 5943 (c82d48ec)\nbuilt with cc for x86_64-linux-gnu\n", "5943 c82d48ec"),
-    ],
-)
-def test_the_version_of_llama_cpp(printed: str, short: str) -> None:
-    assert llama_cpp.version(printed) == short
-
-
-def test_why_a_server_ended() -> None:
+def test_what_engines_end_with_is_said() -> None:
+    for printed in ("", "{}\n"):
+        with pytest.raises(ValueError, match="mlx-vlm: expected a line of JSON with a version"):
+            from_json("mlx-vlm", "mlx", printed)
+    with pytest.raises(ValueError, match="expected a success rate"):
+        engines.success_rate("speculative decoding is off\n")
     expected = "Gemma 4 assistant requires embedding_length_out to carry the target hidden size"
     assert llama_cpp.reason(REFUSED).endswith(expected)
     assert llama_cpp.reason("no such option\n") == "no such option"
-
-
-def test_the_success_rate_of_litert_lm() -> None:
-    assert litert_lm.success_rate(LITERT_LM) == "0.6625"
-    with pytest.raises(ValueError, match="expected a success rate"):
-        litert_lm.success_rate("speculative decoding is off\n")
-
-
-def test_the_last_line_is_the_error() -> None:
     assert last_line('Traceback:\n  File "x"\nValueError: not filled\n\n') == "ValueError: not filled"
     assert last_line("\n") == "it said nothing"
 
@@ -126,9 +86,8 @@ def test_an_engine_that_is_not_there_is_said_to_be_absent(tmp_path: Path) -> Non
     assert done.stdout.count("not installed") == len(engines.ENGINES) - 1
 
 
-@pytest.mark.parametrize("words", ["mlx=python", "mlx-vlm", "mlx-vlm=nowhere/python"])
-def test_an_interpreter_that_is_none_is_wrong_usage(words: str) -> None:
-    command = [sys.executable, engines.__file__, "--python", words]
+def test_an_interpreter_that_is_none_is_wrong_usage() -> None:
+    command = [sys.executable, engines.__file__, "--python", "mlx-vlm=nowhere/python"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "expected one of transformers, mlx-vlm" in done.stderr

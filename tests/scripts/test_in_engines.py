@@ -11,8 +11,7 @@ from typing import Any
 
 import engines
 import pytest
-from _engines import llama_cpp
-from _engines.outcome import shortfalls
+from engines import shortfalls
 
 from mtp_extract.data import sample_base, sample_bundle
 
@@ -30,9 +29,9 @@ class Counted:
     def told(self, engine: str, format_: str) -> dict[str, Any]:
         """What the engine's script returns for the sample in ``format_``."""
         if (engine, format_) not in self._told:
-            found = engines.SCRIPTED[engine]
-            pytest.importorskip(found.module)
-            check = importlib.import_module(f"_engines.{found.script.removesuffix('.py')}").check
+            module, script, _ = engines.SCRIPTED[engine]
+            pytest.importorskip(module)
+            check = importlib.import_module(f"_engines.{script}").check
             directory = self._drafter.written(format_)
             self._told[engine, format_] = check(str(self._base), str(directory), engines.PROMPT, engines.TOKENS)
         return self._told[engine, format_]
@@ -56,7 +55,7 @@ def test_the_f32_checkpoint(engine: str, counted: Counted) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("engine", "format_"),
-    [(name, kept) for name in IN_PROCESS for kept in engines.available(engines.SCRIPTED[name].formats)[1:]],
+    [(name, kept) for name in IN_PROCESS for kept in engines.SCRIPTED[name][2][1:]],
 )
 def test_a_format_that_keeps_the_integers(engine: str, format_: str, counted: Counted) -> None:
     expected, told = counted.told(engine, engines.F32), counted.told(engine, format_)
@@ -65,11 +64,9 @@ def test_a_format_that_keeps_the_integers(engine: str, format_: str, counted: Co
     assert (told["accepted"], told["drafted"]) == (expected["accepted"], expected["drafted"])
 
 
-@pytest.mark.skipif("MTP_EXTRACT_LLAMA" not in os.environ, reason="MTP_EXTRACT_LLAMA: BUILD/bin:SOURCE of llama.cpp")
+@pytest.mark.skipif("MTP_EXTRACT_LLAMA" not in os.environ, reason="MTP_EXTRACT_LLAMA: llama.cpp's tree, built")
 def test_text_and_acceptance_in_llama_cpp(tmp_path: Path) -> None:
-    programs, source = map(Path, os.environ["MTP_EXTRACT_LLAMA"].split(":"))
-    drafter = engines.Drafter(sample_bundle(), tmp_path)
-    outcomes = engines.in_llama(programs, source, sys.executable, sample_base(), drafter, tmp_path)
-    assert all(outcome.identical for outcome in outcomes)
-    assert {outcome.engine for outcome in outcomes} == set(llama_cpp.PROGRAMS)
+    drafter, tree = engines.Drafter(sample_bundle(), tmp_path), Path(os.environ["MTP_EXTRACT_LLAMA"])
+    outcomes = list(engines.in_llama(tree, sys.executable, sample_base(), drafter, tmp_path))
+    assert len(outcomes) == 2 and all(outcome.identical for outcome in outcomes)
     assert shortfalls(outcomes) == []

@@ -1,4 +1,4 @@
-"""``scripts/on_gpu.py`` on a CPU, at a small shape: everything but CUDA's own, the tuning and the marked tests."""
+"""``scripts/on_gpu.py`` on a CPU, at a small shape: everything but the tuning and the marked tests."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_gpu, "CHAINS", (0, 3))
     monkeypatch.setattr(on_gpu, "TREES", {"2x2x1": on_gpu.TREES["2x2x1"]})
     monkeypatch.setattr(on_gpu, "CONTEXTS", (128,))
-    page, only = tmp_path / "gpu.md", ("drafts", "contexts", "launches")
+    page, only = tmp_path / "gpu.md", ("drafts", "contexts")
     assert on_gpu.main(["--shape", "tiny", "--device", "cpu", "--out", str(page), "--only", *only]) == 0
     found = tables(page.read_text())
-    assert list(found) == ["Drafts a round", "Contexts, 4 drafts", "Launches"]
+    assert list(found) == ["Drafts a round", "Contexts, 4 drafts"]
     assert [row[0] for row in found["Drafts a round"]] == ["0", "3", "2x2x1"]
     alone, chain, _ = found["Drafts a round"]
     assert (alone[1], alone[5]) == ("0.00", "1.00")  # the base alone drafts nothing, and takes as long as itself
     assert float(chain[1]) > 0 and float(chain[4]) > 0
     assert abs(float(chain[1]) + float(chain[2]) - float(chain[3])) < 0.02
     assert [row[0] for row in found["Contexts, 4 drafts"]] == ["128"]
-    (_, one, none, _), (_, four, *_) = found["Launches"]
-    # A round's steps are as many as one's, four times, and the choice after each.
-    assert none == "–" and int(four) == 4 * (int(one) + 1) > 400
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:

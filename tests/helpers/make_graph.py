@@ -1,4 +1,4 @@
-"""TFLite models written by code: subgraphs that share their constants, whose bytes lie outside the flatbuffer.
+"""TFLite models written by code, operator by operator, for ``make_drafter.py`` and for ``scripts/_rehearsal``.
 
 A constant of some size is a :class:`Stored`: so many random bytes at an offset behind the flatbuffer or in a section of
 weights, written when the file is. Small ones are inline. Signatures share codes, and each has scales of its own, as
@@ -11,14 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-import flatbuffers
 import flatbuffers.flexbuffers
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 
+from helpers.make_bundle import pack
+
+__all__ = ["Graph", "Model", "fed_forward", "gelu", "rotated", "windowed"]
+
 _BITS = {2: schema.TensorType.INT2, 4: schema.TensorType.INT4, 8: schema.TensorType.INT8}
-_TYPES = {"f32": schema.TensorType.FLOAT32, "i32": schema.TensorType.INT32, "bool": schema.TensorType.BOOL}
+_TYPES = {
+    "f32": schema.TensorType.FLOAT32,
+    "i32": schema.TensorType.INT32,
+    "i8": schema.TensorType.INT8,
+    "bool": schema.TensorType.BOOL,
+}
+_DTYPES = {"f32": np.float32, "i32": np.int32, "i8": np.int8}
 _ALIGNMENT = 16
 _GROUP = "tflite_weights"
 _PIECE = 1 << 24
@@ -41,6 +50,7 @@ class Model:
     """A model in the making. ``external``: whether constants lie in a section of their own."""
 
     external: bool = False
+    description: str = "rehearsal"
     stored: dict[str, Stored] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
     _codes: dict[str, int] = field(default_factory=dict)
@@ -48,7 +58,7 @@ class Model:
 
     def __post_init__(self) -> None:
         self.tree = schema.ModelT()
-        self.tree.version, self.tree.description = 3, b"rehearsal"
+        self.tree.version, self.tree.description = 3, self.description.encode()
         self.tree.operatorCodes, self.tree.subgraphs, self.tree.signatureDefs = [], [], []
         self.tree.buffers = [schema.BufferT()]
         if self.external:
@@ -101,20 +111,15 @@ class Model:
 
     def packed(self) -> bytes:
         """The flatbuffer, with true offsets."""
-        data = self._pack()
+        data = pack(self.tree)
         if not self.external and self.stored:
             start = -(-len(data) // _ALIGNMENT) * _ALIGNMENT
             for buffer in self.tree.buffers:
                 if buffer.offset >= _LATER:
                     buffer.offset += start - _LATER
-            data = self._pack()
+            data = pack(self.tree)
             data += bytes(start - len(data))
         return data
-
-    def _pack(self) -> bytes:
-        builder = flatbuffers.Builder(1 << 20)
-        builder.Finish(self.tree.Pack(builder), b"TFL3")
-        return bytes(builder.Output())
 
     @property
     def outside(self) -> int:
@@ -144,23 +149,23 @@ class Graph:
         """Its shape."""
         return list(self.made.tensors[value].shape)
 
-    def tensor(self, shape: Sequence[int], kind: str = "f32") -> int:
+    def tensor(self, shape: Sequence[int], kind: str = "f32", name: str = "") -> int:
         """A tensor without a buffer."""
         tensor = schema.TensorT()
-        tensor.name, tensor.shape = f"t{len(self.made.tensors)}".encode(), [int(size) for size in shape]
-        tensor.type, tensor.buffer = _TYPES[kind], 0
+        tensor.name = (name or f"v{len(self.made.tensors)}").encode()
+        tensor.shape, tensor.type, tensor.buffer = [int(size) for size in shape], _TYPES[kind], 0
         self.made.tensors.append(tensor)
         return len(self.made.tensors) - 1
 
     def input(self, name: str, shape: Sequence[int], kind: str = "f32") -> int:
         """An input of the signature."""
-        self.inputs[name] = self.tensor(shape, kind)
+        self.inputs[name] = self.tensor(shape, kind, name)
         return self.inputs[name]
 
     def constant(self, values: npt.ArrayLike, kind: str = "f32", key: str = "") -> int:
         """A constant: with ``key`` outside of the flatbuffer, and shared."""
-        array = np.asarray(values, np.float32 if kind == "f32" else np.int32)
-        index = self.tensor(array.shape, kind)
+        array = np.asarray(values, _DTYPES[kind])
+        index = self.tensor(array.shape, kind, f"c{len(self.made.tensors)}")
         data = array.tobytes()
         self._put(index, self.model.place(key, len(data), data) if key else self.model.inline(data), bool(key))
         return index
@@ -227,7 +232,11 @@ class Graph:
         """Their sum, in the shape of ``left``."""
         return self.op("ADD", [left, right], self.shape(left))
 
-    def linear(self, value: int, key: str, rows: int, bits: int) -> int:
+    def bounded(self, value: int, most: float) -> int:
+        """``value`` between ``-most`` and ``most``, by tanh."""
+        return self.times(self.op("TANH", [self.times(value, 1 / most)], self.shape(value)), most)
+
+    def linear(self, value: int, key: str, rows: int, bits: int = 8) -> int:
         """A product with a matrix ``[rows, width of value]``."""
         *front, width = self.shape(value)
         options = schema.FullyConnectedOptionsT()
@@ -235,17 +244,21 @@ class Graph:
         options.keepNumDims = True
         return self.op("FULLY_CONNECTED", [value, self.matrix(key, rows, width, bits), -1], [*front, rows], options)
 
+    def normed(self, x: int) -> int:
+        """``x`` over the root of its mean square along the last axis."""
+        shape = self.shape(x)
+        options = schema.ReducerOptionsT()
+        options.keepDims = True
+        squared = self.op("MUL", [x, x], shape)
+        mean = self.op("MEAN", [squared, self.constant([len(shape) - 1], "i32")], [*shape[:-1], 1], options)
+        above = self.op("ADD", [mean, self.constant(1e-6)], [*shape[:-1], 1])
+        return self.op("MUL", [x, self.op("RSQRT", [above], [*shape[:-1], 1])], shape)
+
     def norm(self, value: int, key: str = "") -> int:
         """RMSNorm over the last axis, a composite with a body of its own; without ``key`` it has no weight."""
         shape = self.shape(value)
         body = self.model.graph(f"rms_norm.{self.index}.{len(self.made.operators)}")
-        x = body.input("x", shape)
-        options = schema.ReducerOptionsT()
-        options.keepDims = True
-        squared = body.op("MUL", [x, x], shape)
-        mean = body.op("MEAN", [squared, body.constant([len(shape) - 1], "i32")], [*shape[:-1], 1], options)
-        above = body.op("ADD", [mean, body.constant(1e-6)], [*shape[:-1], 1])
-        result = body.op("MUL", [x, body.op("RSQRT", [above], [*shape[:-1], 1])], shape)
+        result = body.normed(body.input("x", shape))
         given = [value]
         if key:
             weight = np.linspace(0.8, 1.2, shape[-1])
@@ -273,3 +286,51 @@ def _maps(names: Mapping[str, int]) -> list[Any]:
         entry.name, entry.tensorIndex = name.encode(), index
         entries.append(entry)
     return entries
+
+
+def gelu(graph: Graph, value: int) -> int:
+    """GELU as tanh approximates it."""
+    options = schema.GeluOptionsT()
+    options.approximate = True
+    return graph.op("GELU", [value], graph.shape(value), options)
+
+
+def fed_forward(graph: Graph, stream: int, key: str, ffn: int, bits: int) -> int:
+    """``stream`` after the feed-forward block whose constants begin with ``key``."""
+    x = graph.norm(stream, f"{key}pre_ffw")
+    gate = gelu(graph, graph.linear(x, f"{key}gate", ffn, bits))
+    product = graph.op("MUL", [gate, graph.linear(x, f"{key}up", ffn, bits)], graph.shape(gate))
+    down = graph.linear(product, f"{key}down", graph.shape(stream)[-1], bits)
+    return graph.plus(stream, graph.norm(down, f"{key}post_ffw"))
+
+
+def rotated(graph: Graph, value: int, position: int, theta: float, share: float = 1.0) -> int:
+    """RoPE of ``value [1, T, heads, head_dim]`` at ``position [T]``; of the frequencies, a ``share`` is not 0."""
+    shape = graph.shape(value)
+    half, tokens = shape[-1] // 2, shape[1]
+    frequencies = np.where(np.arange(half) < share * half, theta ** (-np.arange(half) / half), 0.0)
+    table, places = graph.constant(frequencies.reshape(1, 1, 1, half)), graph.op("CAST", [position], [tokens])
+    if tokens > 1:
+        places = graph.reshape(places, [1, tokens, 1, 1])
+    turned = [1, tokens, 1, half]
+    angle = graph.op("MUL", [places, table], turned)
+    cos, sin = (graph.op(name, [angle], turned) for name in ("COS", "SIN"))
+    size = [*shape[:-1], half]
+    first, second = (graph.part(value, [0, 0, 0, at], size) for at in (0, half))
+
+    def product(a: int, b: int) -> int:
+        return graph.op("MUL", [a, b], size)
+
+    left = graph.op("SUB", [product(first, cos), product(second, sin)], size)
+    right = graph.op("ADD", [product(second, cos), product(first, sin)], size)
+    return graph.joined([left, right], 3)
+
+
+def windowed(graph: Graph, position: int, mask: int, window: int) -> int:
+    """``mask [1, 1, 1, slots]`` for a layer that sees the last ``window`` slots up to ``position``."""
+    size = graph.shape(mask)
+    slots = np.arange(size[-1]).reshape(size)
+    causal = graph.op("GREATER_EQUAL", [position, graph.constant(slots, "i32")], size, kind="bool")
+    near = graph.op("LESS", [position, graph.constant(slots + window, "i32")], size, kind="bool")
+    both = graph.op("LOGICAL_AND", [causal, near], size, kind="bool")
+    return graph.op("LOGICAL_AND", [mask, both], size, kind="bool")
