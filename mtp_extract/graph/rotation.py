@@ -63,7 +63,10 @@ class Rotation:
         return self.number.shape, self.number.tobytes(), self.by.tobytes()
 
     def at(self, positions: Ids | None = None) -> Iterator[tuple[Ids, list[Floats]]]:
-        """Cosines below and above half, sines below and above half, ``[positions, half]`` each; at all if None."""
+        """Cosines below and above half, sines below and above half, ``[positions, half]`` each; at all if None.
+
+        What is the same for several is one array.
+        """
         values, columns = self.values, np.zeros(self.positions.count, np.int64)
         at = 0
         for value in values:
@@ -73,15 +76,19 @@ class Rotation:
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         if not values:
             raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
+        sums: list[tuple[Floats, Ids, Ids]] = []
+        for part, signs in ((0, (1, 1)), (1, (-1, 1))):
+            for side, sign in enumerate(signs):
+                own = slice(side * self.half, (side + 1) * self.half)
+                by = self.by[part, own]
+                sums.append((self.number[part, own] * sign, columns[by], by))
+        # Most often both halves are turned by the same numbers.
+        keys = [tuple(array.tobytes() for array in own) for own in sums]
+        first = [keys.index(key) for key in keys]
         for some, found in self.positions.at(everywhere, values):
             table = found[0] if len(found) == 1 else np.concatenate(found, 1)
-            made = []
-            for part, sign in ((0, 1), (1, -1)):
-                for side in (0, 1):
-                    own = slice(side * self.half, (side + 1) * self.half)
-                    number, by = self.number[part, own], self.by[part, own]
-                    made.append(_sum(number * (sign if side == 0 else 1), columns[by], by, table))
-            yield some, made
+            made = {i: _sum(*sums[i], table) for i in set(first)}
+            yield some, [made[i] for i in first]
 
     def measured(self) -> tuple[Doubles, Doubles]:
         """By how much a query turns from one position to the next, and how far each number may be off.

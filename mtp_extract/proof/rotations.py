@@ -71,18 +71,21 @@ def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.floa
 def _apart(layer: Layer, own: npt.NDArray[np.floating], doubt: float) -> str:
     """Where cosines and sines differ from those of the frequencies ``own``, in whose type angles are computed."""
     for positions, made in layer.rotation.at():
-        angle = positions.astype(own.dtype)[:, None] * own
+        # Positions last, as the graph's own numbers lie in memory.
+        angle = own[:, None] * positions.astype(own.dtype)
         allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * own
-        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-        for coefficient, wanted in zip(made, (cos, cos, sin, sin), strict=True):
-            apart = np.abs(coefficient - wanted)
-            wrong = ~(apart <= allowed)
-            if wrong.any():
-                row, entry = (int(i) for i in np.argwhere(wrong)[0])
-                return (
-                    f"at position {positions[row]} its query is rotated by a number that is {apart[row, entry]:.3g} "
-                    f"off that of its RoPE (frequency {entry})"
-                )
+        for function, coefficients in ((np.cos, made[:2]), (np.sin, made[2:])):
+            wanted = function(angle).astype(np.float32)
+            for coefficient in {id(c): c for c in coefficients}.values():
+                apart = np.abs(coefficient.T - wanted)
+                wrong = ~(apart.max(1) <= allowed)
+                if wrong.any():
+                    entry = int(wrong.argmax())
+                    row = int((~(apart[entry] <= allowed[entry])).argmax())
+                    return (
+                        f"at position {positions[row]} its query is rotated by a number that is "
+                        f"{apart[entry, row]:.3g} off that of its RoPE (frequency {entry})"
+                    )
     return ""
 
 
