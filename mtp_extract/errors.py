@@ -101,6 +101,11 @@ def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") 
     return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown
 
 
+def several(count: int, noun: str) -> str:
+    """``count`` and ``noun``, in the plural where there is not one of it."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def either(names: Iterable[object]) -> str:
     """``names`` as a choice: "a, b or c"."""
     *others, last = map(str, names)

@@ -19,7 +19,7 @@ from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.errors import MtpExtractError, escape, several
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.formats import format_of
@@ -57,7 +57,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     answers, serving = None, None
     if plan.server is not None:
         with Server(plan.server, model=plan.model, key=plan.key, timeout=plan.timeout) as server:
-            say(f"asking {server.name}, one prompt of {len(prompts)} at a time")
+            say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
             answers = ask_all(server, plan, prompts)
             serving = _serving(server, answers)
     drafts = plan.drafts or _drafts_of(answers or ())
@@ -75,7 +75,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     with memory_guard("running the base"):
         encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
-        say(f"texts for {len(prompts)} prompts, and what is expected along them")
+        say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
         chosen = samples(generator, encoded, answers, plan)
         found.notes += _notes(chosen, len(prompts))
         if chosen:
@@ -121,16 +121,17 @@ def _drafts_of(answers: Sequence[Answer]) -> int | None:
 def _notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
     """What was left out, and where the server read other prompts."""
     if left_out := prompts - len(chosen):
-        yield (f"{left_out} of {prompts} texts are not counted: too short, repeats, or not reported in these tokens.")
+        told = f"{left_out} of {several(prompts, 'text')}"
+        yield f"Not counted: {told}, too short, repeats, or not reported in these tokens."
     if bare := sum(sample.without_bos for sample in chosen):
         yield (
-            f"{bare} of {len(chosen)} prompts begin with the BOS token here, which is added to text that no chat "
-            "template wrote, and not at the server: they are counted as the server read them."
+            f"The BOS token is added here to text that no chat template wrote, and not at the server, for {bare} of "
+            f"{several(len(chosen), 'prompt')}: counted as the server read them."
         )
     if other := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
         yield (
-            f"{other} of {len(chosen)} prompts are other tokens at the server, as by another chat template: they are "
-            "counted as the server read them, where it says so."
+            f"Other tokens at the server, as by another chat template, for {other} of "
+            f"{several(len(chosen), 'prompt')}: counted as the server read them, where it says so."
         )
 
 
@@ -197,4 +198,4 @@ def _tokenizer(file: Path, base: Mapping[str, int]) -> Check:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return Check("tokenizer", None, f"it lists no tokens by number: {escape(error)}")
     other = sum(base.get(token) != number for token, number in listed.items())
-    return Check("tokenizer", not other, f"{other} tokens differ from the base's" if other else "the base's own")
+    return Check("tokenizer", not other, f"{several(other, 'token')} unlike the base's" if other else "the base's own")

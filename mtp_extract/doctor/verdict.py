@@ -114,7 +114,7 @@ def _unsteady(found: Diagnosis, serving: Serving) -> str:
         return "how many drafts a round the engine makes is not reported"
     if per_round is None or abs(per_round / drafts - 1) <= _CONSTANT:
         return ""
-    return f"{per_round:.2f} drafts a round on the mean, where {drafts} were expected: it stops early, or adapts"
+    return f"{per_round:.2f} drafts a round on the mean, not the {drafts} expected: it stops early, or adapts"
 
 
 def _below(found: Diagnosis, named: bool) -> Diagnosis:

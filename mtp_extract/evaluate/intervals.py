@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, several
 
 LEAST_TEXTS = 5
 """With fewer, no interval over texts holds the truth as often as it says."""
@@ -47,7 +47,7 @@ class Interval(NamedTuple):
 
 def undecided(texts: int) -> str:
     """Why there is no interval over so few ``texts``, in words."""
-    return f"not decided: {texts} {'text' if texts == 1 else 'texts'}, at least {LEAST_TEXTS} are needed"
+    return f"not decided: {several(texts, 'text')}, at least {LEAST_TEXTS} are needed"
 
 
 def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:

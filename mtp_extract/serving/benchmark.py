@@ -22,6 +22,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 from msgspec.structs import replace as changed
 
+from mtp_extract.errors import several
 from mtp_extract.evaluate.intervals import Interval, ratio_interval, share_interval
 from mtp_extract.evaluate.progress import counter
 from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
@@ -57,7 +58,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             for side, url in urls.items()
         }
         for server in servers.values():
-            plan.say(f"{server.name}: {server.kind.name}, {plan.warm_up} requests to warm up")
+            plan.say(f"{server.name}: {server.kind.name}, {several(plan.warm_up, 'request')} to warm up")
             server.ask(_questions(plan, [prompts[n % len(prompts)] for n in range(plan.warm_up)]), plan.concurrency)
         windows: dict[str, list[Window]] = {side: [] for side in servers}
         parts, order = _parts(prompts, plan.concurrency), list(servers)

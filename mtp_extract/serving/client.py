@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -219,7 +219,7 @@ class Server:
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         root = _root(url)
-        self.name, self.computed = escape(root), 0.0
+        self.name, self.computed, self._closed = escape(root), 0.0, False
         self._timeout, self._key, self._http = timeout, key, http_library()
         self._client = self._http.Client(
             base_url=root,
@@ -239,7 +239,13 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._closed = True
         self._client.close()
+
+    def _close_late(self, response: Any) -> None:
+        """Close the connection of an answer that came after the client, which knows of it no more, was closed."""
+        if self._closed:
+            response.extensions["network_stream"].close()
 
     def _recognise(self, model: str | None) -> None:
         headers, body = self._get("/v1/models")
@@ -407,7 +413,8 @@ class Server:
         Raises:
             ServerError: the server says that it does not answer; in its own words, where it has some.
         """
-        with self._client.stream(method, path, **more) as response:
+        with ExitStack() as at_last, self._client.stream(method, path, **more) as response:
+            at_last.callback(self._close_late, response)
             if response.status_code != 200:
                 try:
                     page = _json_object(_body(response))

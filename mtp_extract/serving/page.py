@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from mtp_extract.errors import few
+from mtp_extract.errors import few, several
 from mtp_extract.evaluate.intervals import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.report.numbers import DASH, mean, number, rate
@@ -43,7 +43,10 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
         f"{side}: {one.url} ({' '.join(filter(None, (one.kind, one.version)))}), model {one.model}"
         for side, one in found.servers.items()
     )
-    title, about = f"Benchmark of {found.servers['server'].url}", "; ".join((*sides, f"{found.total.texts} prompts"))
+    title, about = (
+        f"Benchmark of {found.servers['server'].url}",
+        "; ".join((*sides, several(found.total.texts, "prompt"))),
+    )
     page = Page(title, about, found.verdict, [table_of(found)], findings=found.findings, notes=found.notes)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
         return write_report(stage, "bench", found, page)
@@ -65,9 +68,9 @@ def _verdict(found: Benchmark) -> str:
         said.append("the server does not say how many drafts were accepted")
     else:
         share = f", {rate(server.acceptance)} %" if server.drafted else ""
-        said.append(f"{server.accepted} of {server.drafted} drafts accepted{share}")
+        said.append(f"{server.accepted} of {several(server.drafted, 'draft')} accepted{share}")
     if total.identical is not None:
-        said.append(f"the text is the baseline's in {total.identical} of {total.texts} answers")
+        said.append(f"the text is the baseline's in {total.identical} of {several(total.texts, 'answer')}")
     return f"Measured: {'; '.join(said)}."
 
 
@@ -76,7 +79,7 @@ def _findings(found: Benchmark) -> Iterator[str]:
     if server.drafted == 0:
         yield "the server drafted nothing: it was started without a drafter, or does not use it"
     if baseline is not None and baseline.drafted:
-        yield f"the baseline drafts too ({baseline.drafted} drafts): it is none"
+        yield f"the baseline drafts too ({several(baseline.drafted, 'draft')}): it is none"
     for name in found.workloads:
         places = [f"{one.prompt + 1} at character {one.character + 1}" for one in found.parted if one.workload == name]
         if places:
@@ -103,24 +106,24 @@ def _notes_of(found: Benchmark, side: str) -> Iterator[str]:
     answers = [request.answer for window in windows for request in window.requests]
     if others := sum(window.disturbed for window in windows):
         yield (
-            f": its counters moved by more than these requests {others} of {len(windows)} times, so somebody else used "
-            "it. Those counts are left out, and times are not of these requests alone."
+            f": its counters moved by more than these requests {others} of {several(len(windows), 'time')}, so "
+            "somebody else used it. Those counts are left out, and times are not of these requests alone."
         )
     if uncounted := len(answers) - found.total.sides[side].counted:
-        yield f" reports no draft counters for {uncounted} of {len(answers)} answers."
+        yield f" reports no draft counters for {uncounted} of {several(len(answers), 'answer')}."
     elif side == "server" and not all(of.sides[side].counted for of in found.workloads.values()):
         yield " counts drafts of all requests together: to have them by workload, send one at a time."
     if places := found.total.sides[side].acceptance_by_position:
         yield f": accepted by position in a round: {', '.join(map(rate, places))} %."
     if untold := sum(answer.tokens is None for answer in answers):
-        yield f" does not say how many tokens an answer has, {untold} of {len(answers)} times."
+        yield f" does not say how many tokens an answer has, {untold} of {several(len(answers), 'time')}."
     if whole := sum(answer.first_s is not None and answer.seconds == 0 for answer in answers):
-        yield f": {whole} of {len(answers)} answers came in one piece, which shows no time of tokens."
+        yield f": {whole} of {several(len(answers), 'answer')} came in one piece, which shows no time of tokens."
     if (most := max(len(window.requests) for window in windows)) < wanted:
         yield f": at most {most} of {wanted} requests were in flight: give more prompts."
     if slow := [window.client_busy for window in windows if window.client_busy >= _BUSIEST]:
         yield (
-            f": the client is the limit in {len(slow)} of {len(windows)} windows: it computed for up to "
+            f": the client is the limit in {len(slow)} of {several(len(windows), 'window')}: it computed for up to "
             f"{max(slow):.0%} of the time, so times are longer than the server's. Ask fewer at a time."
         )
 

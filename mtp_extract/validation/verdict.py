@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import structs
 
+from mtp_extract.errors import several
 from mtp_extract.evaluate.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.numbers import mean, rate, signed
@@ -51,7 +52,7 @@ def _measured(found: Validation) -> Iterator[str]:
     if best.tokens_per_round.value is not None:
         said = f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(generation.best, best)}"
         if best.measured_speedup is not None and not generation.disturbed:
-            said += f", {best.measured_speedup:.2f} times the base's speed on {_texts(generation.timed)}"
+            said += f", {best.measured_speedup:.2f} times the base's speed on {several(generation.timed, 'text')}"
         yield said
     few = "" if top1.ci95 else f" ({undecided(first.agreement.texts)})"
     yield f"its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
@@ -70,10 +71,6 @@ def _measured(found: Validation) -> Iterator[str]:
             f"{f' in {found.base.dtype}' if found.base else ''}, "
             f"{'whatever is drafted' if worst.same_text == worst.prompts else which}"
         )
-
-
-def _texts(count: int) -> str:
-    return f"{count} {'text' if count == 1 else 'texts'}"
 
 
 def _missing(found: Validation, decided: bool) -> Iterator[str]:
