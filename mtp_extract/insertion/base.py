@@ -27,7 +27,6 @@ from mtp_extract.insertion.encoding import check_written, encode
 from mtp_extract.insertion.fit import differences
 from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Place, Slot, slots_of
-from mtp_extract.io.laid import copied
 from mtp_extract.io.place import files_of
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
@@ -202,8 +201,8 @@ def planned_base_insertion(
             with open_bundle(path) as new:
                 check_written(path, _slots(new, checkpoint))
 
-        layout, inputs = copied(opened.source, 0, opened.source.size), (bundle, *files_of(directory))
-        yield InsertionPlan(opened.source, encodings, layout, written, tuple(notes), inputs, check, of_base=True)
+        inputs = (bundle, *files_of(directory))
+        yield InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
 
 
 def _slots(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:

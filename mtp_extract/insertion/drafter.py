@@ -24,7 +24,6 @@ from mtp_extract.insertion.encoding import KEPT, check_written, encode
 from mtp_extract.insertion.fit import base_misfits, check_geometry
 from mtp_extract.insertion.plan import InsertionPlan, Overlay, overlays
 from mtp_extract.insertion.slots import Place, Slot, slots_of
-from mtp_extract.io.laid import LaidSource, copied
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
@@ -122,11 +121,11 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
     assert bundle is not None
     items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
-    new = [Added(TFLITE_MODEL, items, copied(region.source, region.begin, region.size))]
+    new = [Added(TFLITE_MODEL, items, region)]
     if weights is not None:
         owned = {"model_type": items["model_type"]}
-        new.append(Added(TFLITE_WEIGHTS, owned, copied(weights.source, weights.begin, weights.size)))
-    virtual = LaidSource(bundle_with(bundle, new), opened.source.name)
+        new.append(Added(TFLITE_WEIGHTS, owned, weights))
+    virtual = bundle_with(bundle, new)
     grown = Opened(virtual, read_bundle(virtual), None, template.signature)
     if problems := list(base_misfits(grown, grown.drafter())):
         raise PairError(
@@ -158,7 +157,6 @@ def _plan(
     return InsertionPlan(
         source,
         encodings,
-        source.laid if isinstance(source, LaidSource) else copied(source, 0, source.size),
         (*overlays(every), *calibrated),
         (*notes, *remarks),
         inputs,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.insertion.encoding import KEPT, Encoding
 from mtp_extract.insertion.slots import Place, Slot, over_rows
-from mtp_extract.io.laid import Laid, Put, Span, write_laid
+from mtp_extract.io.assembled import Put, Span, write_copy
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import LocalSource, Progress, Source, counter
 from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor, float_bytes
@@ -49,11 +49,10 @@ class InsertionPlan:
     """What is to be done; nothing is written yet.
 
     Attributes:
-        source: the bundle.
+        source: the bundle, with a drafter where it had none.
         encodings: role → what becomes of it: one encoding, several where tables or signatures of a base differ in it,
             none where no constant holds it.
-        layout: the file that is written over: the bundle, with a drafter where it had none.
-        overlays: what is written over it.
+        overlays: what is written over its copy.
         check: reads the new file and compares it with what was planned; OutputError where it is something else.
         of_base: whether it is a base that is put in, and no drafter.
         added: whether the bundle has no drafter yet.
@@ -61,7 +60,6 @@ class InsertionPlan:
 
     source: Source
     encodings: Mapping[str, tuple[Encoding, ...]]
-    layout: Laid
     overlays: tuple[Overlay, ...]
     notes: tuple[str, ...]
     inputs: tuple[PathLike | None, ...]
@@ -72,11 +70,11 @@ class InsertionPlan:
     @property
     def size(self) -> int:
         """Of the new file, in bytes."""
-        return self.layout.size
+        return self.source.size
 
     @property
     def changed(self) -> int:
-        """Bytes that are written over the layout."""
+        """Bytes that are written over the copy."""
         parts = (what for _, what in self.overlays)
         return sum(what.storage.length if isinstance(what, Encoding) else len(what) for what in parts)
 
@@ -91,7 +89,7 @@ class InsertionPlan:
         """
         target = Path(out)
         with staged(target, overwrite=overwrite, inputs=self.inputs) as stage:
-            write_laid(stage, self.layout, counter(progress, self.size), self._fill)
+            write_copy(stage, self.source, counter(progress, self.size), self._fill)
             proof = self.check(stage)
             _freshen(stage, target, self.source)
         notes = list(self.notes)

@@ -14,7 +14,8 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
@@ -25,6 +26,10 @@ Progress = Callable[[int, int], None]
 
 Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
+
+_PAGE = 1 << 15
+_PAGES_KEPT = 256
+_LONGEST_PATH = 1 << 12
 
 
 def nothing_shown(done: int, total: int) -> None:
@@ -42,11 +47,6 @@ def counter(progress: Progress, total: int) -> Advance:
             progress(min(done, total), total)
 
     return tick
-
-
-_PAGE = 1 << 15
-_PAGES_KEPT = 256
-_LONGEST_PATH = 1 << 12
 
 
 class Source(ABC):
@@ -73,6 +73,18 @@ class Source(ABC):
             SourceError: the bytes could not be read.
         """
 
+    def read_small(self, offset: int, length: int) -> bytes:
+        """As :meth:`read`; up to 32 KiB come from pages that are kept, 8 MiB of them: a flatbuffer is read in words."""
+        if length > _PAGE:
+            return self.read(offset, length)
+        index, start = divmod(offset, _PAGE)
+        found = self._page(index)[start : start + length]
+        return found if len(found) == length else found + self._page(index + 1)[: length - len(found)]
+
+    @cached_property
+    def _page(self) -> Callable[[int], bytes]:
+        return lru_cache(_PAGES_KEPT)(lambda index: self.read(index * _PAGE, min(_PAGE, self.size - index * _PAGE)))
+
     def prefetch(self, offset: int, length: int) -> None:  # noqa: B027 - a hint, which most sources need not take
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
 
@@ -92,6 +104,17 @@ class Source(ABC):
                 f"{self.name}: bytes {offset}…{offset + length} are needed, but the file has {self.size}. "
                 "The download is probably incomplete: fetch it again."
             )
+
+
+class BytesSource(Source):
+    """A source that is ``data`` in memory."""
+
+    def __init__(self, data: bytes, name: str = "memory") -> None:
+        self.data, self.name, self.size, self.provenance = data, name, len(data), {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.check(offset, length)
+        return self.data[offset : offset + length]
 
 
 class FileSource(Source):
@@ -135,22 +158,18 @@ class LocalSource(FileSource):
         self.size = os.fstat(self.fileno).st_size
 
 
+@dataclass(frozen=True)
 class Region:
-    """A bounded part of a source: ``size`` bytes from ``begin``, called ``what`` in messages.
+    """A bounded part of a source: ``size`` bytes from ``begin``, called ``what`` in messages."""
 
-    Small reads go through a page cache, so that walking a flatbuffer over a remote source costs few requests and
-    never more memory than ``_PAGES_KEPT`` pages.
-    """
-
-    def __init__(self, source: Source, begin: int, size: int, what: str, whole: Region | None = None) -> None:
-        self.source, self.begin, self.size, self.what = source, begin, size, what
-        self._whole = whole
-        if whole is None:
-            self._page = lru_cache(_PAGES_KEPT)(self._read_page)
+    source: Source
+    begin: int
+    size: int
+    what: str
 
     def part(self, offset: int, size: int, what: str) -> Region:
-        """``size`` bytes of it from ``offset``, called ``what``, and read through its pages."""
-        return Region(self.source, self.begin + offset, size, what, self)
+        """``size`` bytes of it from ``offset``, called ``what``; who asks has checked that they lie in it."""
+        return Region(self.source, self.begin + offset, size, what)
 
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` within the region; to its end if None.
@@ -164,13 +183,4 @@ class Region:
                 f"{self.source.name}: {self.what} has {self.size} bytes, but bytes {offset}…{offset + length} of it "
                 "are needed. The file is damaged or incomplete: fetch it again."
             )
-        if self._whole is not None:
-            return self._whole.read(self.begin - self._whole.begin + offset, length)
-        if length > _PAGE:
-            return self.source.read(self.begin + offset, length)
-        index, start = divmod(offset, _PAGE)
-        found = self._page(index)[start : start + length]
-        return found if len(found) == length else found + self._page(index + 1)[: length - len(found)]
-
-    def _read_page(self, index: int) -> bytes:
-        return self.source.read(self.begin + index * _PAGE, min(_PAGE, self.size - index * _PAGE))
+        return self.source.read_small(self.begin + offset, length)

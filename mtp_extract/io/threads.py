@@ -44,20 +44,16 @@ def check_interrupted() -> None:
         raise Interrupted(_signals[0])
 
 
-def cores() -> int:
-    """Threads to compute with."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """What ``work`` makes of each of ``items``, in order; once one has failed, none is begun any more.
 
     Raises:
         Interrupted: a signal came, at any time since the program began: what was made is not to be used.
     """
-    with ThreadPoolExecutor(cores()) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:
         try:
-            found = [future.result() for future in [pool.submit(work, item) for item in items]]
+            found = list(pool.map(work, items))
         finally:
             pool.shutdown(cancel_futures=True)
     check_interrupted()

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import flatbuffers
 
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.io.assembled import Assembled
 from mtp_extract.io.files import aligned
-from mtp_extract.io.laid import Laid, Piece, copied, made
-from mtp_extract.io.source import Region
+from mtp_extract.io.source import BytesSource, Region
 from mtp_extract.litertlm.container import HEADER_START, Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 
@@ -31,29 +31,29 @@ class Added(NamedTuple):
 
     data_type: int
     items: Mapping[str, str]
-    content: Laid
+    content: Region
 
 
-def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Laid:
-    """``bundle`` with the sections ``added`` at its end.
+def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
+    """``bundle`` with the sections ``added`` at its end, read from where its parts lie.
 
     Raises:
         UnsupportedError: the header has a field that cannot be rewritten, or does not fit before the first section.
     """
     kept = sorted(bundle.sections, key=lambda s: s.begin)
-    contents = [copied(bundle.source, s.begin, s.size) for s in kept] + [entry.content for entry in added]
-    ranges, pieces, at = list[tuple[int, int]](), list[Piece](), ALIGNMENT
+    contents = [*map(bundle.region, kept), *(entry.content for entry in added)]
+    ranges, at = list[tuple[int, int]](), ALIGNMENT
     for content in contents:
         ranges.append((at, at + content.size))
-        pieces += (piece.moved(at) for piece in content.pieces)
         at = aligned(at + content.size, ALIGNMENT)
     size = max((end for _, end in ranges), default=ALIGNMENT)
-    return Laid(size, (*_header(bundle, kept, added, ranges), *pieces))
+    sections = ((begin, content) for (begin, _), content in zip(ranges, contents, strict=True))
+    return Assembled(bundle.source.name, size, (*_header(bundle, kept, added, ranges), *sections))
 
 
 def _header(
     bundle: Bundle, kept: Sequence[Section], added: Sequence[Added], ranges: Sequence[tuple[int, int]]
-) -> Iterator[Piece]:
+) -> Iterator[tuple[int, Region]]:
     """The header that lists the sections ``kept`` and ``added``, which lie at ``ranges`` now."""
     source, name = bundle.source, bundle.source.name
     region = Region(source, HEADER_START, bundle.header_end - HEADER_START, "the header")
@@ -69,16 +69,20 @@ def _header(
     end = shift + region.size
     if end > ALIGNMENT:
         raise UnsupportedError(f"{name}: its header leaves no room for another section.")
-    yield Piece(0, HEADER_START, source=source)
-    yield made(24, end.to_bytes(8, "little"))
-    yield made(HEADER_START, front)
-    yield Piece(shift, region.size, source=source, offset=HEADER_START)
+    yield 0, Region(source, 0, HEADER_START, "the header")
+    yield 24, _bytes(end.to_bytes(8, "little"))
+    yield HEADER_START, _bytes(front)
+    yield shift, region
     for section, place in zip(kept, ranges, strict=False):
         for slot, value in zip((1, 2), place, strict=True):
             if at := tables[section.index].at(slot):
-                yield made(shift + at, value.to_bytes(8, "little"))
+                yield shift + at, _bytes(value.to_bytes(8, "little"))
             elif section.size:
                 raise UnsupportedError(f"{name}: {section.label} does not say where it lies.")
+
+
+def _bytes(data: bytes) -> Region:
+    return Region(BytesSource(data), 0, len(data), "the new header")
 
 
 def _front(root: Table, kept: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:

@@ -24,7 +24,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
 import mtp_extract
-from mtp_extract.io.source import Source
+from mtp_extract.io.source import BytesSource
 
 __all__ = [
     "ALIGNMENT",
@@ -49,15 +49,7 @@ _HEADER_START = 32
 _STRING_VALUE = 9
 
 
-class Memory(Source):
-    """A source that is bytes in memory."""
-
-    def __init__(self, data: bytes, name: str = "memory") -> None:
-        self.data, self.name, self.size, self.provenance = data, name, len(data), {}
-
-    def read(self, offset: int, length: int) -> bytes:
-        self.check(offset, length)
-        return self.data[offset : offset + length]
+Memory = BytesSource
 
 
 @dataclass(frozen=True)

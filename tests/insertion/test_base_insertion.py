@@ -38,7 +38,7 @@ from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, compare_base
 from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.plan import InsertionResult
-from mtp_extract.io.laid import write_laid
+from mtp_extract.io.assembled import write_copy
 from mtp_extract.pipeline.extraction import extract
 
 LAYER = f"{PREFIX}layers.0."
@@ -115,7 +115,7 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
     base = base_with(tmp_path / "base", tuned)
 
     def spoiled(path: Path, *given: Any) -> None:
-        write_laid(path, *given)
+        write_copy(path, *given)
         place = places_of(path, "layers.1.down_proj")[-1]
         assert place.found.tensor is not None and place.found.tensor.quantization is not None
         quantization = place.found.tensor.quantization
@@ -123,7 +123,7 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
             file.seek(place.model.region.begin + quantization.scales.start)
             file.write((quantization.scale[:1] * np.float32(1.5)).tobytes())
 
-    monkeypatch.setattr("mtp_extract.insertion.plan.write_laid", spoiled)
+    monkeypatch.setattr("mtp_extract.insertion.plan.write_copy", spoiled)
     with pytest.raises(OutputError, match=r"layers\.1\.down_proj reads back differently"):
         put(base, sample, tmp_path / "new.litertlm")
     assert not list(tmp_path.glob("*.litertlm"))

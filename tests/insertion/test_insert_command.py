@@ -88,9 +88,9 @@ SLOW = (
     # A suite in the background of a shell, or under nohup, has signals ignored, and its children too.
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-    "import time, mtp_extract.io.laid as w; copy = w._copy\n"
-    "def slow(*a):\n    copy(*a); print('written', flush=True); time.sleep(60)\n"
-    f"w._copy = slow; {CODE}"
+    "import time, mtp_extract.io.assembled as w; write = w.write_all\n"
+    "def slow(*a):\n    write(*a); print('written', flush=True); time.sleep(60)\n"
+    f"w.write_all = slow; {CODE}"
 )
 """The command, which stops for a minute when a part of the file is there."""
 

@@ -24,9 +24,9 @@ import mtp_extract
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError
 from mtp_extract.insertion.base import planned_base_insertion
-from mtp_extract.io import laid
+from mtp_extract.io import assembled
 from mtp_extract.io.remote import RemoteSource
-from mtp_extract.io.source import Advance, LocalSource
+from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import inspect
@@ -240,13 +240,13 @@ def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_pa
 def test_what_is_copied_wrongly_is_not_kept(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is compared, and not only the drafter."""
     made = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
-    real = laid._copy
+    real = assembled.write_all
 
-    def copy(fd: int, piece: laid.Piece, advance: Advance) -> None:
-        real(fd, piece, advance)
-        os.pwrite(fd, b"?", piece.end - 1)
+    def write(fd: int, data: bytes, at: int) -> None:
+        real(fd, data, at)
+        os.pwrite(fd, b"?", at + len(data) - 1)
 
-    monkeypatch.setattr(laid, "_copy", copy)
+    monkeypatch.setattr(assembled, "write_all", write)
     with pytest.raises(OutputError, match=r"new\.litertlm: what was written reads back differently"):
         mtp_extract.insert(made.directory, sample, tmp_path / "new.litertlm")
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
-from mtp_extract.io.laid import Laid, LaidSource, Piece, Put, made, write_laid
-from mtp_extract.io.source import LocalSource
+from mtp_extract.io.assembled import Assembled, Put, write_copy
+from mtp_extract.io.source import LocalSource, Region
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
 
@@ -40,20 +40,22 @@ def drawn(sketch: Sketch) -> Part:
     return Part(sketch[0], filled(sketch[1]), sketch[2])
 
 
-def section(data: bytes) -> Laid:
+def whole(data: bytes) -> Region:
+    return Region(Memory(data), 0, len(data), "all of it")
+
+
+def section(data: bytes) -> Region:
     """A section that is ``data``, in pieces that lie over each other."""
     half = len(data) // 2
-    return Laid(
-        len(data), (Piece(0, len(data)), made(0, data[:half] + b"?"[: len(data) - half]), made(half, data[half:]))
-    )
+    pieces = [(0, whole(data[:half] + b"?"[: len(data) - half])), (half, whole(data[half:]))]
+    return Region(Assembled("made", len(data), pieces), 0, len(data), "the section")
 
 
 @given(PARTS, PARTS)
 def test_sections_added(old: list[Sketch], more: list[Sketch]) -> None:
     parts, new = [drawn(sketch) for sketch in old], [drawn(sketch) for sketch in more]
     read = read_bundle(Memory(bundle(parts)))
-    laid = bundle_with(read, [Added(part.data_type, part.items, section(part.data)) for part in new])
-    again = LaidSource(laid, "again")
+    again = bundle_with(read, [Added(part.data_type, part.items, section(part.data)) for part in new])
     found = read_bundle(again)
     assert [(s.data_type, dict(s.items), again.read(s.begin, s.size)) for s in found.sections] == [
         (part.data_type, dict(part.items), part.data) for part in parts + new
@@ -65,21 +67,14 @@ def test_sections_added(old: list[Sketch], more: list[Sketch]) -> None:
 def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(bytes(range(256)) * 100)
     with LocalSource(tmp_path / "source") as source:
-        laid = Laid(
-            30_000,
-            (
-                Piece(10, 25_000, source=source, offset=300),
-                made(100, b"over it"),
-                Piece(200, 50),
-            ),
-        )
-        planned = LaidSource(laid, "planned")
+        pieces = [(10, Region(source, 300, 25_000, "a part")), (100, whole(b"over it")), (200, whole(bytes(50)))]
+        planned = Assembled("planned", 30_000, pieces)
 
         def fill(put: Put) -> None:
             for at, data in ((29_600, b"y" * 400), (29_000, b"x" * 600), (1000, b"z" * 50)):
                 put(at, data)
 
-        write_laid(tmp_path / "out", laid, fill=fill)
+        write_copy(tmp_path / "out", planned, fill=fill)
         written = (tmp_path / "out").read_bytes()
         for begin, end in ((0, 1000), (1050, 29_000)):
             assert written[begin:end] == planned.read(begin, end - begin)
@@ -94,9 +89,9 @@ def test_what_reads_back_differently_is_refused(covered: bool, tmp_path: Path, m
     """A disk that does not keep what it was given."""
     read = LocalSource.read
     monkeypatch.setattr(LocalSource, "read", lambda *a: bytes(b ^ 1 for b in read(*a)))
-    pieces = (made(0, b"abcde"), *([made(2, b"x")] if covered else []))
+    fill = (lambda put: put(0, b"fghij")) if covered else (lambda put: None)
     with pytest.raises(OutputError, match="reads back differently"):
-        write_laid(tmp_path / "out", Laid(5, pieces))
+        write_copy(tmp_path / "out", Memory(b"abcde"), fill=fill)
 
 
 def test_a_source_that_shrank(tmp_path: Path) -> None:
@@ -104,7 +99,7 @@ def test_a_source_that_shrank(tmp_path: Path) -> None:
     with LocalSource(tmp_path / "source") as source:
         os.truncate(tmp_path / "source", 5000)
         with pytest.raises(TruncatedError):
-            write_laid(tmp_path / "out", Laid(10_000, (Piece(0, 10_000, source=source),)))
+            write_copy(tmp_path / "out", source)
 
 
 @pytest.mark.parametrize("number", [5, 15, 30, 45])
@@ -120,13 +115,10 @@ def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeyp
         real(fd)
 
     with LocalSource(tmp_path / "source") as source:
-        pieces = (
-            Piece(0, 20, source=source, offset=30),
-            made(10, b"other12345"),
-        )
+        planned = Assembled("planned", 50, [(0, Region(source, 30, 20, "a part")), (10, whole(b"other12345"))])
         monkeypatch.setattr(os, "close", spoiled)
         with pytest.raises(OutputError, match="reads back differently"):
-            write_laid(tmp_path / "out", Laid(50, pieces), fill=lambda put: put(25, b"made......"))
+            write_copy(tmp_path / "out", planned, fill=lambda put: put(25, b"made......"))
 
 
 def test_a_header_without_room() -> None:
