@@ -28,12 +28,11 @@ from mtp_extract.pipeline.check import RECORD, Verification, require_manifest, v
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
-from mtp_extract.serving.plan import BenchPlan
+from mtp_extract.serving.benchmark import run_benchmark as bench
 from mtp_extract.tuning.run import run_tuning as tune
 from mtp_extract.validation.plan import ValidationPlan
 
 if TYPE_CHECKING:
-    from mtp_extract.serving.result import Benchmark
     from mtp_extract.validation.result import Validation
 
 
@@ -231,22 +230,4 @@ def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) 
         from mtp_extract.validation.page import write_validation
 
         write_validation(found, plan.report, **to)
-    return found
-
-
-def bench(plan: BenchPlan) -> Benchmark:
-    """How fast a running server is, with and without its drafter, and what comes of the drafts.
-
-    Raises:
-        ServerError: the server refuses, or says what makes no sense.
-    """
-    from mtp_extract.serving.benchmark import run_benchmark
-    from mtp_extract.serving.page import BENCH_LISTED, write_bench
-
-    to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": (plan.prompts,)}
-    if plan.report is not None:
-        check_place(plan.report, **to, listed=BENCH_LISTED)
-    found = run_benchmark(plan)
-    if plan.report is not None:
-        write_bench(found, plan.report, **to)
     return found

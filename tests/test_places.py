@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.killing import killed_at
 from helpers.record_document import TUNING
-from typer.testing import CliRunner
 
-from mtp_extract import extract
-from mtp_extract.cli import bench
+from mtp_extract import extract, validate
 from mtp_extract.errors import OutputError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insertion.base import planned_base_insertion
@@ -24,6 +22,7 @@ from mtp_extract.pipeline.check import recorded, verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.writing import write_made
+from mtp_extract.validation.plan import ValidationPlan
 
 
 def state(folder: Path) -> dict[str, bytes]:
@@ -153,17 +152,15 @@ def test_a_tuning_keeps_what_it_reads_and_its_work(mine: Path, extracted: Path, 
     assert state(tmp_path) == before
 
 
-def test_reports_keep_what_they_read(tmp_path: Path) -> None:
-    """Said before a server is asked."""
+def test_reports_keep_what_they_read(mine: Path, tmp_path: Path) -> None:
+    """Said before anything is measured."""
     report = tmp_path / "report"
     report.mkdir()
-    (report / "bench.json").write_text("{}")
-    (report / "bench.md").write_text("prompts")
-    arguments = ["http://127.0.0.1:9", "--report", str(report), "--overwrite", "--prompts", str(report / "bench.md")]
-    error = CliRunner().invoke(bench.app, arguments).exception
-    assert isinstance(error, OutputError)
-    assert "bench.md, which is read" in str(error)
-    assert (report / "bench.md").read_text() == "prompts"
+    (report / "report.json").write_text("{}")
+    (report / "report.html").write_text("prompts")
+    with pytest.raises(OutputError, match=r"report.html, which is read"):
+        validate(ValidationPlan(str(mine), prompts=report / "report.html", report=report, overwrite=True))
+    assert (report / "report.html").read_text() == "prompts"
 
 
 def test_an_older_checkpoint_is_replaced(sample: Path, mine: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 
 from mtp_extract.cli._command import AsJson, new_app, run
-from mtp_extract.cli.terminal import doing_unless, progress_of, say, say_report, write_json
-from mtp_extract.errors import escape
+from mtp_extract.cli.terminal import doing_unless, progress_of, say_report, write_json
 from mtp_extract.serving.plan import BenchPlan
 
 
@@ -20,21 +18,19 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     """
     from mtp_extract.api import bench
     from mtp_extract.report.page import plain_json
-    from mtp_extract.serving.page import table_of
+    from mtp_extract.serving.verdict import table_of
 
     with progress_of("window", print_json) as show:
         found = bench(replace(plan, say=doing_unless(print_json), show=show))
     if print_json:
         write_json(plain_json(found))
-        return
-    say_report(plain_json(found), [table_of(found)])
-    if plan.report is not None:
-        say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
+    else:
+        say_report(plain_json(found), [table_of(found)])
 
 
 _EXAMPLES = {
     "mtp-bench http://localhost:8000 --baseline http://localhost:8001": "With its drafter, and without.",
-    "mtp-bench http://localhost:8000 --concurrency 8 --report bench": "Eight at a time; a page in bench/.",
+    "mtp-bench http://localhost:8000 --concurrency 8 --json": "Eight at a time; every answer, as JSON.",
 }
 
 app = new_app(command, _EXAMPLES)

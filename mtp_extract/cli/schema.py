@@ -11,8 +11,8 @@ from mtp_extract.options import About
 from mtp_extract.schemas import RECORDS, schema
 
 
-def command(name: Annotated[str, About("Which file, without its .json.", metavar="NAME", choices=RECORDS)]) -> None:
-    """Print the JSON schema of extraction.json, report.json, bench.json or doctor.json."""
+def command(name: Annotated[str, About("Which record.", metavar="NAME", choices=RECORDS)]) -> None:
+    """Print the JSON schema of extraction.json, of report.json, or of what a command prints with --json."""
     write_json(schema(name))
 
 

@@ -16,23 +16,22 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import pairwise, zip_longest
 
 import numpy as np
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from mtp_extract.errors import several
 from mtp_extract.evaluate.intervals import Interval, ratio_interval, share_interval
 from mtp_extract.evaluate.progress import counter
-from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
+from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped, require_texts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
 from mtp_extract.serving.client import Question, Server
-from mtp_extract.serving.counters import Counters
-from mtp_extract.serving.page import conclude
+from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.serving.result import Asked, Benchmark, Figures, Latency, Parted, Request, Side, Window
+from mtp_extract.serving.result import Asked, Benchmark, Figures, Latency, Request, Side, Window
+from mtp_extract.serving.verdict import conclude
 
 _FILLED = 4  # times that a window's requests fill what may be in flight
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
@@ -47,19 +46,19 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
     check_values(plan)
     given = prompts_or_shipped(plan.prompts)
     if not plan.chat_template:
-        # Before anything is asked: messages cannot be continued.
-        given = tuple(replace(prompt, content=prompt.text) for prompt in given)
+        require_texts(given)  # before anything is asked
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(given)}.values())[::-1]
-    urls = {"server": plan.url, **({"baseline": plan.baseline} if plan.baseline else {})}
     with ExitStack() as stack:
         servers = {
             side: stack.enter_context(Server(url, model=plan.model, key=plan.key, timeout=plan.timeout))
-            for side, url in urls.items()
+            for side, url in (("server", plan.url), ("baseline", plan.baseline))
+            if url is not None
         }
         for server in servers.values():
             plan.say(f"{server.name}: {server.kind.name}, {several(plan.warm_up, 'request')} to warm up")
-            server.ask(_questions(plan, [prompts[n % len(prompts)] for n in range(plan.warm_up)]), plan.concurrency)
+            warming = [prompts[number % len(prompts)] for number in range(plan.warm_up)]
+            server.ask(_questions(plan, warming), plan.concurrency)
         windows: dict[str, list[Window]] = {side: [] for side in servers}
         parts, order = _parts(prompts, plan.concurrency), list(servers)
         done = counter(plan.show, "asking", len(parts))
@@ -69,20 +68,20 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             order.reverse()
             done()
     # What is drawn at random differs by chance.
-    compared = plan.baseline is not None and plan.temperature == 0
+    if compared := plan.baseline is not None and plan.temperature == 0:
+        _compare_texts(windows)
     sizes = Counter(prompt.workload for prompt in prompts)
-    return conclude(
-        Benchmark(
-            servers={side: Asked(s.name, s.kind.name, s.version, s.model) for side, s in servers.items()},
-            settings={name: getattr(plan, name) for name in _SETTINGS},
-            prompts=dict(sizes),
-            repeated=len(given) - len(prompts),
-            total=figures(windows, sizes, compared),
-            workloads={name: figures(windows, [name], compared) for name in sizes},
-            parted=_parted(windows) if compared else [],
-            windows=windows,
-        )
+    found = Benchmark(
+        servers={side: Asked(s.name, s.kind.name, s.version, s.model) for side, s in servers.items()},
+        settings={name: getattr(plan, name) for name in _SETTINGS},
+        prompts=dict(sizes),
+        repeated=len(given) - len(prompts),
+        total=figures(windows, sizes, compared),
+        workloads={name: figures(windows, [name], compared) for name in sizes},
+        windows=windows,
     )
+    conclude(found)
+    return found
 
 
 def _parts(prompts: Sequence[Prompt], concurrency: int) -> list[list[int]]:
@@ -107,25 +106,22 @@ def _questions(plan: BenchPlan, prompts: Sequence[Prompt]) -> list[Question]:
 
 def _window(server: Server, plan: BenchPlan, prompts: Sequence[Prompt], part: Sequence[int]) -> Window:
     questions, before = _questions(plan, [prompts[number] for number in part]), server.counters()
-    begun, computed = time.perf_counter(), server.computed
+    begun, computed = time.perf_counter(), time.process_time()
     answers = server.ask(questions, plan.concurrency)
-    wall, busy = time.perf_counter() - begun, server.computed - computed
+    wall, busy = time.perf_counter() - begun, time.process_time() - computed
     page = server.moved(before, answers, plan.max_tokens)
     if page is not None and len(answers) == 1:
-        answers = [changed(answers[0], counted=(answers[0].counted or Counters()).filled(page))]
+        answers = [replace(answers[0], counted=(answers[0].counted or Counters()).filled(page))]
     requests = [Request(prompts[number].workload, number, one) for number, one in zip(part, answers, strict=True)]
     return Window(requests, wall, busy / wall, page, disturbed=before is not None and page is None)
 
 
-def _parted(windows: Mapping[str, Sequence[Window]]) -> list[Parted]:
-    """Where greedy answers leave the baseline's."""
-    ours, theirs = ({one.prompt: one for w in windows[side] for one in w.requests} for side in ("server", "baseline"))
-    found = []
-    for number, one in sorted(ours.items()):
-        pairs = zip_longest(one.answer.text, theirs[number].answer.text)
-        if (at := next((at for at, (a, b) in enumerate(pairs) if a != b), None)) is not None:
-            found.append(Parted(one.workload, number, at))
-    return found
+def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
+    """Write into each of the server's requests where its text leaves the baseline's."""
+    theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
+    for request in (one for window in windows["server"] for one in window.requests):
+        pairs = zip_longest(request.answer.text, theirs[request.prompt])
+        request.leaves_at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
@@ -133,19 +129,18 @@ def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], com
 
     Args:
         windows: by side, all that was asked.
-        compared: whether texts are to be those of the baseline.
+        compared: whether texts were compared with those of the baseline.
     """
     asked = {side: [one for w in done for one in w.requests if one.workload in names] for side, done in windows.items()}
     fast, slow = (_timed(asked.get(side, ())) for side in ("server", "baseline"))
     both = sorted(fast.keys() & slow.keys())
     would_take = [slow[prompt][1] / slow[prompt][0] * fast[prompt][0] for prompt in both]
     takes = [fast[prompt][1] for prompt in both]
-    theirs = {one.prompt: one.answer.text for one in asked.get("baseline", ())}
     return Figures(
         texts=len(asked["server"]),
         sides={side: side_of(done, names) for side, done in windows.items()},
         speedup=_ratio(would_take, takes, len(both), ratio_interval(would_take, takes)),
-        identical=sum(one.answer.text == theirs[one.prompt] for one in asked["server"]) if compared else None,
+        identical=sum(one.leaves_at is None for one in asked["server"]) if compared else None,
     )
 
 
@@ -155,10 +150,8 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     whole = len(asked) == sum(len(window.requests) for window in windows)
     answers, timed = [request.answer for request in asked], list(_timed(asked).values())
     after, seconds = [tokens for tokens, _ in timed], [time for _, time in timed]
-    listed = [answer.tokens for answer in answers]
-    tokens = None if None in listed else sum(filter(None, listed))
-    wall = sum(window.wall_s for window in windows)
-    units = _drafts(windows, names)
+    tokens, wall = total(answer.tokens for answer in answers), sum(window.wall_s for window in windows)
+    units = _counted(windows, names)
     drafted, accepted = [one.drafted or 0 for _, one in units], [one.accepted or 0 for _, one in units]
     in_rounds = [one for _, one in units if one.rounds is not None]
     made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
@@ -171,7 +164,7 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
         output_throughput=tokens / wall if whole and wall and tokens is not None else None,
         ttft_ms=_latency([answer.first_s for answer in answers if answer.first_s is not None]),
         tpot_ms=_latency([time / tokens for tokens, time in timed]),
-        counted=sum(answers for answers, _ in units),
+        counted=sum(count for count, _ in units),
         drafted=sum(drafted) if units else None,
         accepted=sum(accepted) if units else None,
         rounds=sum(made) if in_rounds else None,
@@ -179,25 +172,24 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
         tokens_per_round=_ratio(
             [a + b for a, b in zip(made, stood, strict=True)], made, sum(made), length and length.scaled(most, 1.0)
         ),
-        acceptance_by_position=_by_position([window.page for window in windows]) if whole else None,
+        acceptance_by_position=_by_position([one for _, one in units]),
     )
 
 
-def _drafts(windows: Sequence[Window], names: Collection[str]) -> list[tuple[int, Counters]]:
-    """Numbers of answers and their counters, by what is independent: each text; or a window where its page says more.
+def _counted(windows: Sequence[Window], names: Collection[str]) -> list[tuple[int, Counters]]:
+    """Numbers of answers and what came of their drafts: of each text, or of a window where only its page says it all.
 
     A page says nothing of one workload among several.
     """
     found = list[tuple[int, Counters]]()
     for window in windows:
         asked = [one.answer.counted or Counters() for one in window.requests if one.workload in names]
-        page = [(len(asked), window.page)] if window.page is not None and len(asked) == len(window.requests) else []
-        ways = ([(1, one) for one in asked], page)
-        for needed in (("drafted", "accepted", "rounds"), ("drafted", "accepted")):
-            told = [w for w in ways if w and all(getattr(one, name) is not None for _, one in w for name in needed)]
-            if told:
-                found += told[0]
-                break
+        page = window.page if len(asked) == len(window.requests) else None
+        rounds, drafts = (all(getattr(one, name) is not None for one in asked) for name in ("rounds", "accepted"))
+        if page is not None and page.accepted is not None and not (rounds and drafts):
+            found.append((len(asked), page))
+        elif drafts:
+            found += [(1, one) for one in asked]
     return found
 
 
@@ -216,11 +208,11 @@ def _latency(seconds: Sequence[float]) -> Latency | None:
     return Latency(float(values.mean()), float(np.percentile(values, 99))) if seconds else None
 
 
-def _by_position(pages: Sequence[Counters | None]) -> list[Figure] | None:
-    """Accepted drafts by position, over rounds; None unless each page has them, and rounds in which they can be."""
-    found = [page for page in pages if page is not None and page.positions and page.rounds is not None]
-    made = [page.rounds or 0 for page in found]
-    places = [list(column) for column in zip_longest(*(page.positions or () for page in found), fillvalue=0)]
-    if len(found) < len(pages) or any(not 0 <= a <= b for hits in places for a, b in zip(hits, made, strict=True)):
+def _by_position(counted: Sequence[Counters]) -> list[Figure] | None:
+    """Accepted drafts by position, over rounds; None unless all are known, and no position has more than rounds."""
+    made = [one.rounds or 0 for one in counted]
+    places = [list(column) for column in zip_longest(*(one.positions or () for one in counted), fillvalue=0)]
+    known = all(one.positions and one.rounds is not None for one in counted)
+    if not known or any(not 0 <= a <= b for hits in places for a, b in zip(hits, made, strict=True)):
         return None
-    return [_ratio(hits, made, sum(made), share_interval(hits, made)) for hits in places]
+    return [_ratio(hits, made, sum(made), share_interval(hits, made)) for hits in places] or None

@@ -1,9 +1,9 @@
 """A client of OpenAI-compatible servers: vLLM, SGLang, llama-server, mlx-vlm's, and others with the same protocol.
 
-Answers are streamed, and every event is timed as it arrives. What a server sends is untrusted: a request has one
-deadline for head and body, an answer is bounded in size, checked in type, and its counts are compared with what was
-asked for. Every request in flight has a thread, which nobody waits for once another has failed or time is up.
-huggingface_hub's own HTTP client is not used: it may be offline, or hold what an application put there for the Hub.
+Answers are streamed, and every event is timed as it arrives. What a server sends is untrusted: it is bounded in size
+and time, checked in type, and its counts are compared with what was asked for. Every request in flight has a thread,
+which takes less time for a token than a coroutine does, and which nobody waits for once another has failed or time is
+up. huggingface_hub's own HTTP client is not used: it may be offline, or hold what an application put there for the Hub.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from multiprocessing import TimeoutError as Late
+from multiprocessing.pool import ThreadPool
+from threading import Event
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -25,17 +25,16 @@ import msgspec
 from mtp_extract.errors import MtpExtractError, ServerError, escape, few
 from mtp_extract.io.http_library import http_library
 from mtp_extract.io.typed import Count, NotNegative, Positive, Record
-from mtp_extract.serving.counters import KINDS, Counters, Kind, at
+from mtp_extract.serving.counters import KINDS, Counters, Kind, at, total
 
 T = TypeVar("T")
 
-_CONNECT_TIMEOUT, _PAGE_TIMEOUT = 10.0, 30.0  # seconds
+_PAGE_TIMEOUT = 30.0  # seconds
 _MOST_IN_FLIGHT = 64
 _KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
 _LONGEST = 400  # characters of an error
 _SETTLING_TIME, _POLL_INTERVAL = 2.0, 0.05  # seconds that counters may trail behind answers, and between looks
-_REACH = "Check that it runs, and its address"
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("key",)),
     403: ("refuses access", ("key",)),
@@ -88,6 +87,16 @@ class _Choice(msgspec.Struct):
     token_ids: list[Count] | None = None
     prompt_token_ids: list[Count] | None = None
 
+    @property
+    def thought(self) -> str:
+        """Some servers say it under both names."""
+        return (self.delta.reasoning or self.delta.reasoning_content or "") if self.delta else ""
+
+    @property
+    def written(self) -> str:
+        """Thoughts included."""
+        return (self.text or "") + self.thought + ((self.delta.content or "") if self.delta else "")
+
 
 class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
@@ -105,10 +114,20 @@ class _Event(msgspec.Struct):
     sglext: Any = None
 
 
-_decode, _NOTHING = msgspec.json.Decoder(_Event).decode, _Delta()
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: Any = None
+    loaded: Any = None
 
 
-def _events(
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+def _timed_events(
     stream: Iterable[bytes], most_bytes: int, clock: Callable[[], float]
 ) -> Iterator[tuple[float, _Event | None]]:
     """The events of ``stream``, each with the seconds at which it was whole, and None for the last, which says so."""
@@ -125,73 +144,56 @@ def _events(
             data = line[5:].strip()
             try:
                 event = None if (done := data == b"[DONE]") else _decode(data)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
+            except (ValueError, RecursionError):
                 raise ServerError(f"expected an event of an answer as JSON, found {_shown(data)}") from None
+            if event is not None and event.error:
+                raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
             yield now, event
 
 
 def read_answer(
-    stream: Iterable[bytes],
-    kind: Kind,
-    sent: float,
-    asked: int,
-    clock: Callable[[], float] = time.perf_counter,
+    stream: Iterable[bytes], kind: Kind, sent: float, asked: int, clock: Callable[[], float] = time.perf_counter
 ) -> Answer:
     """The answer in the bytes of ``stream``, to a request of at most ``asked`` tokens that was ``sent`` at those
     seconds of ``clock``.
 
-    Little is computed for an event: what others wait here counts as the server's time.
-
     Raises:
         ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
-    pieces, ids, prompt_ids, times = list[str](), list[int](), list[int](), list[float]()
-    usage, first_tokens = _Usage(), 1
-    reason, counted, done, reasoning = None, None, False, False
-    for now, event in _events(stream, _LARGEST_EVENT + _LARGEST_TOKEN * asked, clock):
-        if event is None:
-            done = True
-            continue
-        if event.error:
-            raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
-        if event.usage is not None:
-            usage = event.usage
-        if kind.answer and (told := getattr(event, kind.answer[0])) is not None:
-            counted = kind.of_answer({kind.answer[0]: told}) or counted
-        for choice in event.choices or ():
-            delta = choice.delta or _NOTHING
-            thought = delta.reasoning or delta.reasoning_content or ""  # some say it under both names
-            if text := (choice.text or "") + thought + (delta.content or ""):
-                if not pieces:
-                    times, first_tokens = [now, now], usage.completion_tokens or 1
-                pieces.append(text)
-            times[1:] = [now] if times else []
-            ids += choice.token_ids or ()
-            prompt_ids += choice.prompt_token_ids or ()
-            reason, reasoning = choice.finish_reason or reason, reasoning or bool(thought)
-        prompt_ids += event.prompt_token_ids or ()
-    if not done and reason is None:
+    timed = list(_timed_events(stream, _LARGEST_EVENT + _LARGEST_TOKEN * asked, clock))
+    events = [event for _, event in timed if event]
+    choices = [(now, event, choice) for now, event in timed if event for choice in event.choices or ()]
+    reason = next((choice.finish_reason for _, _, choice in reversed(choices) if choice.finish_reason), None)
+    if reason is None and len(events) == len(timed):
         raise ServerError("the answer ended before its end")
-    tokens = usage.completion_tokens
-    tokens = counted.tokens if tokens is None and counted is not None else tokens
+    texts = [(now, event, choice.written) for now, event, choice in choices if choice.written]
+    begun, first = (texts[0][0], texts[0][1].usage or _Usage()) if texts else (None, _Usage())
+    usage = next((event.usage for event in reversed(events) if event.usage), _Usage())
+    told = (kind.of_answer({kind.answer[0]: getattr(event, kind.answer[0])}) for event in events if kind.answer)
+    counted = next((one for one in [*told][::-1] if one), None)
+    tokens = counted.tokens if usage.completion_tokens is None and counted else usage.completion_tokens
     # A text is at least one token, and no more than asked for.
-    least = first_tokens if pieces else 0
-    if (tokens is not None and not least <= tokens <= asked) or (counted is not None and not counted.possible(asked)):
-        found = escape(msgspec.json.encode(Counters(tokens=tokens) if counted is None else counted).decode())
+    least = first.completion_tokens or 1 if texts else 0
+    if not least <= (least if tokens is None else tokens) <= asked or (counted and not counted.possible(asked)):
+        found = escape(msgspec.json.encode(counted or Counters(tokens=tokens)).decode())
         raise ServerError(f"expected counts of an answer of {least} to {asked} tokens, found {tokens} tokens, {found}")
+    ids = [token for *_, choice in choices for token in choice.token_ids or ()]
+    # vLLM says them beside the choices of a chat, and else in them.
+    read = [*(event.prompt_token_ids for event in events), *(choice.prompt_token_ids for *_, choice in choices)]
+    prompt_ids = next((tuple(part) for part in read if part), None)
     return Answer(
-        text="".join(pieces),
+        text="".join(text for _, _, text in texts),
         tokens=tokens,
-        first_tokens=first_tokens,
-        first_s=times[0] - sent if times else None,
+        first_tokens=first.completion_tokens or 1,
+        first_s=begun - sent if begun is not None else None,
         # All of the text at once says when it was sent, not how long it took.
-        seconds=times[1] - times[0] if len(pieces) > 1 else 0.0,
+        seconds=choices[-1][0] - begun if begun is not None and len(texts) > 1 else 0.0,
         finish_reason=None if reason is None else escape(reason),
         counted=counted,
         prompt_tokens=usage.prompt_tokens,
-        prompt_ids=tuple(prompt_ids) or None,
+        prompt_ids=prompt_ids,
         token_ids=tuple(ids) if ids and len(ids) == tokens else None,
-        reasoning=reasoning,
+        reasoning=any(choice.thought for *_, choice in choices),
     )
 
 
@@ -209,7 +211,6 @@ class Server:
         kind: what it was recognised as.
         version: as it says; None if it does not.
         model: as it calls the one that is asked.
-        computed: seconds in which the client computed, in all; so far as it waits, the time is the server's.
 
     Its connections are closed at the end of a ``with`` block.
 
@@ -218,19 +219,13 @@ class Server:
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
-        root = _root(url)
-        self.name, self.computed, self._closed = escape(root), 0.0, False
-        self._timeout, self._key, self._http = timeout, key, http_library()
-        self._client = self._http.Client(
-            base_url=root,
-            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
-            timeout=self._http.Timeout(timeout, connect=_CONNECT_TIMEOUT),
-            limits=self._http.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE
-            ),
-        )
+        root, http = _root(url), http_library()
+        self.name, self._http, self._timeout, self._key = escape(root), http, timeout, key
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        limits = http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE)
+        self._client = http.Client(base_url=root, headers=headers, timeout=timeout, limits=limits)
         try:
-            self._each([partial(self._recognise, model)], 1, _PAGE_TIMEOUT)
+            self._each([partial(self._recognise, model)], _PAGE_TIMEOUT)
         except BaseException:
             self._client.close()
             raise
@@ -239,38 +234,30 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._closed = True
         self._client.close()
 
-    def _close_late(self, response: Any) -> None:
-        """Close the connection of an answer that came after the client, which knows of it no more, was closed."""
-        if self._closed:
-            response.extensions["network_stream"].close()
-
     def _recognise(self, model: str | None) -> None:
-        headers, body = self._get("/v1/models")
-        listed = at(_json_object(body), "data")
-        entries = [e for e in listed if isinstance(at(e, "id"), str)] if isinstance(listed, list) else []
-        names = [str(entry["id"]) for entry in entries]
+        header, body = self._page("/v1/models")
+        listed = _decoded(body, _Models, "a list of models").data
+        names = [one.id for one in listed]
         # Some list what they could load, and say what they have loaded.
-        loaded = [str(entry["id"]) for entry in entries if entry.get("loaded") is True] or names
+        loaded = [one.id for one in listed if one.loaded is True] or names
         if not names:
             raise ServerError("expected a server that lists its models at /v1/models, found none. Check its address")
         if model not in names if model is not None else len(loaded) > 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
             raise ServerError(f"expected {wanted}, found {few(names)}. Name one", remedies=("model",))
-        self.model, header = model or loaded[0], headers.get("server", "")
-        owners = [entry["owned_by"] for entry in entries if entry.get("owned_by")]
+        self.model, owners = model or loaded[0], [one.owned_by for one in listed if one.owned_by]
         known = (kind for kind in KINDS if kind.owner in owners or (kind.header and header.startswith(kind.header)))
         self.kind = next(known, Kind())
-        self.version: str | None = (header.partition("/")[2] or None) if self.kind.header else None
+        version: Any = header.partition("/")[2] if self.kind.header else None
         if self.kind.version:
-            place, key = self.kind.version
+            page, key = self.kind.version
             try:
-                found = at(_json_object((self._get(place))[1]), key)
+                version = _decoded(self._page(page)[1], dict[str, Any], "a JSON object").get(key)
             except ServerError:
-                found = None  # a proxy may let /v1 alone through
-            self.version = found if isinstance(found, str) else None
+                version = None  # a proxy may let /v1 alone through
+        self.version: str | None = version if version and isinstance(version, str) else None
 
     def counters(self) -> Counters | None:
         """What it counted since its start, everybody's requests together; None if it reports none.
@@ -281,14 +268,14 @@ class Server:
 
         def read() -> Counters | None:
             try:
-                _, body = self._get("/metrics")
+                _, body = self._page("/metrics")
             except ServerError:
                 return None  # without this page, as llama-server is by default
             found = self.kind.of_page(body.decode("utf-8", "replace"))
             # Without these nobody can say whose the others are.
             return None if found.requests is None and found.tokens is None else found
 
-        return self._each([read], 1, _PAGE_TIMEOUT)[0] if self.kind.page else None
+        return self._each([read], _PAGE_TIMEOUT)[0] if self.kind.page else None
 
     def moved(self, before: Counters | None, answers: Sequence[Answer], most_tokens: int) -> Counters | None:
         """By how much its counters moved since ``before`` for these ``answers`` of at most ``most_tokens`` each.
@@ -299,21 +286,24 @@ class Server:
         Raises:
             ServerError: what it reports are no counters.
         """
-        listed = [answer.tokens for answer in answers]
-        tokens = None if None in listed else sum(filter(None, listed))
+        counted = [answer.counted or Counters() for answer in answers]
+        told = Counters(
+            requests=len(answers),
+            tokens=total(answer.tokens for answer in answers),
+            drafted=total(one.drafted for one in counted),
+            accepted=total(one.accepted for one in counted),
+        )
         deadline = time.monotonic() + _SETTLING_TIME
         while before is not None and (after := self.counters()) is not None:
             found = after - before
-            moved, wanted = (found.tokens, tokens) if found.requests is None else (found.requests, len(answers))
+            by = "tokens" if found.requests is None else "requests"
+            moved, wanted = getattr(found, by), getattr(told, by)
             if moved is not None and moved == wanted:
-                counted = [answer.counted or Counters() for answer in answers]
-                for name in ("drafted", "accepted"):
-                    own: list[Any] = [getattr(one, name) for one in counted]
-                    if None not in own and getattr(found, name) not in (None, sum(own)):
-                        return None
-                return found if found.possible(most_tokens, len(answers)) else None
+                pairs = (found.drafted, told.drafted), (found.accepted, told.accepted)
+                alike = all(None in pair or pair[0] == pair[1] for pair in pairs)
+                return found if alike and found.possible(most_tokens, len(answers)) else None
             if (moved or 0) > (wanted or 0) or time.monotonic() > deadline:
-                return None
+                break
             time.sleep(_POLL_INTERVAL)
         return None
 
@@ -324,56 +314,42 @@ class Server:
             MtpExtractError: there is no answer, or none that ends; the first such error ends all.
         """
         calls = [partial(self._answer, question) for question in questions]
-        return self._each(calls, at_a_time, self._timeout, ("timeout",))
+        return self._each(calls, self._timeout, at_a_time, ("timeout",))
 
     def _each(
-        self, calls: Sequence[Callable[[], T]], at_a_time: int, seconds: float, remedies: tuple[str, ...] = ()
+        self, calls: Sequence[Callable[[], T]], seconds: float, at_a_time: int = 1, remedies: tuple[str, ...] = ()
     ) -> list[T]:
         """What ``calls`` return, in order; the first that fails ends all, as does that none ends for ``seconds``."""
-        numbers, stop, found = iter(range(len(calls))), Event(), dict[int, T]()
-        ended: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()
+        failed, found = Event(), dict[int, Any]()
 
-        def work() -> None:
-            for number in numbers:
-                if stop.is_set():
-                    return
-                begun = time.thread_time()
-                try:
-                    result: Any = calls[number]()
-                except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
-                    result = error
-                    stop.set()
-                ended.put((number, result, time.thread_time() - begun))
+        def work(number: int) -> tuple[int, T | None]:
+            try:
+                return number, None if failed.is_set() else calls[number]()
+            except Exception:
+                failed.set()
+                raise
 
-        for _ in range(min(at_a_time, len(calls), _MOST_IN_FLIGHT)):
-            Thread(target=work, daemon=True).start()
         try:
-            while len(found) < len(calls):
-                number, result, computed = ended.get(timeout=seconds)
-                self.computed += computed
-                if isinstance(result, Exception):
-                    raise result
-                found[number] = result
-        except (ServerError, Empty, UnicodeError, self._http.HTTPError, self._http.InvalidURL) as error:
-            said, remedies = self._words_for(error, seconds, remedies)
+            # Its threads are those of a daemon: what they still wait for holds up nobody.
+            with ThreadPool(max(1, min(at_a_time, len(calls), _MOST_IN_FLIGHT))) as pool:
+                ended = pool.imap_unordered(work, range(len(calls)))
+                while len(found) < len(calls):
+                    number, found[number] = ended.next(seconds)
+        except (ServerError, Late, UnicodeError, self._http.HTTPError) as error:
+            said, remedies = self._said(error, seconds, remedies)
             said = said.replace(self._key, "…") if self._key else said
             raise ServerError(f"{self.name}: {escape(said.rstrip('.'), _LONGEST)}.", remedies=remedies) from None
-        finally:
-            stop.set()
         return [found[number] for number in range(len(calls))]
 
-    def _words_for(self, error: Exception, seconds: float, remedies: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    def _said(self, error: Exception, seconds: float, remedies: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         """What went wrong, and the arguments that may help."""
         if isinstance(error, ServerError):
             return str(error), error.remedies
-        if isinstance(error, (Empty, self._http.ReadTimeout)):
+        if isinstance(error, (Late, self._http.TimeoutException)):
             return f"expected an answer within {seconds:g} seconds", remedies
-        if isinstance(error, self._http.ConnectTimeout):
-            return f"the server does not answer in time. {_REACH}", ("timeout",)
-        if isinstance(error, self._http.ConnectError):
-            return f"the server cannot be reached: {re.sub(r'^.Errno -?[0-9]+. ', '', escape(error))}. {_REACH}", ()
-        if isinstance(error, (self._http.InvalidURL, self._http.UnsupportedProtocol, UnicodeError)):
-            return "this is not an address that can be requested", ()
+        if isinstance(error, (self._http.ConnectError, UnicodeError)):
+            why = re.sub(r"^.Errno -?[0-9]+. ", "", escape(error))
+            return f"the server cannot be reached: {why}. Check that it runs, and its address", ()
         # What it wrote is never repeated: it may quote the request, and with it a key.
         return "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
 
@@ -386,45 +362,42 @@ class Server:
         else:
             body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         # In ASCII: half a surrogate pair in a prompt is no UTF-8.
-        content, head = json.dumps(body | dict(question.more)).encode(), {"Content-Type": "application/json"}
-        sent = time.perf_counter()
-        with self._opened("POST", path, content=content, headers=head) as response:
+        content, sent = json.dumps(body | dict(question.more)).encode(), time.perf_counter()
+
+        def read(response: Any) -> Answer:
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
             # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
-            return read_answer(self._in_time(response.stream, sent), self.kind, sent, most)
+            return read_answer(response.stream, self.kind, sent, most)
 
-    def _in_time(self, stream: Iterable[bytes], sent: float) -> Iterator[bytes]:
-        for piece in stream:
-            if time.perf_counter() - sent > self._timeout:
-                raise Empty
-            yield piece
+        return self._request("POST", path, read, content=content, headers={"Content-Type": "application/json"})
 
-    def _get(self, path: str) -> tuple[Mapping[str, str], bytes]:
-        """Head and body of a page."""
-        with self._opened("GET", path) as response:
-            return response.headers, _body(response)
+    def _page(self, path: str) -> tuple[str, bytes]:
+        """Who says that it answers, and the body of a page."""
+        return self._request("GET", path, lambda response: (response.headers.get("server", ""), _body(response)))
 
-    @contextmanager
-    def _opened(self, method: str, path: str, **more: Any) -> Iterator[Any]:
-        """The answer to a request, whose body is still to be read.
+    def _request(self, method: str, path: str, read: Callable[[Any], T], **more: Any) -> T:
+        """What ``read`` makes of the answer to a request.
 
         Raises:
             ServerError: the server says that it does not answer; in its own words, where it has some.
         """
-        with ExitStack() as at_last, self._client.stream(method, path, **more) as response:
-            at_last.callback(self._close_late, response)
-            if response.status_code != 200:
+        with self._client.stream(method, path, **more) as response:
+            try:
+                if response.status_code == 200:
+                    return read(response)
                 try:
-                    page = _json_object(_body(response))
+                    page = _decoded(_body(response), dict[str, Any], "a JSON object")
                 except ServerError:
                     page = {}  # a page for people
                 known = "does not answer as an OpenAI-compatible server does", ()
                 what, remedies = _REFUSED.get(response.status_code, known)
                 said = f"{what.format(path=path)} ({response.status_code}){_words_of(page.get('error', page))}"
                 raise ServerError(f"the server {said}", remedies=remedies)
-            yield response
+            finally:
+                if self._client.is_closed:  # nobody waits for this answer any more, nor closes its connection
+                    response.extensions["network_stream"].close()
 
 
 def _body(response: Any) -> bytes:
@@ -436,11 +409,11 @@ def _body(response: Any) -> bytes:
     return bytes(body)
 
 
-def _json_object(data: bytes) -> Mapping[str, Any]:
+def _decoded(data: bytes, kind: type[T], what: str) -> T:
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise ServerError(f"expected a JSON object, found {_shown(data)}") from None
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError):
+        raise ServerError(f"expected {what}, found {_shown(data)}") from None
 
 
 def _shown(data: bytes) -> str:
@@ -462,12 +435,11 @@ def _root(url: str) -> str:
     shown = escape(url.partition("?")[0].rpartition("@")[2])
     try:
         parts = urlsplit(url)
-        host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        host = None
-    if not host or not url.isprintable() or " " in url:
+        usable = False
+    if not usable or not url.isprintable() or " " in url:
         raise MtpExtractError(f"{shown}: expected the URL of a server, such as http://localhost:8000.")
     if parts.username is not None:
         raise MtpExtractError(f"{shown}: expected a URL without a login, found one. Give a key.", remedies=("key",))
-    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+    return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1").rstrip("/"), "", ""))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -22,7 +22,8 @@ from mtp_extract.io.typed import Count, Record
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
 _MOST_A_ROUND = 1 << 10  # drafts, of the widest trees
 _MOST_BEYOND = 64  # drafts that the last round accepts beyond the last token that was asked for
-_DRAFTS = ("rounds", "drafted", "accepted")
+_LABELS = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?'
+_POSITION = re.compile(r'position="([0-9]{1,3})"')
 
 
 class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
@@ -38,9 +39,11 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
     def __sub__(self, before: Counters) -> Counters:
         found: dict[str, Any] = {}
         for name, old in asdict(before).items():
-            if old is not None and (after := getattr(self, name)) is not None:
-                pairs = zip_longest(after, old, fillvalue=0) if name == "positions" else ()
-                found[name] = tuple(a - b for a, b in pairs) if name == "positions" else after - old
+            after = getattr(self, name)
+            if name == "positions" and None not in (after, old):
+                found[name] = tuple(a - b for a, b in zip_longest(after, old, fillvalue=0))
+            elif None not in (after, old):
+                found[name] = after - old
         return Counters(**found)
 
     def filled(self, page: Counters) -> Counters:
@@ -67,11 +70,10 @@ class Kind:
     header: str = ""  # how its ``Server`` header begins
     version: tuple[str, str] | None = None  # page and key; without, the header says it
     request: Mapping[str, Any] = field(default_factory=lambda: {"stream_options": {"include_usage": True}})
-    ids: Mapping[str, Any] = field(default_factory=dict)  # what to ask for, so that an answer has its token ids
+    ids: Mapping[str, Any] = field(default_factory=dict)  # fields of one whose answer is to have its token ids
     answer: tuple[str, ...] = ()  # keys that lead to the counters in an event of an answer
     counts: Mapping[str, str] = field(default_factory=dict)  # our names of these counters → the server's
     page: Mapping[str, str] = field(default_factory=dict)  # the same on ``/metrics``
-    positions: str = ""  # accepted drafts by position, there
     exact_below: int = _LARGEST  # larger counts are rounded on its page, and not taken
 
     def of_answer(self, event: Any) -> Counters | None:
@@ -84,9 +86,8 @@ class Kind:
         if not isinstance(sent, dict) or not sent.keys() & set(self.counts.values()):
             return None
         found = {ours: _count(name, sent[name]) for ours, name in self.counts.items() if sent.get(name) is not None}
-        drafts = self.counts.keys() & set(_DRAFTS)
-        if "timings" in self.answer and not found.keys() & drafts:
-            found |= dict.fromkeys(drafts, 0)  # these servers leave out drafts where there were none
+        if self.answer == ("timings",) and not found.keys() & {"rounds", "drafted", "accepted"}:
+            found |= {ours: 0 for ours in self.counts if ours != "tokens"}  # left out where there were no drafts
         return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
 
     def of_page(self, text: str) -> Counters:
@@ -97,7 +98,8 @@ class Kind:
         Raises:
             ServerError: one is not a count.
         """
-        names = "|".join(map(re.escape, filter(None, (*self.page.values(), self.positions))))
+        by_position = self.page.get("accepted", "").replace("_total", "_per_pos_total")
+        names = "|".join(map(re.escape, filter(None, (*self.page.values(), by_position))))
         sums, places = defaultdict[str, int](int), defaultdict[int, int](int)
         for name, labels, value in re.findall(rf"^({names}){_LABELS}[ \t]+(\S+)", text, re.MULTILINE):
             try:
@@ -105,23 +107,24 @@ class Kind:
             except (ValueError, OverflowError):
                 number = value
             sums[name] += (count := _count(name, number))
-            if name == self.positions and (place := _PLACE.search(labels)):
+            if name == by_position and (place := _POSITION.search(labels)):
                 places[int(place[1])] += count
-        found: dict[str, Any] = {ours: sums[name] for ours, name in self.page.items() if name in sums}
-        found = {ours: count for ours, count in found.items() if count < self.exact_below}
+        found = {ours: sums[name] for ours, name in self.page.items() if name in sums and sums[name] < self.exact_below}
         by_place = tuple(places[number] for number in range(max(places, default=-1) + 1))
         # If all positions together are not all accepted drafts, they count something else.
         return Counters(**found, positions=by_place if by_place and sum(by_place) == found.get("accepted") else None)
-
-
-_LABELS = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?'
-_PLACE = re.compile(r'position="([0-9]{1,3})"')
 
 
 def _count(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
         raise ServerError(f"expected a count for {name}, found {escape(value, 40)}")
     return value
+
+
+def total(counts: Iterable[int | None]) -> int | None:
+    """Their sum; None where one of them is not known."""
+    listed = list(counts)
+    return None if None in listed else sum(filter(None, listed))
 
 
 def at(value: Any, *keys: str) -> Any:
@@ -131,18 +134,10 @@ def at(value: Any, *keys: str) -> Any:
     return value
 
 
-_USAGE = {"include_usage": True}
 # Usage in every event says how many tokens came with the first text.
-_USAGE_ALWAYS = {"stream_options": {**_USAGE, "continuous_usage_stats": True}}
+_USAGE_ALWAYS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 _TIMINGS = {"tokens": "predicted_n", "drafted": "draft_n", "accepted": "draft_n_accepted"}
-_SPEC_DECODE = dict(
-    zip(
-        _DRAFTS,
-        (f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")),
-        strict=True,
-    )
-)
-_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
+_SPEC_DECODE = {"rounds": "drafts_total", "drafted": "draft_tokens_total", "accepted": "accepted_tokens_total"}
 
 KINDS = (
     Kind(
@@ -151,11 +146,11 @@ KINDS = (
         header="llama.cpp",
         version=("/props", "build_info"),
         # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
-        request={"stream_options": _USAGE, "cache_prompt": False},
+        request={**Kind().request, "cache_prompt": False},
         answer=("timings",),
         counts=_TIMINGS,
-        page={"tokens": "llamacpp:tokens_predicted_total"} | {k: f"llamacpp:{v}" for k, v in _SPEC_DECODE.items()},
-        positions=f"llamacpp:{_POSITIONS}",
+        page={"tokens": "llamacpp:tokens_predicted_total"}
+        | {ours: f"llamacpp:spec_decode_num_{theirs}" for ours, theirs in _SPEC_DECODE.items()},
         exact_below=10**6,  # it writes six digits
     ),
     Kind("mlx-vlm", header="mlx_vlm", answer=("timings",), counts={**_TIMINGS, "rounds": "draft_rounds"}),
@@ -165,9 +160,11 @@ KINDS = (
         version=("/server_info", "version"),
         request={**_USAGE_ALWAYS, "return_spec_tokens_details": True},
         answer=("sglext", "spec_tokens_details"),
-        counts=dict(
-            zip(_DRAFTS, ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts"), strict=True)
-        ),
+        counts={
+            "rounds": "spec_verify_ct",
+            "drafted": "spec_num_proposed_drafts",
+            "accepted": "spec_num_correct_drafts",
+        },
         page={
             "requests": "sglang:num_requests_total",
             "tokens": "sglang:generation_tokens_total",
@@ -181,10 +178,9 @@ KINDS = (
         request=_USAGE_ALWAYS,
         ids={"return_token_ids": True},
         answer=("metrics", "speculative_decoding"),
-        counts=dict(zip(_DRAFTS, ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), strict=True)),
+        counts={"rounds": "num_spec_steps", "drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"},
         page={"requests": "vllm:request_success_total", "tokens": "vllm:generation_tokens_total"}
-        | {k: f"vllm:{v}" for k, v in _SPEC_DECODE.items()},
-        positions=f"vllm:{_POSITIONS}",
+        | {ours: f"vllm:spec_decode_num_{theirs}" for ours, theirs in _SPEC_DECODE.items()},
     ),
 )
 """Every kind whose counters are known; any other server is of no kind here, and reports text and tokens at most."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.evaluate.progress import Say, Show, silent
-from mtp_extract.options import About, ApiKey, Baseline, Replace, ServedModel, Workloads, check_other
+from mtp_extract.options import About, ApiKey, Baseline, ServedModel, Workloads, check_other
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure, of which server, and where to write it; ``key`` is sent to both servers."""
+    """What to measure, of which server; ``key`` is sent to both servers."""
 
     url: Annotated[str, About("An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
     baseline: Baseline = None
@@ -25,8 +24,6 @@ class BenchPlan:
     warm_up: Annotated[int, About("Requests to each server that are not measured.", least=0, option=False)] = 1
     timeout: Annotated[float, About("Seconds an answer may take.", least=0.1, option=False)] = 300.0
     chat_template: Annotated[bool, About("Send prompts as chats, or to be continued.")] = True
-    report: Annotated[Path | None, About("Write bench.json and a page of it there.", metavar="DIR")] = None
-    overwrite: Replace = False
     say: Say = silent
     show: Show = silent
 

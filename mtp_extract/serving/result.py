@@ -1,4 +1,4 @@
-"""What a benchmark found: the record that ``bench.json`` holds, and that the page and the terminal read."""
+"""What a benchmark found: the record that ``mtp-bench --json`` prints, and that the terminal reads."""
 
 from __future__ import annotations
 
@@ -54,20 +54,13 @@ class Figures(Record):
     identical: Count | None  #: answers that are the baseline's, character for character; null if not compared
 
 
-class Parted(Record):
-    """An answer that is not the baseline's."""
-
-    workload: str  #: of the prompt
-    prompt: Count  #: its number, from 0
-    character: Count  #: the first that differs, from 0
-
-
 class Request(Record):
     """One request and its answer."""
 
     workload: str  #: of the prompt
     prompt: Count  #: its number, from 0
     answer: Answer  #: what came
+    leaves_at: Count | None = None  #: first character that is not the baseline's, from 0; null where there is none
 
 
 class Window(Record):
@@ -83,8 +76,8 @@ class Window(Record):
 class Benchmark(Record, kw_only=True):
     """A whole benchmark."""
 
-    version: Literal[4] = 4  #: version of this file
-    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what wrote it
+    version: Literal[5] = 5  #: version of this record
+    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what made it
     verdict: str = ""  #: the result in one sentence
     findings: list[str] = field(default_factory=list)  #: what a reader should not miss
     notes: list[str] = field(default_factory=list)  #: what was not reported, and what disturbed the measurement
@@ -94,5 +87,4 @@ class Benchmark(Record, kw_only=True):
     repeated: Count  #: prompts that repeat one before them, and were not asked
     total: Figures  #: over all prompts
     workloads: dict[str, Figures]  #: the same by workload
-    parted: list[Parted]  #: where texts leave the baseline's
     windows: dict[str, list[Window]]  #: by side: every request

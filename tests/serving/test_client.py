@@ -407,11 +407,11 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        (b"<html></html>", "expected a JSON object, found <html>"),
-        (b"[]", "expected a JSON object"),
+        (b"<html></html>", "expected a list of models, found <html>"),
+        (b"[]", "expected a list of models"),
         (b"{}", "expected a server that lists its models at /v1/models, found none"),
-        (b'{"data": {"id": "a"}}', "found none"),
-        (b'{"data": [{"id": 7}, null, "a"]}', "found none"),
+        (b'{"data": {"id": "a"}}', "expected a list of models"),
+        (b'{"data": [{"id": 7}, null, "a"]}', "expected a list of models"),
     ],
 )
 def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:
