@@ -16,14 +16,14 @@ from typing import Any
 
 import gradio as gr
 from gradio.utils import get_space
-from huggingface_hub import constants, get_token
+from huggingface_hub import get_token
 
 import mtp_extract
 from mtp_extract.cli._written import is_rounded
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 from mtp_extract.formats import EVERY, HEADS, NAMES
-from mtp_extract.io.address import HubAddress, parse_address
+from mtp_extract.io.address import parse_address
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.extraction import default_directory
 from mtp_extract.pipeline.inspection import inspect
@@ -65,8 +65,8 @@ def address_of(text: str) -> str:
         SourceError: it is something else, such as a path or another site.
     """
     text = text.strip()
-    address = parse_address(text, constants.ENDPOINT)
-    if isinstance(address, HubAddress):
+    address = parse_address(text)
+    if address is not None:
         return address.name
     raise SourceError(
         "Expected ORG/NAME or ORG/NAME/FILE of the Hugging Face Hub, or a URL of its site, found "

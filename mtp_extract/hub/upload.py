@@ -26,14 +26,14 @@ from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
-from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
+from mtp_extract.io.http_library import STATUSES, hide_queries, http_library
 from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in, verify
 from mtp_extract.report.card import UNSAID, CardWords, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 
 _AGAIN = "Run it again: it resumes"
 _STATUSES: Mapping[int, str] = {
-    **HUB_STATUSES,
+    **STATUSES,
     400: "the Hub refuses the request; the card's metadata may not be what it accepts",
     403: "the token may not write there. Choose a name of yours, or a token with write permission for it",
     404: "the Hub does not know it: check the name",

@@ -1,27 +1,20 @@
-"""What a user may write for a remote file, taken apart; and what a path in the Hub's cache is a copy of."""
+"""What a user may write for a file of the Hub, taken apart; and what a path in the Hub's cache is a copy of."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit
 
 from mtp_extract.errors import SourceError, escape
 
 BUNDLE = ".litertlm"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_MODEL_FILES = (BUNDLE, ".tflite", ".task")
-_HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
-# refs/pr/1 is the one kind of revision whose slashes need no escape.
-_REVISION = r"(?P<revision>refs/[^/]+/[^/]+|[^/]+)"
-_PATH = r"(?:/(?P<path>.*))?"
-_ID = re.compile(rf"{_REPOSITORY}(?:@{_REVISION})?{_PATH}")
-_PAGE = re.compile(rf"/{_REPOSITORY}(?:/(?P<page>resolve|blob|raw|blame|tree)/{_REVISION}{_PATH})?/*")
+_MODEL_FILES = (BUNDLE, ".tflite", ".task")
+_CACHED = re.compile(r"(?P<folder>.*/models--(?P<repository>[^/]+))/snapshots/(?P<commit>[0-9a-f]{40})(/(?P<path>.*))?")
+_REVISION_AT_END = re.compile(r"^([^/@]+/[^/@]+)/(.+\.(?:litertlm|tflite|task|gguf))@(.+)$")
 
 
 @dataclass(frozen=True)
@@ -61,94 +54,54 @@ class HubAddress:
         return record
 
 
-@dataclass(frozen=True)
-class WebAddress:
-    """A file behind a plain URL. ``url`` is what is requested, ``name`` what may be shown and kept."""
+def parse_address(text: str) -> HubAddress | None:
+    """What ``text`` names on the Hub: ``[hf://]org/repo[@revision][/path]``, or the URL of a page of its site.
 
-    url: str
-
-    @property
-    def name(self) -> str:
-        """The URL without credentials, query and fragment."""
-        parts = urlsplit(self.url)
-        return escape(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
-
-
-def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress | None:
-    """What ``text`` names: ``[hf://]org/repo[@revision][/path]``, with ``@revision`` at the end, too; or a URL.
-
-    The URL of a repository or of a file on the Hub's own site, as a browser shows it, is taken as the address that it
-    stands for, so that tokens and commits are handled; browsers leave the ``https://`` of such out.
-
-    Args:
-        text: what the user wrote.
-        endpoint: URL of the Hub in use.
+    A revision may also stand behind a file's name. Browsers leave the ``https://`` of a URL out.
 
     Returns:
-        None for what can only be a path: no repository is called as a bundle is, so that ``models/a.litertlm`` is one.
+        None for a URL of another site and for what can only be a path: no repository is called as a bundle is, so that
+        ``models/a.litertlm`` is one.
 
     Raises:
-        SourceError: it is an address that cannot be read.
+        SourceError: it begins with ``hf://`` and cannot be read.
     """
-    if text.startswith("hf://"):
-        return _hub_address(text.removeprefix("hf://"))
-    if text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
-        text = f"https://{text}"
-    if "://" in text:
-        return _url_address(text, endpoint)
-    found = _ID.fullmatch(text)
-    if found is None or (not found["path"] and found["repository"].endswith(_MODEL_FILES)):
+    from huggingface_hub import constants, parse_hf_uri
+    from huggingface_hub.errors import HfUriError
+
+    scheme, rest = text.split("://", 1) if "://" in text else ("", text)
+    hosts = {*constants.HF_URL_HOSTS, urlsplit(constants.ENDPOINT).netloc}
+    is_page = scheme != "hf" and rest.partition("/")[0] in hosts
+    if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
-    return _hub_address(text)
-
-
-def _hub_address(text: str) -> HubAddress:
-    found = _ID.fullmatch(text)
-    path, revision = (found["path"] or "", found["revision"]) if found else ("", None)
-    if revision is None and "@" in path and not path.endswith(_MODEL_FILES):
-        path, _, revision = path.rpartition("@")
-    parts = path.removesuffix("/").split("/") if path else []
-    if found is None or revision == "" or any(part in ("", ".", "..") for part in parts):
-        wanted = "hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision"
-        raise SourceError(f"Expected {wanted}, found {escape(f'hf://{text}')}.")
-    return HubAddress(found["repository"], path, revision and unquote(revision))
-
-
-def _url_address(text: str, endpoint: str) -> HubAddress | WebAddress:
+    uri = text if is_page else "hf://" + _REVISION_AT_END.sub(r"\1@\3/\2", rest)
     try:
-        parts, hub = urlsplit(text), urlsplit(endpoint)
-    except ValueError as error:
-        raise SourceError(f"Expected an https:// URL, found one that cannot be read: {error}.") from None
-    if parts.scheme not in ("https", "http") or not parts.hostname:
-        shown = escape(text.partition("?")[0].rpartition("@")[2])
-        raise SourceError(f"Expected a path, hf://org/repo/file.litertlm[@revision] or an https:// URL, found {shown}.")
-    on_hub = parts[:2] == hub[:2] or (parts.scheme == "https" and parts.netloc in _HUB_HOSTS)
-    found = _PAGE.fullmatch(parts.path.removeprefix(hub.path.rstrip("/"))) if on_hub else None
-    if found is None or found["repository"].endswith(_MODEL_FILES):
-        return WebAddress(text)
-    path = unquote(found["path"] or "").rstrip("/")
-    folder = "/" if path and found["page"] == "tree" else ""
-    return HubAddress(found["repository"], path + folder, found["revision"] and unquote(found["revision"]))
+        found = parse_hf_uri(uri, endpoint=constants.ENDPOINT)
+        path = found.path_in_repo
+        if found.type == "model" and not {".", ".."} & set(path.split("/")):
+            if not path and scheme != "hf" and found.id.endswith(_MODEL_FILES):
+                return None
+            is_folder = path and (text.endswith("/") or (is_page and "/tree/" in text))
+            return HubAddress(found.id, f"{path}/" if is_folder else path, found.revision)
+    except (HfUriError, ValueError):
+        pass  # of a page it is another route, and of a name a path
+    if scheme != "hf":
+        return None
+    wanted = "hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo@revision/file.litertlm"
+    raise SourceError(f"Expected {wanted}, found {escape(text)}.")
 
 
 def cached_address(path: Path) -> HubAddress | None:
     """What a file or folder in the Hub's cache is a copy of; None for any other."""
-    parts = path.absolute().parts
-    for at, name in enumerate(parts[:-2]):
-        kind, *repository = name.split("--")
-        snapshots, commit = parts[at + 1 : at + 3]
-        if kind == "models" and repository and snapshots == "snapshots" and COMMIT.fullmatch(commit):
-            return HubAddress("/".join(repository), "/".join(parts[at + 3 :]), commit)
-    return None
+    if (found := _CACHED.fullmatch(path.absolute().as_posix())) is None:
+        return None
+    return HubAddress(found["repository"].replace("--", "/"), found["path"] or "", found["commit"])
 
 
 def is_cached(path: Path) -> bool:
     """Whether ``path`` is a link as the Hub's cache has one for each file: to what it keeps of that repository."""
-    address = cached_address(path)
-    if address is None:
-        return False
-    repository = path.absolute().parents[2 + address.path.count("/")]
-    return path.resolve().parent == repository.resolve() / "blobs"
+    found = _CACHED.fullmatch(path.absolute().as_posix())
+    return found is not None and path.resolve().parent == Path(found["folder"]).resolve() / "blobs"
 
 
 def name_of(place: Path) -> str:
@@ -159,5 +112,4 @@ def name_of(place: Path) -> str:
 
 def public_name(place: str) -> str:
     """What to call ``place`` where others read it: of a directory its name alone, as its place is its owner's."""
-    path = Path(place)
-    return name_of(path) if path.is_dir() else place
+    return name_of(Path(place)) if Path(place).is_dir() else place

@@ -35,20 +35,12 @@ def regular_descriptor(path: Path) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The same as a file.
-
-    Raises:
-        OSError: as :func:`regular_descriptor`.
-    """
+    """The regular file at ``path``; raises OSError as :func:`regular_descriptor`."""
     return open(regular_descriptor(path), "rb")
 
 
 def read_regular(path: Path, largest: int) -> bytes:
-    """The content of the regular file at ``path``, of at most ``largest`` bytes.
-
-    Raises:
-        OSError: as :func:`regular_descriptor`, or it has more.
-    """
+    """The content of the regular file at ``path``; raises OSError, too, where it has more than ``largest`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
@@ -80,13 +72,10 @@ def new_file(path: Path, size: int) -> Iterator[int]:
 def _reserve(fd: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
-    except AttributeError:
-        # macOS has no such call.
-        os.ftruncate(fd, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+    except (AttributeError, OSError) as error:
+        # macOS has no such call, and some file systems cannot reserve: a full disk then shows while writing.
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-        # Some file systems cannot reserve: a full disk then shows while writing.
         os.ftruncate(fd, size)
 
 

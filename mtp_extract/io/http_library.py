@@ -12,29 +12,48 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType, ModuleType
-from typing import Any
 
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 
 _LOGIN = "log in (hf auth login) or set HF_TOKEN"
-HUB_STATUSES: Mapping[int, str] = MappingProxyType(
+STATUSES: Mapping[int, str] = MappingProxyType(
     {
         401: f"the Hub does not accept the token: {_LOGIN}",
         403: "the token does not give access to the repository",
         404: "there is no such file: check the address",
+        416: "the file is empty, or has become shorter",
     }
 )
-"""What the Hub means by a status, where its answer does not say more."""
+"""What a status means, of the Hub's where its answer does not say more."""
 
-BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that may go away by themselves."""
-
-OFFLINE = (
-    "offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. Unset it, or give the path of a local copy."
+_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_OFFLINE = (
+    "offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. Unset it, or give the path of a local copy"
 )
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+
+# By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
+_FINAL = {
+    "OfflineModeIsEnabled": _OFFLINE,
+    "LocalEntryNotFoundError": _OFFLINE,
+    "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}",
+    "RevisionNotFoundError": "the repository has no such revision: check what follows the @",
+    "RemoteEntryNotFoundError": "the repository has no such file: check the path",
+    "DisabledRepoError": "the Hub has disabled access to the repository",
+    "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}",
+    "TooManyRedirects": "the server redirects in circles",
+    "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://",
+    "InvalidURL": "the address, or where the server redirects to, is none that can be requested",
+    "ValueError": "the server's answer cannot be read, or it redirects to what is no address",
+}
+_PASSING = {
+    "TimeoutException": "the server does not answer in time",
+    "ConnectError": "the server cannot be reached",
+    "ProxyError": "the server cannot be reached",
+    "TransportError": "the connection was lost, or what came over it is not HTTP",
+}
 
 
 def http_library() -> ModuleType:
@@ -52,35 +71,11 @@ class FaultError(SourceError):
     Attributes:
         what: it is, without the name of what was asked for.
         wait: seconds the server asked to be left alone; None if it did not say.
-        unreachable: no server answered.
     """
 
-    def __init__(self, name: str, what: str, wait: float | None = None, unreachable: bool = False) -> None:
+    def __init__(self, name: str, what: str, wait: float | None = None) -> None:
         super().__init__(f"{name}: {what}. Run it again.")
-        self.what, self.wait, self.unreachable = what, wait, unreachable
-
-
-# By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
-_FINAL = {
-    "OfflineModeIsEnabled": OFFLINE,
-    "LocalEntryNotFoundError": OFFLINE,
-    "HFValidationError": "this is not a repository's name.",
-    "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}.",
-    "RevisionNotFoundError": "the repository has no such revision: check what follows the @.",
-    "RemoteEntryNotFoundError": "the repository has no such file: check the path.",
-    "DisabledRepoError": "the Hub has disabled access to the repository.",
-    "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}.",
-    "InvalidURL": "this is not an address that can be requested.",
-    "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://.",
-    "TooManyRedirects": "the server redirects in circles.",
-}
-_PASSING = {
-    "TimeoutException": "the server does not answer in time",
-    "ConnectError": "the server cannot be reached",
-    "ProxyError": "the server cannot be reached",
-    "RemoteProtocolError": "the connection was lost, or what came over it is not HTTP",
-    "TransportError": "the connection was lost",
-}
+        self.what, self.wait = what, wait
 
 
 @contextmanager
@@ -93,36 +88,36 @@ def faults(name: str) -> Iterator[None]:
         FaultError: it may go away.
         SourceError: it will not.
     """
-    from huggingface_hub.errors import HfHubHTTPError
-
     hide_queries()
     try:
         yield
     except MtpExtractError:
         raise
     except Exception as error:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        if isinstance(error, HfHubHTTPError) and status in BUSY:
-            raise busy_fault(name, error.response) from None
-        for text in (text for kind, text in _FINAL.items() if kind in kinds):
-            raise SourceError(f"{name}: {text}") from None
-        if status:
-            raise SourceError(f"{name}: {HUB_STATUSES.get(status, f'the Hub answered {status}')}.") from None
-        for text in (text for kind, text in _PASSING.items() if kind in kinds):
-            why = f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""
-            raise FaultError(name, text + why, unreachable=text.startswith("the server")) from None
-        if isinstance(error, ValueError):
-            wrong = "the server's answer cannot be read, or it redirects to what is no address."
-            raise SourceError(f"{name}: {wrong}") from None
-        raise
+        if (meant := _meant(name, error)) is None:
+            raise
+        raise meant from None
 
 
-def busy_fault(name: str, response: Any) -> FaultError:
-    """The fault of an answer whose status is one of :data:`BUSY`; of a Retry-After, seconds count and no date."""
-    status, wait = int(response.status_code), response.headers.get("retry-after", "").strip()
-    what = "limits the rate of requests" if status == 429 else "is not available"
-    return FaultError(name, f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
+def _meant(name: str, error: Exception) -> SourceError | None:
+    """What to raise in place of ``error``; None where it is a fault of ours."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    answer = error.response if isinstance(error, HfHubHTTPError) else None
+    status = answer.status_code if answer is not None else 0
+    if answer is not None and status in _BUSY:
+        what = "limits the rate of requests" if status == 429 else "is not available"
+        wait = answer.headers.get("retry-after", "").strip()
+        # Of a Retry-After, seconds count and no date.
+        return FaultError(name, f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    for text in (text for kind, text in _FINAL.items() if kind in kinds):
+        return SourceError(f"{name}: {text}.")
+    if status:
+        return SourceError(f"{name}: {STATUSES.get(status, f'the server answered {status}')}.")
+    for text in (text for kind, text in _PASSING.items() if kind in kinds):
+        return FaultError(name, text + (f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""))
+    return None
 
 
 def _hide(record: logging.LogRecord) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few, nearest
-from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, cached_address, parse_address
+from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, cached_address, parse_address
 from mtp_extract.io.http_library import faults
+from mtp_extract.io.remote import RemoteSource
 from mtp_extract.io.source import LocalSource, Progress, Source, nothing_shown
 
 _CONFIG, _GGUF = "config.json", ".gguf"
+_EXAMPLE = "litert-community/gemma-4-E4B-it-litert-lm"
 _PATIENCE = 60.0
 """Seconds that may pass until the next bytes of a listing come."""
 _LARGEST = 4_000_000_000
@@ -29,7 +29,7 @@ def open_source(
     """Open what the user named, as bytes.
 
     Args:
-        source: a path; an id of the Hugging Face Hub, ``org/name[/file][@revision]``, with or without ``hf://`` before
+        source: a path; an id of the Hugging Face Hub, ``org/name[@revision][/file]``, with or without ``hf://`` before
             it; a URL of the Hub's site, or any other ``https://`` URL. Of a repository without a file, the one bundle
             in it. What is open already is returned as it is.
         token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
@@ -41,32 +41,25 @@ def open_source(
     """
     if isinstance(source, Source):
         return source
-    text = os.fspath(source)
+    text, progress = os.fspath(source), progress or nothing_shown
     if "://" not in text and os.path.lexists(text):
         return _open_local(Path(text))
-    if (address := _parsed(text)) is None:
+    address = parse_address(text)
+    if address is None and "://" in text:
+        return _open_url(text, progress)
+    if address is None:
         raise SourceError(_not_here(text))
-    with _or_a_path(text):
-        if isinstance(address, HubAddress):
-            return _open_hub(address, token, progress or nothing_shown)
-        return _open_url(address, progress or nothing_shown)
-
-
-def _parsed(text: str) -> HubAddress | WebAddress | None:
-    from huggingface_hub import constants
-
-    return parse_address(text, constants.ENDPOINT)
-
-
-@contextmanager
-def _or_a_path(text: str) -> Iterator[None]:
-    """Say of what may have been meant as a path that there is none, where it cannot be had as an id of the Hub."""
     try:
-        yield
+        return _open_hub(address, token, progress)
     except SourceError as error:
-        if "://" in text:
-            raise
-        raise SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies) from None
+        raise _or_no_path(text, error) from None
+
+
+def _or_no_path(text: str, error: SourceError) -> SourceError:
+    """``error``; of what may have been meant as a path with the words that there is none."""
+    if "://" in text:
+        return error
+    return SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies)
 
 
 def _not_here(text: str) -> str:
@@ -82,31 +75,36 @@ def _not_here(text: str) -> str:
     return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{what}"
 
 
-def _open_local(path: Path) -> LocalSource:
-    """A file here; of one in the Hub's cache, the provenance is the Hub's."""
-    source = LocalSource(path)
-    if (address := cached_address(path)) is not None:
+def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
+    """A file here; of one in the Hub's cache, name and provenance are the Hub's, as ``address`` has them."""
+    source, cached = LocalSource(path), cached_address(path)
+    if cached is not None:
         # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
-        blob = path.resolve()
+        blob, address = path.resolve(), address or cached
         source.name = address.name
-        source.provenance = address.record(address.revision or "", blob.name if blob.parent.name == "blobs" else None)
+        source.provenance = address.record(cached.revision or "", blob.name if blob.parent.name == "blobs" else None)
     return source
 
 
-def _open_url(address: WebAddress, progress: Progress) -> Source:
-    from mtp_extract.io.remote import RemoteSource
+def public_url(url: str) -> str:
+    """``url`` as it may be shown and kept: without credentials, query and fragment."""
+    return escape(re.sub(r"^(\w+://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", url, flags=re.DOTALL))
 
-    remote = RemoteSource(address.name, address.url, _headers(False), None, progress)
-    told = {"url": address.name, "etag": remote.told["ETag"], "last_modified": remote.told["Last-Modified"]}
+
+def _open_url(url: str, progress: Progress) -> Source:
+    remote = RemoteSource(public_url(url), url, _headers(False), None, progress)
+    told = {"url": remote.name, "etag": remote.told["ETag"], "last_modified": remote.told["Last-Modified"]}
     remote.provenance = {key: str(value) for key, value in told.items() if value}
     return remote
 
 
 def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress) -> Source:
-    """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file.
 
-    from mtp_extract.io.remote import CONNECT_TIMEOUT, RemoteSource, retried
+    The Hub is asked once for the file's commit, size and ETag. Ranges are requested of the file's address at that
+    commit, which the Hub redirects to its storage.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     if not address.is_file:
         address = _bundle_in(address, token)
@@ -115,12 +113,9 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
     known = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")
     if known and (copy := _copy_of(address, revision)):
         return copy
-
-    def ask() -> Any:
-        url = hf_hub_url(repository, path, revision=revision)
-        return get_hf_file_metadata(url, token=token, timeout=CONNECT_TIMEOUT)
-
-    found = retried(name, ask)
+    url = hf_hub_url(repository, path, revision=revision)
+    with faults(name):
+        found = get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     commit = found.commit_hash or ""
     if not COMMIT.fullmatch(commit):
         raise SourceError(
@@ -149,25 +144,19 @@ def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
 
     with faults(address.name):
         found = try_to_load_from_cache(address.repository, address.path, revision=revision)
-    if not isinstance(found, str):
-        return None
-    source = _open_local(Path(found))
-    source.name = address.name
-    source.provenance |= {"revision": address.revision or "main"}
-    return source
+    return _open_local(Path(found), address) if isinstance(found, str) else None
 
 
 def _bundle_in(address: HubAddress, token: str | bool | None) -> HubAddress:
     """The address of the one ``.litertlm`` in the repository or folder that ``address`` names."""
     paths = _sizes(address, token)
-    found = sorted(path for path in paths if path.endswith(BUNDLE))
+    found = [replace(address, path=path) for path in sorted(paths) if path.endswith(BUNDLE)]
     if len(found) == 1:
-        return replace(address, path=found[0])
-    if found:
-        listed = few((replace(address, path=path).name for path in found), most=20)
-        raise SourceError(f"{address.name}: expected one {BUNDLE}, found {len(found)}. Name one of them: {listed}.")
-    what = f"expected a {BUNDLE}, found none among {few(sorted(paths)) or 'no files'}"
-    raise SourceError(f"{address.name}: {what}. Name another, such as litert-community/gemma-4-E4B-it-litert-lm.")
+        return found[0]
+    what = f"one {BUNDLE}, found {len(found)}. Name one of them: {few((one.name for one in found), most=20)}."
+    if not found:
+        what = f"a {BUNDLE}, found none among {few(sorted(paths)) or 'no files'}. Name another, such as {_EXAMPLE}."
+    raise SourceError(f"{address.name}: expected {what}")
 
 
 def is_checkpoint(place: str | os.PathLike[str]) -> bool:
@@ -189,23 +178,25 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
     """
     # A Path has lost one of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
-    address = None if os.path.lexists(text) else _parsed(text)
+    address = None if os.path.lexists(text) else parse_address(text)
     may_be_bundle = or_bundle and not text.endswith(_GGUF)
-    if address is None or (may_be_bundle and (isinstance(address, WebAddress) or address.is_file)):
-        return text
-    if isinstance(address, WebAddress):
+    if address is None and "://" in text and not may_be_bundle:
         raise SourceError(
-            f"{address.name}: expected a checkpoint's directory or an id of the Hugging Face Hub, found the address of "
-            "another site. Download it first, and give its path."
+            f"{public_url(text)}: expected a checkpoint's directory or an id of the Hugging Face Hub, found the "
+            "address of another site. Download it first, and give its path."
         )
-    with _or_a_path(text):
+    if address is None or (may_be_bundle and address.is_file):
+        return text
+    try:
         sizes = _sizes(address, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
         return str(_fetched(address, sizes))
+    except SourceError as error:
+        raise _or_no_path(text, error) from None
 
 
-def _fetched(address: HubAddress, sizes: Mapping[str, int]) -> Path:
+def _fetched(address: HubAddress, sizes: dict[str, int]) -> Path:
     """The checkpoint that ``address`` names, in the Hub's cache: a directory, or a GGUF.
 
     Args:
@@ -229,7 +220,7 @@ def _fetched(address: HubAddress, sizes: Mapping[str, int]) -> Path:
             f"{address.name}: expected a drafter's checkpoint, found {size / 1e9:.1f} GB, which is more than any "
             "has. Name the drafter's folder or file."
         )
-    return _snapshot(address, files) / place
+    return _snapshot(address, allow_patterns=[*map(glob.escape, files)]) / place
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
@@ -237,7 +228,7 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        folder = _snapshot(address)
+        folder = _snapshot(address, local_files_only=True)
         here = (path for path in folder.rglob("*") if path.is_file())
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in here}
     else:
@@ -249,17 +240,9 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     return {path: size for path, size in sizes.items() if path.startswith(address.path)}
 
 
-def _snapshot(address: HubAddress, files: Iterable[str] | None = None) -> Path:
-    """The folder of the Hub's cache with that revision, and ``files`` of it in there; None for what is there."""
+def _snapshot(address: HubAddress, **given: Any) -> Path:
+    """The folder of the Hub's cache with that revision; what ``given`` says is fetched."""
     from huggingface_hub import snapshot_download
 
-    wanted = None if files is None else [*map(glob.escape, files)]
     with faults(address.name):
-        return Path(
-            snapshot_download(
-                address.repository,
-                revision=address.revision,
-                allow_patterns=wanted,
-                local_files_only=files is None,
-            )
-        )
+        return Path(snapshot_download(address.repository, revision=address.revision, **given))

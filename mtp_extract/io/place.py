@@ -23,7 +23,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -43,6 +42,7 @@ _MARK, _NEW, _OLD = "mtp-extract", "new", "old"
 _STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
 _LEFT_BY_PROGRAMS = re.compile(r"(.*/)?(\.DS_Store|\.gitattributes|Thumbs\.db|desktop\.ini)|\.cache/huggingface/.*")
 """What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
+_ELSEWHERE = "Move it elsewhere, or choose another place."
 
 
 def listing(record: str, files: Container[str]) -> Listed:
@@ -59,10 +59,9 @@ def listing(record: str, files: Container[str]) -> Listed:
 
 def files_of(directory: PathLike | None) -> list[Path]:
     """The files in ``directory``, where it is one here: the inputs, if other things may be written beside them."""
-    if directory is None or not os.path.isdir(directory):
-        return []
-    with suppress(OSError):  # who reads it will say so
-        return [path for path in sorted(Path(directory).iterdir()) if not path.is_dir()]
+    if directory is not None and os.path.isdir(directory):
+        with suppress(OSError):  # who reads it will say so
+            return [path for path in sorted(Path(directory).iterdir()) if not path.is_dir()]
     return []
 
 
@@ -96,13 +95,12 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     """
     target = _absolute(place)
     with _stage_of(target, overwrite, inputs, listed) as stage:
-        new = stage / _NEW
         if listed is not None:
-            new.mkdir()
-        yield new
+            (stage / _NEW).mkdir()
+        yield stage / _NEW
         _check_free(target, overwrite, listed)
         check_interrupted()
-        _put_in_place(new, target, stage / _OLD)
+        _put_in_place(stage, target)
 
 
 def shown(path: Path) -> str:
@@ -145,22 +143,22 @@ def _stage_of(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | No
         _check_inputs(target, inputs)
         if not (nearest := target.parents[len(missing)]).is_dir():
             raise _refusal(target, f"{shown(nearest)} is not a directory.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = _lock(stage, target)
-            try:
-                _clear(stage, target)
-                _check_free(target, overwrite, listed)
-                yield stage
-            finally:
-                _clear(stage, target, finally_=True)
-                os.close(lock)
-        finally:
-            with suppress(OSError):
-                for folder in missing:
-                    folder.rmdir()
+        with ExitStack() as afterwards:
+            afterwards.callback(_remove_empty, missing)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            afterwards.callback(os.close, _lock(stage, target))
+            afterwards.callback(_clear, stage, target, finally_=True)
+            _clear(stage, target)
+            _check_free(target, overwrite, listed)
+            yield stage
     except OSError as error:
         raise unwritten(target, error) from error
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _check_inputs(target: Path, inputs: Inputs) -> None:
@@ -168,16 +166,15 @@ def _check_inputs(target: Path, inputs: Inputs) -> None:
     for read in inputs:
         if read is None or not os.path.exists(read):
             continue
-        found = Path(os.path.realpath(read))
+        found, why = Path(os.path.realpath(read)), ""
         if target.exists() and target.samefile(found):
             why = "is read"
         elif target in found.parents:
             why = f"holds {escape(read)}, which is read"
         elif found in target.parents:
             why = f"lies inside {escape(read)}, which is read"
-        else:
-            continue
-        raise _refusal(target, f"{why} and stays as it is.")
+        if why:
+            raise _refusal(target, f"{why} and stays as it is.")
 
 
 def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
@@ -192,23 +189,20 @@ def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
             return
         if foreign := sorted(_foreign(target, listed(target))):
             why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
-            raise _refusal(target, why, "Move that elsewhere, or choose another place.")
+            raise _refusal(target, why, _ELSEWHERE)
     if not overwrite:
         why = "exists. Replace it, or choose another place."
         raise OutputError(f"{shown(target)}: {why}", remedies=("overwrite", "out"))
 
 
-def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
+def _foreign(folder: Path, ours: Container[str], below: str = "") -> Iterator[str]:
     """Whatever lies below ``folder`` and is neither a directory nor a file of ``ours``."""
-
-    def unreadable(error: OSError) -> None:
-        raise error
-
-    for root, folders, names in os.walk(folder, onerror=unreadable):
-        for found in (Path(root, name) for name in (*folders, *names)):
-            path, mode = found.relative_to(folder).as_posix(), found.lstat().st_mode
-            known = stat.S_ISREG(mode) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))
-            if not (known or stat.S_ISDIR(mode)):
+    with os.scandir(folder) as entries:
+        for found in entries:
+            path = below + found.name
+            if found.is_dir(follow_symlinks=False):
+                yield from _foreign(Path(found), ours, f"{path}/")
+            elif not (found.is_file(follow_symlinks=False) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))):
                 yield path
 
 
@@ -236,7 +230,7 @@ def _lock(stage: Path, target: Path) -> int:
                 raise _refusal(target, why, "Wait for it, or choose another place.") from error
             except NotADirectoryError as error:
                 why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
-                raise _refusal(target, why, "Move it elsewhere, or choose another place.") from error
+                raise _refusal(target, why, _ELSEWHERE) from error
 
 
 def _clear(stage: Path, target: Path, finally_: bool = False) -> None:
@@ -251,32 +245,30 @@ def _clear(stage: Path, target: Path, finally_: bool = False) -> None:
                 f"back: {error.strerror}. Move one of the two elsewhere."
             ) from error
         _sync(target.parent)
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            left.unlink()
     # What cannot be removed now, the next run removes: it knows the stage by its mark.
     with suppress(OSError):
-        for left in (new, old):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
         if finally_ and os.listdir(stage) == [_MARK]:
             os.unlink(stage / _MARK)
             os.rmdir(stage)
 
 
-def _put_in_place(new: Path, target: Path, old: Path) -> None:
+def _put_in_place(stage: Path, target: Path) -> None:
+    """Give the result its name, when it is on the disk."""
+    new = stage / _NEW
     for root, _, names in os.walk(new, topdown=False):
-        for name in names:
+        for name in (*names, "."):
             _sync(Path(root, name))
-        _sync(Path(root))
     if not new.is_dir():
         _sync(new)
-        os.replace(new, target)
-    else:
+    elif target.is_dir() and any(target.iterdir()):
         # A directory with files in it cannot be replaced in one step.
-        if target.is_dir() and any(target.iterdir()):
-            os.rename(target, old)
-        os.rename(new, target)
-    _sync(new.parent)
+        os.rename(target, stage / _OLD)
+    os.rename(new, target)
+    _sync(stage)
     _sync(target.parent)
 
 

@@ -1,9 +1,8 @@
 """A :class:`~mtp_extract.io.source.Source` over byte ranges of one remote file.
 
-The Hub is asked once for the file's commit, size and ETag. From then on ranges are requested of the file's address at
-that commit, which the Hub redirects to its storage. Every answer must be a 206 with the range that was asked for, and
-with the size, ETag and Last-Modified of the first answer; a file whose server gives neither a strong ETag nor a date is
-refused. No block is fetched twice: what has arrived stays at its own offset of a sparse temporary file.
+Every answer must be a 206 with the range that was asked for, and with the size, ETag and Last-Modified of the first
+answer; a file whose server gives neither a strong ETag nor a date is refused. No block is fetched twice: what has
+arrived stays at its own offset of a sparse temporary file.
 
 huggingface_hub's file system is not used: it holds a whole range in memory and looks at neither status nor ETag.
 """
@@ -16,62 +15,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.files import write_all
-from mtp_extract.io.http_library import BUSY, FaultError, busy_fault, faults, http_library
+from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.source import FileSource, Progress, nothing_shown
 
-T = TypeVar("T")
-
 _BLOCK = 1 << 16
-
-# Times in seconds.
-CONNECT_TIMEOUT = 10.0
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further attempt
-_FEW = 2  # attempts more for a server that cannot be reached: who has no network learns it soon
-_LONGEST_WAIT = 45.0  # that a server may ask for
-_FORGIVEN = 1 << 20  # an attempt that brought so many bytes is no failure
-_WINDOW, _LEAST = 60.0, 1 << 17  # an answer that brings fewer bytes in so long a time has failed
-
+_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each further attempt
+_LONGEST_WAIT = 45.0  # seconds that a server may ask for
+_FORGIVEN = 16  # an attempt that brought so many blocks is no failure
+_WINDOW, _LEAST = 60.0, 1 << 17  # an answer that brings fewer bytes in so many seconds has failed
 _BY_HAND = "Download the file yourself and give its path."
-_CONTENT_RANGE = re.compile(r"\s*bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\s*")
+_SIZE = re.compile(r"[0-9]{1,18}")
 _STRONG = re.compile(r'"[\x21\x23-\x7e]+"')
 """An ETag that stands for the same bytes; a weak one (W/) stands for the same meaning."""
-_STATUSES = {
-    401: "the server refuses access",
-    403: "the server refuses access",
-    404: "the server has no such file",
-    410: "the server has no such file any more",
-    416: "the file is empty, or has become shorter",
-}
-
-
-def retried(name: str, attempt: Callable[[], T], arrived: Callable[[], int] = lambda: 0) -> T:
-    """What ``attempt`` returns, which is called again after a fault that may go away.
-
-    Args:
-        name: of what is asked for.
-        arrived: bytes that attempts have brought so far; one that brought much is no failure.
-
-    Raises:
-        SourceError: it failed too often, or the server asks for too long a wait.
-    """
-    failures = 0
-    while True:
-        before = arrived()
-        try:
-            with faults(name):
-                return attempt()
-        except FaultError as fault:
-            failures = 1 if arrived() - before >= _FORGIVEN else failures + 1
-            most = _FEW if fault.unreachable else len(_PAUSES)
-            if failures > most or (fault.wait or 0) > _LONGEST_WAIT:
-                again = "later" if fault.wait is None else f"in {fault.wait:.0f} seconds, as it asks"
-                last = f"{name}: {fault.what} (attempt {failures}, the last). Try again {again}."
-                raise SourceError(last) from fault
-            time.sleep(_PAUSES[failures - 1] if fault.wait is None else fault.wait)
 
 
 class RemoteSource(FileSource):
@@ -108,6 +67,11 @@ class RemoteSource(FileSource):
         self._here: set[int] = set()  # numbers of the blocks in the file
         self._lock = threading.Lock()
         try:
+            with tempfile.TemporaryFile(prefix="mtp-extract-") as file:
+                self.fileno = os.dup(file.fileno())
+        except OSError as error:
+            raise self._no_room(error) from error
+        try:
             self._fetch(0, 1)
         except BaseException:
             self.close()
@@ -121,43 +85,41 @@ class RemoteSource(FileSource):
     def prefetch(self, offset: int, length: int) -> None:
         """Fetch what is missing of a range, in one request, so that reading it costs none."""
         self.check(offset, length)
-        self._fetch(offset, length, self._progress)
+        self._fetch(offset, length, lambda end: self._progress(min(max(end - offset, 0), length), length))
 
-    def _fetch(self, offset: int, length: int, progress: Progress = nothing_shown) -> None:
-        """Fetch the blocks of a range that are not here; an answer that breaks off is resumed."""
-        blocks = range(offset // _BLOCK, -(-(offset + length) // _BLOCK))
-
-        def missing() -> list[int]:
-            return [block for block in blocks if block not in self._here]
-
-        def show() -> None:
-            progress(max(0, length - (wanted - len(self._here)) * _BLOCK), length)
-
-        def attempt() -> None:
-            # What is here between two gaps is a few blocks, cheaper to fetch again than to ask around.
-            if gaps := missing():
-                self._request(gaps[0], gaps[-1] + 1, show)
-
+    def _fetch(self, offset: int, length: int, show: Callable[[int], None] = lambda end: None) -> None:
+        """Fetch the blocks of a range that are not here; after a fault that may go away, what is missing then."""
+        blocks, failures = range(offset // _BLOCK, -(-(offset + length) // _BLOCK)), 0
         with self._lock:
-            wanted = len(self._here) + len(missing())
-            try:
-                if self.fileno < 0:
-                    with tempfile.TemporaryFile(prefix="mtp-extract-") as file:
-                        self.fileno = os.dup(file.fileno())
-                retried(self.name, attempt, lambda: len(self._here) * _BLOCK)
-            except OSError as error:
-                raise SourceError(
-                    f"{self.name}: what is fetched is kept in a temporary file, which cannot be written: "
-                    f"{error.strerror or error}. Set TMPDIR to a directory with more room."
-                ) from error
+            while missing := [block for block in blocks if block not in self._here]:
+                before = len(self._here)
+                try:
+                    with faults(self.name):
+                        # What is here between two gaps is a few blocks, cheaper to fetch again than to ask around.
+                        self._request(missing[0], missing[-1] + 1, show)
+                except FaultError as fault:
+                    failures = 1 if len(self._here) - before >= _FORGIVEN else failures + 1
+                    if failures > len(_PAUSES) or (fault.wait or 0) > _LONGEST_WAIT:
+                        again = "later" if fault.wait is None else f"in {fault.wait:.0f} seconds, as it asks"
+                        last = f"{self.name}: {fault.what} (attempt {failures}, the last). Try again {again}."
+                        raise SourceError(last) from fault
+                    time.sleep(_PAUSES[failures - 1] if fault.wait is None else fault.wait)
+                except OSError as error:
+                    raise self._no_room(error) from error
 
-    def _request(self, block: int, last: int, show: Callable[[], None]) -> None:
+    def _no_room(self, error: OSError) -> SourceError:
+        return SourceError(
+            f"{self.name}: what is fetched is kept in a temporary file, which cannot be written: "
+            f"{error.strerror or error}. Set TMPDIR to a directory with more room."
+        )
+
+    def _request(self, block: int, last: int, show: Callable[[int], None]) -> None:
         """Fetch the blocks from ``block`` up to ``last``, and keep each as soon as it is whole."""
         from huggingface_hub import constants, get_session
 
         at, end = block * _BLOCK, min(last * _BLOCK, self.size)
         headers = {**self._headers, "Range": f"bytes={at}-{end - 1}"}
-        timeout = http_library().Timeout(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), connect=CONNECT_TIMEOUT)
+        timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
         get = get_session().stream("GET", self._url, headers=headers, timeout=timeout, follow_redirects=True)
         with get as response:
             check_redirects(self.name, *(str(hop.url) for hop in (*response.history, response)))
@@ -168,12 +130,10 @@ class RemoteSource(FileSource):
                 if at + len(piece) > end:
                     raise FaultError(self.name, "the server sent more bytes than it announced")
                 write_all(self.fileno, piece, at)
-                at += len(piece)
-                whole = last if at == end else at // _BLOCK
-                self._here.update(range(block, whole))
-                block = whole
-                show()
-                arrived += len(piece)
+                at, arrived = at + len(piece), arrived + len(piece)
+                self._here.update(range(block, last if at == end else at // _BLOCK))
+                block = at // _BLOCK
+                show(at)
                 if (passed := time.monotonic() - since) > _WINDOW:
                     if arrived < _LEAST:
                         slow = f"the server is too slow: {arrived} bytes in {passed:.0f} seconds"
@@ -188,41 +148,40 @@ class RemoteSource(FileSource):
         Raises:
             FaultError: another attempt may do.
             SourceError: refused, gone, changed, or a server that sends no ranges of one file.
+            OSError: the status is an error's.
         """
+        from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # public, not in __all__
+
         status, headers = int(response.status_code), response.headers
-        if status in BUSY:
-            raise busy_fault(self.name, response)
-        if status in (401, 403, 410) and self.told:
+        if status in (401, 403, 410):
+            refused = f"the server refuses access ({status})"
             # What the Hub redirects to is signed for a while, and anew for each request.
-            raise FaultError(self.name, f"the server refuses access ({status})")
-        if status == 200:
-            page = headers.get("content-type", "").startswith("text/html")
-            raise self._refused(
-                f"expected a server of byte ranges, found {'an HTML page' if page else 'one of whole files'}"
-            )
+            raise FaultError(self.name, refused) if self.told else self._refused(refused)
+        hf_raise_for_status(response)
         if status != 206:
-            raise self._refused(f"{_STATUSES.get(status, 'the server answered')} ({status})")
+            found = "one of whole files" if status == 200 else f"one that answers with the status {status}"
+            if headers.get("content-type", "").startswith("text/html"):
+                found = "an HTML page"
+            raise self._refused(f"expected a server of byte ranges, found {found}")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise self._refused("the server compresses what it sends, which makes offsets meaningless")
-        found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-        if found is None:
-            raise FaultError(self.name, "the server sent a range without saying which of how many bytes")
-        start, stop, size = int(found[1]), int(found[2]) + 1, int(found[3])
-        told = {"size": size, "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
+        size = headers.get("content-range", "").rpartition("/")[2]
+        if not _SIZE.fullmatch(size):
+            raise FaultError(self.name, "the server sent a range without saying of how many bytes")
+        told = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
         for what, value in told.items():
             if self.told.setdefault(what, value) != value:
                 changed = f"the file changed while it was being read (another {what}). Start again."
                 raise SourceError(f"{self.name}: {changed}")
         if not _STRONG.fullmatch(str(told["ETag"])) and not told["Last-Modified"]:
             raise self._refused("the server gives neither a strong ETag nor a date, so a change would not be seen")
-        self.size, end = size, min(end, size)
-        if (start, stop) != (begin, end):
-            wrong = f"the server sent bytes {start} to {stop - 1} when asked for {begin} to {end - 1}"
-            raise FaultError(self.name, wrong)
+        self.size = int(size)
+        end = min(end, self.size)
         # Without a length, what follows the head may be another head as well.
-        if (length := headers.get("content-length", "no number of")) != str(end - begin):
-            wrong = f"the server announced {escape(length, 30)} bytes for a range of {end - begin}"
-            raise FaultError(self.name, wrong)
+        wanted = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)}
+        for what, value in wanted.items():
+            if (given := headers.get(what, "none")) != value:
+                raise FaultError(self.name, f"expected a {what} of {value}, the server sent {escape(given, 60)}")
         return end
 
     def _refused(self, why: str) -> SourceError:

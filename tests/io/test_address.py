@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mtp_extract.errors import SourceError
-from mtp_extract.io.address import HubAddress, WebAddress, parse_address
+from mtp_extract.io.address import HubAddress, parse_address
+from mtp_extract.io.opening import open_source, public_url
 
 HUB = "https://huggingface.co"
 
@@ -27,12 +28,12 @@ HUB = "https://huggingface.co"
         (f"{HUB}/org/repo/?library=litert#x", HubAddress("org/repo", "")),
         (f"{HUB}/org/repo/tree/main", HubAddress("org/repo", "", "main")),
         (f"{HUB}/org/repo/tree/v1/sub", HubAddress("org/repo", "sub/", "v1")),
-        (f"{HUB}/org/repo/discussions/1", WebAddress(f"{HUB}/org/repo/discussions/1")),
-        ("https://example.org/x/a.litertlm?k=1", WebAddress("https://example.org/x/a.litertlm?k=1")),
+        (f"{HUB}/org/repo/discussions/1", None),
+        ("https://example.org/x/a.litertlm?k=1", None),
     ],
 )
 def test_addresses(text: str, expected: object) -> None:
-    assert parse_address(text, HUB) == expected
+    assert parse_address(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -41,18 +42,21 @@ def test_addresses(text: str, expected: object) -> None:
         "hf://",
         "hf://org",
         "hf://org/repo//a.litertlm",
-        "hf://org/repo/a.litertlm@",
         "hf://org/repo/../a.litertlm",
         "hf://org/re po/a.litertlm",
         "hf://../repo/a.litertlm",
-        "https://",
-        "https://[::1/a",
-        "ftp://example.org/a",
+        "hf://datasets/org/repo/a.litertlm",
     ],
 )
 def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(SourceError, match="Expected"):
-        parse_address(text, HUB)
+    with pytest.raises(SourceError, match="Expected hf://org/repo"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("url", ["https://", "https://[::1/a", "ftp://example.org/a", "file:///etc/passwd"])
+def test_what_cannot_be_requested(url: str) -> None:
+    with pytest.raises(SourceError, match=r"none of http|no address|none that can be requested"):
+        open_source(url)
 
 
 @pytest.mark.parametrize(
@@ -61,25 +65,30 @@ def test_what_is_no_address(text: str) -> None:
         ("litert-community/gemma-4-E4B-it-litert-lm", True),
         ("org/repo/sub/a.litertlm@v1", True),
         ("org/repo@v1.5/a.litertlm", True),
+        ("huggingface.co/org/repo", True),
         ("models/a.litertlm", False),
+        ("sub/a.litertlm", False),
+        ("datasets/org/repo/a.litertlm", False),
         ("a.litertlm", False),
         ("./org/repo", False),
+        ("../org/repo", False),
+        ("~/org/repo", False),
         ("/org/repo", False),
         ("", False),
     ],
 )
 def test_what_may_be_an_id_of_the_hub(text: str, may_be: bool) -> None:
-    assert (parse_address(text, HUB) is not None) == may_be
+    assert (parse_address(text) is not None) == may_be
 
 
-def test_a_name_shows_no_secret() -> None:
-    address = parse_address("https://user:password@example.org:8443/a.litertlm?sig=s#t", HUB)
-    assert address is not None and address.name == "https://example.org:8443/a.litertlm"
+@pytest.mark.parametrize("url", ["https://user:password@example.org:8443/a.litertlm?sig=s#t", "x://u:p@[::1/a?sig=s"])
+def test_a_name_shows_no_secret(url: str) -> None:
+    assert public_url(url) in ("https://example.org:8443/a.litertlm", "x://[::1/a")
 
 
-def test_another_host_is_not_the_hub() -> None:
-    url = "https://huggingface.co.example.org/org/repo/resolve/main/a.litertlm"
-    assert parse_address(url, HUB) == WebAddress(url)
+def test_another_host_is_not_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_address("https://huggingface.co.example.org/org/repo/resolve/main/a.litertlm") is None
     own = "http://127.0.0.1:1/org/repo/resolve/main/a.litertlm"
-    assert parse_address(own, "http://127.0.0.1:1") == HubAddress("org/repo", "a.litertlm", "main")
-    assert parse_address(own, "http://127.0.0.1:2") == WebAddress(own)
+    for endpoint, expected in ((":1", HubAddress("org/repo", "a.litertlm", "main")), (":2", None)):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1{endpoint}")
+        assert parse_address(own) == expected

@@ -247,7 +247,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypat
         stage.write_bytes(b"new")
     assert calls == [
         "fsync .file.partial/new",
-        "replace .file.partial/new file",
+        "rename .file.partial/new file",
         "fsync .file.partial",
         "fsync .",
     ]
