@@ -80,7 +80,7 @@ def _show(found: Validation) -> None:
     from mtp_extract.validation import page
 
     say_all(found.verdict)
-    shown = page.worth(found.drafters) if found.drafters else page.checks(found)
+    shown = page.worth(found) if found.drafters else page.checks(found)
     say(shown.title)
     table(shown.rows, shown.columns, longest=1000)
     say_notes(found.notes)

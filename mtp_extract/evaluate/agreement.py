@@ -156,9 +156,8 @@ def continue_greedily(
 
 def measure_agreements(
     base: Base,
-    drafters: Sequence[tuple[Drafter, int]],
+    drafters: Sequence[tuple[Drafter, int, int]],
     continuations: Continuations,
-    steps: int,
     *,
     batch: int,
     done: Done = lambda: None,
@@ -166,7 +165,7 @@ def measure_agreements(
     """Teacher forcing over all texts, a batch at a time, which the base reads once for all drafters.
 
     Args:
-        drafters: each with a number n: it drafts at every n-th position of a text, from the first on.
+        drafters: each with its draft steps and a number n: it drafts at every n-th position of a text, from the first.
         done: called after each batch.
 
     Returns:
@@ -177,8 +176,8 @@ def measure_agreements(
     """
 
     def measure(texts: Sequence[Text]) -> list[Agreement]:
-        full = read_texts(base, texts, [drafter.needs for drafter, _ in drafters])
-        found = [teacher_forced(base, drafter, texts, steps, every=every, full=full) for drafter, every in drafters]
+        full = read_texts(base, texts, [drafter.needs for drafter, _, _ in drafters])
+        found = [teacher_forced(base, one, texts, steps, every=every, full=full) for one, steps, every in drafters]
         done()
         return found
 

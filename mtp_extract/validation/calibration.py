@@ -72,5 +72,5 @@ def measure_ranges(
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         done = counter(show, "drafting along it", len(written.usable))
-        measure_agreements(generator.base, [(drafter, 1)], written, _STEPS, batch=1, done=done)
+        measure_agreements(generator.base, [(drafter, _STEPS, 1)], written, batch=1, done=done)
     return seen

@@ -7,7 +7,6 @@ allows the best of so many, says where to look.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -16,14 +15,14 @@ import torch
 
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, Transform
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.agreement import Continuations, Done, Workload, figure, figures, measure_agreements
-from mtp_extract.evaluate.measured import difference_over_texts
-from mtp_extract.io.typed import Count, Figure, Record
+from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_agreements
+from mtp_extract.evaluate.measured import difference_over_texts, share_over_texts
+from mtp_extract.io.typed import Figure, Record
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
 _NEGLIGIBLE = 0.05
-_MOST_LOGITS = 1 << 31  # of one control, where nobody says otherwise: 1024 positions of 8 drafts of 262 144 tokens
+_MOST_LOGITS = 1 << 31  # of one control, where nobody says otherwise: 8192 positions of 262 144 tokens
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,9 @@ class ControlResult(Record):
     what: str  #: the same in words
     suspect: str  #: what to look at if it scores better
     skipped: str | None = None  #: why it was not run
-    agreement: Workload | None = None  #: as for the real drafter
-    #: top-1 of the first step, real less control; its interval holds together with those of the other controls
+    top1: Figure | None = None  #: of the first draft, at the positions at which controls drafted
+    #: the real drafter's less this; its interval holds together with those of the other controls
     difference: Figure | None = None
-    changed: Count = 0  #: first drafts that the control changes
-    better: Count = 0  #: of them, drafts that become the base's token
-    worse: Count = 0  #: of them, drafts that cease to be the base's token
     #: `below` the real drafter, `above` it, the `same` (at most 5 points either way, or no first draft is changed),
     #: `undecided` (too few texts for any of these)
     standing: Literal["below", "above", "same", "undecided"] | None = None
@@ -150,7 +146,10 @@ def draft_together(
 ) -> Drafted:
     """Every drafter, and every control of the first, over the same texts, which the base reads once.
 
+    Controls draft one token.
+
     Args:
+        steps: of the drafters.
         most: positions at which controls draft, spread over all texts; None for as many as take minutes.
         done: called after each batch.
 
@@ -158,54 +157,40 @@ def draft_together(
         PairError: no text is long enough to draft from.
     """
     usable, texts, sound = continuations.usable, continuations.texts, drafters[0]
-    broken, skipped = dict[str, Altered](), dict[str, str]()
+    broken, results = dict[str, Altered](), dict[str, ControlResult]()
     for control in CONTROLS:
         if not isinstance(sound, MtpDrafter):
             break
+        results[control.name] = result = ControlResult(control.name, control.what, control.suspect)
         if (changed := control.drafter(sound)) is None:
-            skipped[control.name] = "nothing to change in this drafter"
+            result.skipped = "nothing to change in this drafter"
         elif min(batch, len(usable)) < control.needs_texts:
-            skipped[control.name] = f"it needs {control.needs_texts} texts in a batch"
+            result.skipped = f"it needs {control.needs_texts} texts in a batch"
         else:
             broken[control.name] = Altered(changed, transform=control.transform)
     positions = sum(len(texts[index].anchors) for index in usable)
-    every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // (steps * base.vocab_size)))))
-    asked = [*((drafter, 1) for drafter in drafters), *((drafter, every) for drafter in broken.values())]
-    found = measure_agreements(base, asked, continuations, steps, batch=batch, done=done)
-    theirs, whole = dict(zip(broken, found[len(drafters) :], strict=True)), found[0]
-    first = torch.tensor([text.anchors.start for text in texts])[whole.text]
-    real = whole.where((whole.anchor - first) % every == 0)
-    results = [
-        compare(control, real, theirs[control.name])
-        if control.name in theirs
-        else ControlResult(control.name, control.what, control.suspect, skipped=skipped[control.name])
-        for control in CONTROLS
-        if control.name in theirs or control.name in skipped
-    ]
-    return Drafted(found[: len(drafters)], results, len(real.anchor))
+    every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // base.vocab_size))))
+    asked = [*((drafter, steps, 1) for drafter in drafters), *((drafter, 1, every) for drafter in broken.values())]
+    found = measure_agreements(base, asked, continuations, batch=batch, done=done)
+    whole, first = found[0], torch.tensor([text.anchors.start for text in texts])
+    real = whole.where((whole.anchor - first[whole.text]) % every == 0)
+    for name, theirs in zip(broken, found[len(drafters) :], strict=True):
+        compare(results[name], real, theirs)
+    return Drafted(found[: len(drafters)], list(results.values()), len(real.anchor))
 
 
-def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
-    """How ``broken`` stands to ``real``; both over the same positions."""
+def compare(result: ControlResult, real: Agreement, broken: Agreement) -> None:
+    """Add to ``result`` how ``broken`` stands to ``real``, both over the same positions."""
     aimed = real.targets[:, 0] >= 0
-    ours, theirs = ((a.drafts[:, 0] == a.targets[:, 0])[aimed] for a in (real, broken))
-    gap = ours.double() - theirs.double()
-    interval = difference_over_texts(real.text[aimed], gap, LEVEL)
-    result = ControlResult(
-        control.name,
-        control.what,
-        control.suspect,
-        agreement=figures(broken),
-        difference=figure(float(gap.mean()) if len(gap) else math.nan, len(gap), interval),
-        changed=int((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].sum()),
-        better=int((theirs & ~ours).sum()),
-        worse=int((ours & ~theirs).sum()),
-        standing="undecided",
-    )
+    text, changed = real.text[aimed], bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
+    ours, theirs = ((found.drafts[:, 0] == found.targets[:, 0])[aimed].double() for found in (real, broken))
+    interval = difference_over_texts(text, ours - theirs, LEVEL)
+    result.top1 = figure(float(theirs.mean()), len(text), share_over_texts(text, theirs))
+    result.difference = figure(float((ours - theirs).mean()), len(text), interval)
     if interval is None:
-        return result
-    if result.changed and (interval.low > 0 or interval.high < 0):
+        result.standing = "undecided"
+    elif changed and (interval.low > 0 or interval.high < 0):
         result.standing = "below" if interval.low > 0 else "above"
-    elif not result.changed or max(interval.high, -interval.low) <= _NEGLIGIBLE:
-        result.standing = "same"
-    return result
+    else:
+        nearly = not changed or max(interval.high, -interval.low) <= _NEGLIGIBLE
+        result.standing = "same" if nearly else "undecided"

@@ -14,13 +14,14 @@ from mtp_extract.validation.result import Validation
 
 def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> dict[str, Any]:
     """What base and drafter of ``found`` hold for one sequence of so many ``positions``, and what rounds took."""
-    needs, worth, name = drafter.needs, found.drafters[0].generation.worth, found.base.name if found.base else ""
+    needs, worth, base_facts = drafter.needs, found.drafters[0].worth, found.base
+    assert base_facts is not None
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
     role = "eagle3_head" if needs.own_cache else "mtp_drafter"
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",
-        "target": {"name": name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
+        "target": {"name": base_facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
         "draft": {"name": found.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
         "bridge": {
             "source": "target_hidden_stream",
@@ -39,7 +40,7 @@ def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> 
         "buffers": _buffers(base, drafter, fed, positions),
         "metrics": {
             drafted: {
-                "backbone_only_tok_per_sec": of.base_tokens_per_s,
+                "backbone_only_tok_per_sec": base_facts.tokens_per_s,
                 "speculative_tok_per_sec": of.tokens_per_s,
                 "draft_tokens_per_batch": of.drafts,
                 "accepted_tokens/drafted_tokens": of.accepted / of.drafted if of.drafted else None,

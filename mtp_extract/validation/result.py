@@ -8,21 +8,23 @@ from msgspec import field
 
 from mtp_extract.evaluate.agreement import Workload
 from mtp_extract.evaluate.measured import Change
-from mtp_extract.io.typed import Record, Tool
+from mtp_extract.io.typed import Count, Record, Tool
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.controls import ControlResult
-from mtp_extract.validation.parity.interpreter import Parity
-from mtp_extract.validation.worth import GenerationResult
+from mtp_extract.validation.worth import Worth
 
 
 class BaseFacts(Record):
-    """The base and how it was run."""
+    """The base, how it was run, and its times alone, one text at a time."""
 
     name: str  #: directory or Hub id
     dtype: str  #: it was run in
     devices: list[str]  #: it was run on
     drafter_dtype: str  #: the drafter's
     chat_template: bool  #: whether prompts went through it
+    timed: Count  #: texts that were generated to take times, with it alone and with every chain and tree
+    tokens_per_s: float | None  #: after the first token of each
+    forward_ms: float | None  #: one forward over one token
 
 
 class DrafterFigures(Record):
@@ -32,7 +34,9 @@ class DrafterFigures(Record):
     tuned: str | None  #: how it was tuned, by its record; null where that says nothing of it
     agreement: Workload  #: over all texts
     workloads: dict[str, Workload]  #: the same by workload
-    generation: GenerationResult  #: by name of what was drafted
+    worth: dict[str, Worth]  #: by what was drafted: `3` a chain of three, `4x2x1` a tree of that shape; chains first
+    best: str  #: the chain that is predicted to be worth most
+    disturbed: bool  #: whether times mean nothing: rounds took less than a token of the base alone
     change: Change  #: in teacher-forced tokens per round from the first drafter to this one; 0 for the first itself
     changes: dict[str, Change]  #: the same by workload
 
@@ -40,7 +44,7 @@ class DrafterFigures(Record):
 class Validation(Record, kw_only=True):
     """A whole validation. What was not asked for is null, or empty."""
 
-    version: int = 5  #: version of this file
+    version: int = 6  #: version of this file
     tool: Tool  #: what wrote it
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed
@@ -48,10 +52,9 @@ class Validation(Record, kw_only=True):
     drafter: str  #: the directory
     source: str | None = None  #: name of the file it was compared with
     base: BaseFacts | None = None  #: the base and how it ran
-    settings: dict[str, Any]  #: what a second run needs: prompts, lengths, seeds
+    settings: dict[str, Any] = field(default_factory=dict)  #: what a second run needs: prompts, lengths, seeds
     notes: list[str] = field(default_factory=list)  #: things worth knowing that are not errors
     checks: list[Check] = field(default_factory=list)  #: against the file
-    parity: Parity | None = None  #: with Google's interpreter
     #: this one, then the one beside it, on the same texts
     drafters: list[DrafterFigures] = field(default_factory=list)
     #: what this drafter reaches with one thing broken at a time

@@ -32,15 +32,22 @@ from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.trees import Tree
 from mtp_extract.validation.controls import draft_together
+from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
-from mtp_extract.validation.parity.interpreter import check_interpreter
-from mtp_extract.validation.parity.transformers import check_transformers
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import BaseFacts, DrafterFigures, Validation
+from mtp_extract.validation.transformers import check_transformers
 from mtp_extract.validation.verdict import concluded, notes_of
-from mtp_extract.validation.worth import draftings, measure_generation
+from mtp_extract.validation.worth import (
+    best_of,
+    forward_ms,
+    generate_alone,
+    is_disturbed,
+    known,
+    measure_worth,
+    tokens_per_s,
+)
 
 
 def run_validation(plan: ValidationPlan) -> Validation:
@@ -60,7 +67,6 @@ def run_validation(plan: ValidationPlan) -> Validation:
             tool=Tool("mtp-extract", __version__),
             drafter="the sample" if plan.directory is None else public_name(str(directory)),
             source=Path(plan.source).name if plan.source is not None else None,
-            settings={},
         )
         source = None
         if plan.source is not None:
@@ -99,7 +105,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     """Add to ``found`` everything that needs the base. What does not fit is said before anything is measured.
 
     Raises:
-        PairError: a drafter does not fit the base, a prompt its context, or a tree its vocabulary.
+        PairError: a drafter does not fit the base, or a prompt its context.
     """
     prompts, places = prompts_or_shipped(plan.prompts), {found.drafter: directory}
     if plan.beside is not None:
@@ -118,36 +124,44 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
                 raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
     pair, steps = pairs[found.drafter], sorted(set(plan.draft_steps))
     encoded = encode_prompts(prompts, pair.codec, chat_template=plan.chat_template)
-    _check_fit(plan, prompts, encoded, pair.base)
-    found.base = BaseFacts(
-        "the sample's base" if plan.directory is None else public_name(base),
-        loaded.dtype,
-        list(loaded.devices),
-        str(loaded.drafter_dtype).removeprefix("torch."),
-        plan.chat_template and pair.codec.has_template,
-    )
+    _check_room(plan, prompts, encoded, pair.base)
     found.notes += loaded.notes
     with memory_guard("running the base"):
-        batches, sizes = len(list(groups([0] * len(prompts), plan.batch))), {"new_tokens": plan.new_tokens}
+        batches, size = len(list(groups([0] * len(prompts), plan.batch))), plan.new_tokens
         plan.say(f"continuing {len(prompts)} prompts with the base alone")
         done = counter(plan.show, "the base's text", batches)
-        written = continue_greedily(pair.base, prompts, encoded, **sizes, batch=plan.batch, done=done)
+        written = continue_greedily(pair.base, prompts, encoded, new_tokens=size, batch=plan.batch, done=done)
         plan.say("drafting after every token of them, and with one thing broken at a time")
         done = counter(plan.show, "drafts after every token", batches)
         drafted = draft_together(pair.base, drafters, written, steps[-1], batch=plan.batch, done=done)
         plan.say("generating a few texts with drafts")
-        done = counter(plan.show, "a few texts with drafts", len(pairs) * (len(steps) + len(plan.wanted)))
+        alone = generate_alone(pair, written, new_tokens=size, timed=plan.timed)
+        found.base = BaseFacts(
+            "the sample's base" if plan.directory is None else public_name(base),
+            loaded.dtype,
+            list(loaded.devices),
+            str(loaded.drafter_dtype).removeprefix("torch."),
+            plan.chat_template and pair.codec.has_template,
+            len(alone),
+            known(tokens_per_s(alone)),
+            known(forward_ms(alone)),
+        )
+        plans = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
+        done = counter(plan.show, "a few texts with drafts", len(pairs) * len(plans))
         before, parts = of_agreement(drafted.agreements[0]), written.workloads
         for (name, one), agreement in zip(pairs.items(), drafted.agreements, strict=True):
-            planned = draftings(one, steps, plan.wanted, written, agreement, batch=plan.batch)
             after = of_agreement(agreement)
+            sizes = {"new_tokens": size, "batch": plan.batch}
+            worth = measure_worth(one, written, agreement, plans, alone, **sizes, done=done)
             found.drafters.append(
                 DrafterFigures(
                     name,
                     tuned[name],
                     figures(agreement),
                     {workload: figures(agreement, rows) for workload, rows in parts.items()},
-                    measure_generation(one, written, planned, **sizes, timed=plan.timed, done=done),
+                    worth,
+                    best_of(worth),
+                    is_disturbed(worth, alone),
                     compare(before, after),
                     {workload: compare(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
                 )
@@ -156,7 +170,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     found.settings = {
         "prompts": dict(Counter(prompt.workload for prompt in prompts)),
         "batch": plan.batch,
-        **sizes,
+        "new_tokens": size,
         "draft_steps": steps,
         "trees": list(plan.wanted),
         **({"control_positions": drafted.positions} if drafted.controls else {}),
@@ -170,8 +184,8 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     found.notes += notes_of(found)
 
 
-def _check_fit(plan: ValidationPlan, prompts: Sequence[Prompt], encoded: Sequence[Sequence[int]], base: Base) -> None:
-    """Refuse what does not fit the base: a prompt and its continuation, or a tree."""
+def _check_room(plan: ValidationPlan, prompts: Sequence[Prompt], encoded: Sequence[Sequence[int]], base: Base) -> None:
+    """Refuse a prompt whose continuation the base has no room for."""
     context = getattr(base.config, "max_position_embeddings", None)
     length, longest = max((len(tokens), index) for index, tokens in enumerate(encoded))
     if context is not None and length + plan.new_tokens > context:
@@ -180,13 +194,6 @@ def _check_fit(plan: ValidationPlan, prompts: Sequence[Prompt], encoded: Sequenc
             f"found {length} and {plan.new_tokens} new ones; give shorter prompts",
             remedies=("prompts", "new_tokens"),
         )
-    for name, tree in plan.wanted.items():
-        if isinstance(tree, Tree) and tree.width > base.vocab_size:
-            raise PairError(
-                f"expected at most {base.vocab_size} drafts for one place, as many as the base has tokens, found "
-                f"{tree.width} in {escape(name)}; make the tree narrower",
-                remedies=("trees",),
-            )
 
 
 def _tuning_of(directory: Path) -> str | None:
@@ -207,6 +214,6 @@ def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, fo
     # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
     own = replace(checkpoint_of(source).whole(), config=drafter.config)
     drafter = drafter_of(own, dtype=torch.float32)
-    found.parity, interpreted = check_interpreter(drafter, source, samples=plan.samples)
+    interpreted = check_interpreter(drafter, source, samples=plan.samples)
     found.checks += (loaded, interpreted)
     found.notes += [f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None]

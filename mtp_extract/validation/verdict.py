@@ -11,29 +11,29 @@ from mtp_extract.evaluate.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.numbers import mean, rate, signed
 from mtp_extract.validation.plan import ADAPTIVE
-from mtp_extract.validation.result import Validation
+from mtp_extract.validation.result import BaseFacts, Validation
 from mtp_extract.validation.worth import Worth
 
 
 def concluded(found: Validation) -> Validation:
     """``found`` with its verdict: whether it is verified or refuted, and the sentence."""
-    passed = [check.name for check in found.checks if check.passed]
+    passed, left = ([check.name for check in found.checks if check.passed is answer] for answer in (True, None))
     wrong = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
     verified = set(passed).issuperset(NEEDED) and not wrong
-    parts = {
-        "refuted": wrong,
-        "verified": [f"the checkpoint is the drafter of {found.source} ({', '.join(passed)})"] if verified else [],
-        "measured": list(_measured(found)),
-        "not verified": list(_missing(found, verified or bool(wrong))),
-    }
-    text = "; ".join(f"{name}: {', and '.join(items)}" for name, items in parts.items() if items)
+    if wrong:
+        text = f"Refuted: {', and '.join(wrong)}"
+    elif verified:
+        text = f"Verified: the checkpoint is the drafter of {found.source} ({', '.join(passed)})"
+    elif found.checks:
+        text = f"Not verified: that this is the drafter of {found.source} (not checked: {', '.join(left)})"
+    else:
+        text = "Not verified: that this is the function of a .litertlm file (it was compared with none)"
+    if found.base is None:
+        text += "; not measured: how well it drafts for a base (it was run beside none)"
+    else:
+        text += f"; measured: {', and '.join(_measured(found, found.base))}"
     text += f"; {_suspect(found)}" if found.controls else ""
-    return structs.replace(
-        found,
-        verified=verified,
-        refuted=bool(wrong),
-        verdict=f"{text[:1].upper()}{text[1:]}.",
-    )
+    return structs.replace(found, verified=verified, refuted=bool(wrong), verdict=f"{text}.")
 
 
 def drafts_of(name: str, worth: Worth) -> str:
@@ -43,16 +43,13 @@ def drafts_of(name: str, worth: Worth) -> str:
     return f"{name} chain" if worth.tree == ADAPTIVE else f"tree {name}"
 
 
-def _measured(found: Validation) -> Iterator[str]:
-    if not found.drafters:
-        return
+def _measured(found: Validation, base: BaseFacts) -> Iterator[str]:
     first, *others = found.drafters
-    generation, top1 = first.generation, first.agreement.steps[0].top1
-    best = generation.worth[generation.best]
-    if best.tokens_per_round.value is not None:
-        said = f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(generation.best, best)}"
-        if best.measured_speedup is not None and not generation.disturbed:
-            said += f", {best.measured_speedup:.2f} times the base's speed on {several(generation.timed, 'text')}"
+    best, top1 = first.worth[first.best], first.agreement.steps[0].top1
+    if best.rounds:
+        said = f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(first.best, best)}"
+        if best.measured_speedup is not None and not first.disturbed:
+            said += f", {best.measured_speedup:.2f} times the base's speed on {several(base.timed, 'text')}"
         yield said
     few = "" if top1.ci95 else f" ({undecided(first.agreement.texts)})"
     yield f"its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
@@ -62,27 +59,16 @@ def _measured(found: Validation) -> Iterator[str]:
             f"beside it, in teacher-forced tokens per round on the same texts, {other.name} "
             f"{signed(change.mean, change.interval)}{few}"
         )
-    if best.rounds:
-        drafted = [(name, worth, one.name) for one in found.drafters for name, worth in one.generation.worth.items()]
-        name, worst, whose = min(drafted, key=lambda one: one[1].same_text)
-        which = f"with a {drafts_of(name, worst)}{f' of {whose}' if others else ''}, the worst"
-        yield (
-            f"the loop's text is the base's own for {worst.same_text} of {worst.prompts} prompts"
-            f"{f' in {found.base.dtype}' if found.base else ''}, "
-            f"{'whatever is drafted' if worst.same_text == worst.prompts else which}"
-        )
-
-
-def _missing(found: Validation, decided: bool) -> Iterator[str]:
-    if not found.checks:
-        yield "that this is the function of a .litertlm file (it was compared with none)"
-    elif not decided:
-        left = ", ".join(check.name for check in found.checks if check.passed is None)
-        yield f"that this is the drafter of {found.source} (not checked: {left})"
-    if not found.drafters:
-        yield "how well it drafts for a base (it was run beside none)"
-    elif not any(worth.rounds for worth in found.drafters[0].generation.worth.values()):
-        yield "that drafts leave the base's greedy text as it is (no round drafted any)"
+    if not best.rounds:
+        yield "no round drafted any token, so whether drafts leave the text as it is was not seen"
+        return
+    drafted = [(name, worth, one.name) for one in found.drafters for name, worth in one.worth.items()]
+    name, worst, whose = min(drafted, key=lambda one: one[1].same_text)
+    which = f"with a {drafts_of(name, worst)}{f' of {whose}' if others else ''}, the worst"
+    yield (
+        f"the loop's text is the base's own for {worst.same_text} of {base.timed} prompts in {base.dtype}, "
+        f"{'whatever is drafted' if worst.same_text == base.timed else which}"
+    )
 
 
 def _suspect(found: Validation) -> str:
@@ -97,10 +83,7 @@ def _suspect(found: Validation) -> str:
         below = sum(result.standing == "below" for result, _ in ran)
         return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
     _, leading = min(above, key=lambda one: one[0])
-    return (
-        f"the controls point at {leading.suspect} ({leading.name} changed {leading.changed} first drafts: "
-        f"{leading.better} better, {leading.worse} worse)"
-    )
+    return f"{leading.name} scores above it, so the controls point at {leading.suspect}"
 
 
 def notes_of(found: Validation) -> Iterator[str]:
@@ -114,20 +97,16 @@ def notes_of(found: Validation) -> Iterator[str]:
                 "the shipped ones are those that tuning takes by default: its extraction.json has what held-out texts "
                 "showed."
             )
-        if drafter.generation.disturbed:
+        if drafter.disturbed:
             yield (
                 f"Times and speedups mean nothing here ({drafter.name}): rounds took less time than a single token of "
                 "the base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it."
             )
-        for name, worth in drafter.generation.worth.items():
-            places = [
-                f"of prompt {parted.prompt + 1} at token {parted.token + 1}"
-                + (f" ({parted.margin:.3g} logits apart)" if parted.margin is not None else "")
-                for parted in worth.divergences
-            ]
-            if places:
+        for name, worth in drafter.worth.items():
+            if worth.divergences:
+                places = [f"of prompt {prompt + 1} at token {token + 1}" for prompt, token in worth.divergences]
                 yield (
                     f"With a {drafts_of(name, worth)} of {drafter.name}, text leaves the base's: {', '.join(places)}. "
-                    "No drafter can change text: where the two tokens nearly tie the base's rounding decides, else the "
+                    "No drafter can change text: where two tokens nearly tie the base's rounding decides, else the "
                     "loop is at fault."
                 )

@@ -42,12 +42,12 @@ HOSTILE = (
 )
 
 
-def shown(generation: Mapping[str, Any] = {}, worth: Mapping[str, Any] = {}, **changes: Any) -> Page:
-    """The page of a report with these changes; of its drafter those of ``generation`` and of its only chain."""
+def shown(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
+    """The page of a report with these changes; and of its drafter, and of the only chain of that."""
     report = copy.deepcopy(REPORT)
-    found = report["drafters"][0]["generation"]
-    found.update(generation)
-    found["worth"]["3"].update(worth)
+    (found,) = report["drafters"]
+    found.update(drafts)
+    found["worth"]["3"].update(chain)
     return page_of(msgspec.convert({**report, **changes}, Validation))
 
 
@@ -61,7 +61,7 @@ def test_the_four_figures() -> None:
         "Verdict": ("Verified", "1 of 1 checks against sample.litertlm passed"),
         "Tokens per round": ("2.98", "chain of 3; 95 %: 2.90–3.10"),
         "Speedup": ("2.00×", "chain of 3; 5 texts, one at a time, on cpu; no interval"),
-        "Same text": ("7 of 7", "greedy, in float32; whatever is drafted"),
+        "Same text": ("5 of 5", "greedy, in float32; whatever is drafted"),
     }
     assert [head.standing for head in page.headlines] == ["good", "", "", "good"]
     web = WebPage(as_html(page))
@@ -76,17 +76,15 @@ def test_what_was_not_measured_says_so() -> None:
         **dict.fromkeys(("Tokens per round", "Speedup", "Same text"), (NOT_MEASURED, "it was run beside no base")),
     }
     nothing = {"tokens_per_round": {"value": None, "n": 0, "ci95": None}, "rounds": 0, "measured_speedup": None}
-    short = told(shown(worth=nothing))
+    short = told(shown(chain=nothing))
     assert short["Tokens per round"] == (NOT_MEASURED, "no text left anything to draft")
     assert short["Speedup"] == (NOT_MEASURED, "no text was timed")
     assert short["Same text"] == (NOT_MEASURED, "no round drafted anything")
 
 
 def test_times_that_cannot_be_right_are_no_speedup() -> None:
-    """A round that drafts and verifies in less than the time of one token of the base: something else ran."""
-    slow, fast = (shown(worth={"verify_ms": ms, "draft_ms": 1.0}) for ms in (29.0, 28.0))
-    assert told(slow)["Speedup"][0] == "2.00×"
-    assert told(fast)["Speedup"] == (NOT_MEASURED, "something else used the machine meanwhile")
+    found = told(shown({"disturbed": True}))
+    assert found["Speedup"] == (NOT_MEASURED, "something else used the machine meanwhile")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +110,8 @@ def test_no_verdict_is_stronger_than_its_checks(changes: Mapping[str, Any], valu
 
 
 def test_text_that_parts_is_counted_where_most_does() -> None:
-    page = shown(worth={"same_text": 6, "divergences": [{"prompt": 0, "token": 3, "margin": 0.01}]})
-    assert told(page)["Same text"] == ("6 of 7", "greedy, in float32; chain of 3, the worst")
+    page = shown(chain={"same_text": 4, "divergences": [[0, 3]]})
+    assert told(page)["Same text"] == ("4 of 5", "greedy, in float32; chain of 3, the worst")
     assert page.headlines[3].standing == ""
 
 
@@ -152,7 +150,7 @@ def hostile(name: str) -> Page:
     report = renamed(REPORT, name)
     (drafter,) = report["drafters"]
     drafter["workloads"], drafter["changes"] = ({name: drafter[key].popitem()[1]} for key in ("workloads", "changes"))
-    drafter["generation"]["worth"] = {name: drafter["generation"]["worth"].popitem()[1]}
+    drafter["worth"] = {name: drafter["worth"].popitem()[1]}
     report["drafters"].append({**drafter, "name": f"{name} 2"})
     return page_of(msgspec.convert({**report, "notes": [name]}, Validation))
 
@@ -187,14 +185,6 @@ def test_it_loads_nothing() -> None:
 
 def test_the_same_report_gives_the_same_page() -> None:
     assert as_html(shown()) == as_html(shown())
-
-
-def test_a_long_name_leaves_room_for_what_it_names() -> None:
-    """A tree by its ways down, as one that ranks chose is named."""
-    name = "paths:" + ",".join(f"0.0.0.0.{leaf}" for leaf in range(40))
-    worth = {"3": REPORT["drafters"][0]["generation"]["worth"]["3"]}
-    page = shown(generation={"worth": {**worth, name: {**worth["3"], "tree": name}}})
-    assert f"tree {name}" in [row[0] for row in page.tables[0].rows]
 
 
 def overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:

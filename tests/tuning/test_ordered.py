@@ -44,7 +44,7 @@ from mtp_extract.tuning.ordered import (
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import Outcome, run_tuning
 from mtp_extract.tuning.verdict import Comparison
-from mtp_extract.validation.parity.transformers import check_transformers
+from mtp_extract.validation.transformers import check_transformers
 
 from .test_verdict import ANCHORS, measured
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.agreement import measure_agreement
+from msgspec import structs
 
 from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
@@ -14,14 +15,23 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.verdict import drafts_of
-from mtp_extract.validation.worth import Drafting, GenerationResult, draftings, measure_generation, walked
+from mtp_extract.validation.worth import (
+    Texts,
+    Worth,
+    best_of,
+    forward_ms,
+    generate_alone,
+    is_disturbed,
+    measure_worth,
+    standing,
+    walked,
+)
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
 
 NEW_TOKENS = 24  # As the continuations were made.
-NAMES = ("1", "4", "1x1x1x1", "3x2x1", "adaptive")
-TREES = ValidationPlan(None, draft_steps=(1, 4), trees=NAMES[2:]).wanted
+PLANS = {"1": 1, "4": 4, **ValidationPlan(None, draft_steps=(4,), trees=("1x1x1x1", "3x2x1", "adaptive")).wanted}
 
 
 @pytest.fixture(scope="module")
@@ -30,84 +40,93 @@ def agreement(generator: SpeculativeGenerator, continuations: Continuations) -> 
 
 
 @pytest.fixture(scope="module")
-def planned(generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement) -> list[Drafting]:
-    return draftings(generator, (1, 4), TREES, continuations, agreement, batch=4)
+def alone(generator: SpeculativeGenerator, continuations: Continuations) -> Texts:
+    return generate_alone(generator, continuations, new_tokens=NEW_TOKENS, timed=3)
 
 
 @pytest.fixture(scope="module")
-def result(generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]) -> GenerationResult:
-    return measure_generation(generator, continuations, planned, new_tokens=NEW_TOKENS, timed=2)
+def worth(
+    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement, alone: Texts
+) -> dict[str, Worth]:
+    return measure_worth(generator, continuations, agreement, PLANS, alone, new_tokens=NEW_TOKENS, batch=4)
 
 
 def test_rounds_are_those_of_the_loop(
-    generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]
+    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement
 ) -> None:
-    """Of every text, chain and tree: what generating it drafts and accepts, round by round."""
-    *others, adaptive = planned
-    adaptive = dataclasses.replace(adaptive, what=AdaptiveDrafts(4, cost_ratio=0.2))
-    for drafting in (*others, adaptive):
-        for index, walk in zip(continuations.usable, walked(drafting, continuations, NEW_TOKENS), strict=True):
+    """Of every text, chain and tree: what generating it drafts and accepts, round by round; of repeats nothing."""
+    stands = standing(generator, continuations, agreement, PLANS, batch=4)
+    twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
+    for name, what in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.items():
+        walks = walked(what, stands[name], continuations, NEW_TOKENS)
+        for index, walk in zip(continuations.usable, walks, strict=True):
             prompt = continuations.texts[index].prompt
-            made = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=drafting.what)
+            made = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=what)
             assert walk == [(r.drafted, r.accepted) for r in made.rounds if r.drafted]
+        assert walked(what, stands[name], twice, NEW_TOKENS) == walks
 
 
-def test_text_is_the_bases_own(result: GenerationResult) -> None:
-    for length in result.worth.values():
-        assert (length.same_text, length.prompts, length.divergences) == (2, 2, [])
+def test_workloads_take_turns(alone: Texts, continuations: Continuations) -> None:
+    assert [continuations.prompts[row].workload for row in alone] == ["code", "prose", "code"]
 
 
-def test_counts(result: GenerationResult, continuations: Continuations) -> None:
+def test_counts(worth: dict[str, Worth], continuations: Continuations) -> None:
     written = sum(len(text.tokens) - text.prompt_length - 1 for text in continuations.texts)
-    for length in result.worth.values():
+    for length in worth.values():
+        assert (length.same_text, length.divergences) == (3, [])
         # A round emits what it accepts and one token more; rounds that draft nothing emit one.
         assert length.accepted + length.rounds <= written <= length.accepted + length.rounds + len(continuations.texts)
         assert length.tokens_per_round.value == 1 + length.accepted / length.rounds
         assert length.tokens_per_round.n == length.rounds
         assert length.drafted <= length.depth * length.rounds
-    rates = [length.accepted / length.drafted for length in result.worth.values()]
+    rates = [length.accepted / length.drafted for length in worth.values()]
     assert rates[0] > rates[1] > 0.3
-    chains = {name: length.predicted_speedup or 0.0 for name, length in result.worth.items() if name in ("1", "4")}
-    assert chains[result.best] == max(chains.values())
-    assert tuple(result.worth) == NAMES
-    assert [(w.drafts, w.depth) for w in result.worth.values()] == [(1, 1), (4, 4), (4, 4), (15, 3), (4, 4)]
-    assert [w.tree for w in result.worth.values()] == [None, None, "1x1x1x1", "3x2x1", "adaptive"]
-    assert [drafts_of(*item) for item in result.worth.items()][-2:] == ["tree 3x2x1", "adaptive chain"]
+    chains = {name: length.predicted_speedup or 0.0 for name, length in worth.items() if name in ("1", "4")}
+    assert chains[best_of(worth)] == max(chains.values())
+    assert [(w.drafts, w.depth) for w in worth.values()] == [(1, 1), (4, 4), (4, 4), (15, 3), (4, 4)]
+    assert [w.tree for w in worth.values()] == [None, None, "1x1x1x1", "3x2x1", "adaptive"]
+    assert [drafts_of(*item) for item in worth.items()][-2:] == ["tree 3x2x1", "adaptive chain"]
 
 
-def test_a_tree_that_is_a_chain_does_what_the_chain_does(result: GenerationResult) -> None:
-    chain, tree = result.worth["4"], result.worth["1x1x1x1"]
+def test_a_tree_that_is_a_chain_does_what_the_chain_does(worth: dict[str, Worth]) -> None:
     for name in ("accepted", "drafted", "rounds", "tokens_per_round"):
-        assert getattr(chain, name) == getattr(tree, name)
+        assert getattr(worth["4"], name) == getattr(worth["1x1x1x1"], name)
 
 
-def test_what_repeats_is_not_counted(
-    generator: SpeculativeGenerator, continuations: Continuations, planned: list[Drafting]
-) -> None:
-    twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
-    assert walked(planned[1], twice, 24) == walked(planned[1], continuations, 24)
-
-
+@pytest.mark.parametrize(("cut", "at"), [(None, 5), (7, 7)])
 def test_another_text_is_noticed(
     generator: SpeculativeGenerator,
     continuations: Continuations,
-    planned: list[Drafting],
+    agreement: Agreement,
+    alone: Texts,
     monkeypatch: pytest.MonkeyPatch,
+    cut: int | None,
+    at: int,
 ) -> None:
-    """Where the loop with drafts writes a token that the base alone does not."""
+    """Where the loop with drafts writes a token that the base alone does not, or stops before it does."""
     generate = generator.generate
 
     def wrong(prompt: Any, **more: Any) -> Any:
         made = generate(prompt, **more)
-        if not more["drafts"] or prompt != continuations.texts[0].prompt:
+        if prompt != continuations.texts[0].prompt:
             return made
-        tokens = (*made.tokens[:5], (made.tokens[5] + 7) % 500, *made.tokens[6:])
+        tokens = made.tokens[:cut] if cut else (*made.tokens[:5], (made.tokens[5] + 7) % 500, *made.tokens[6:])
         return dataclasses.replace(made, tokens=tokens)
 
     monkeypatch.setattr(generator, "generate", wrong)
-    for length in measure_generation(generator, continuations, planned, new_tokens=NEW_TOKENS, timed=3).worth.values():
-        assert (length.same_text, length.prompts) == (2, 3)
-        (divergence,) = length.divergences
-        assert (divergence.prompt, divergence.token) == (0, 5)
-        assert divergence.margin is not None
-        assert divergence.margin > 0
+    (found,) = measure_worth(
+        generator, continuations, agreement, {"4": 4}, alone, new_tokens=NEW_TOKENS, batch=4
+    ).values()
+    assert (found.same_text, found.divergences) == (2, [[0, at]])
+
+
+def test_times_that_cannot_be_right(worth: dict[str, Worth], alone: Texts) -> None:
+    """A round that drafts and verifies in less than the time of one token of the base: something else ran."""
+    least = forward_ms(alone)
+    for verify_ms, draft_ms, disturbed in (
+        (0.6 * least, 0.35 * least, False),
+        (0.6 * least, 0.25 * least, True),
+        (None, None, False),
+    ):
+        chain = structs.replace(worth["4"], verify_ms=verify_ms, draft_ms=draft_ms)
+        assert is_disturbed({"4": chain}, alone) == disturbed
