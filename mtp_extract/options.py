@@ -1,41 +1,26 @@
-"""What a field of a plan means to a user, stated once: in the annotation of the field.
+"""Options that several commands share, and the bounds of every one, held where a plan is made.
 
-A plan is a frozen dataclass of what a function is asked to do. The command of that function makes its options of the
-fields (``cli/_command.py``), and the function holds the same bounds against what Python code gives it::
+A plan is a frozen dataclass of what a function is asked to do. Fields that are annotated with a ``typer.Option`` or
+``typer.Argument`` are options of the function's command, too (``cli/_command.py``)::
 
     @dataclass(frozen=True)
     class BenchPlan:
-        url: Annotated[str, About("The server.", metavar="URL")]
-        concurrency: Annotated[int, About("Requests at a time.", least=1)] = 1
+        url: Annotated[str, typer.Argument(help="The server.", metavar="URL")]
+        concurrency: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+from msgspec import Meta
+from typer.models import ParameterInfo
 
 from mtp_extract.errors import MtpExtractError, either, escape, nearest
-
-
-@dataclass(frozen=True)
-class About:
-    """What a user is told of a field, and which values it takes."""
-
-    help: str
-    metavar: str | None = None
-    names: tuple[str, ...] = ()
-    """On the command line; by default an argument where the field has no default, and else ``--`` and its name."""
-    least: float | None = None
-    most: float | None = None
-    """The bounds of a number, or of each of several."""
-    choices: tuple[str, ...] = ()
-    parse: Callable[[str], Any] | None = None
-    """Makes the value of what the user types, of a sequence all of it at once; raises ValueError for wrong usage."""
-    option: bool = True
-    """Whether the command has it; else it is for Python alone."""
 
 
 def key_from(variable: str) -> str:
@@ -54,41 +39,37 @@ def key_from(variable: str) -> str:
     return key
 
 
-# What more than one plan asks for.
 ApiKey = Annotated[
     str | None,
-    About(
-        "The environment variable that holds the servers' key.",
+    typer.Option(
+        "--api-key-env",
+        help="The environment variable that holds the servers' key.",
         metavar="VARIABLE",
-        names=("--api-key-env",),
-        parse=key_from,
+        parser=key_from,
     ),
 ]
-ServedModel = Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")]
+ServedModel = Annotated[
+    str | None, typer.Option(help="As the server calls it; needed where it serves several.", metavar="NAME")
+]
 Baseline = Annotated[
-    str | None, About("The same server started without a drafter, asked in turn with the first.", metavar="URL")
+    str | None,
+    typer.Option(help="The same server started without a drafter, asked in turn with the first.", metavar="URL"),
 ]
 Workloads = Annotated[
-    Path | None,
-    About("Prompts as .txt or .jsonl; by default about 100 of ours.", metavar="FILE"),
+    Path | None, typer.Option(help="Prompts as .txt or .jsonl; by default about 100 of ours.", metavar="FILE")
 ]
-Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")]
 """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
-BASE = About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL")
-ChatTemplate = Annotated[bool, About("Apply the base's chat template, if it has one.")]
-Replace = Annotated[bool, About("Replace an older report.")]
-Overwrite = Annotated[bool, About("Replace what is there, if it is such a checkpoint.")]
+BASE = typer.Option("--base", help="The base model: a directory, or an id of the Hugging Face Hub.", metavar="MODEL")
+ChatTemplate = Annotated[bool, typer.Option(help="Apply the base's chat template, if it has one.")]
+Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there, if it is such a checkpoint.")]
 
 
 def check_other(baseline: str | None, url: str | None) -> None:
     """Raise ValueError where the baseline is the server itself."""
     if baseline is not None and url is not None and baseline.rstrip("/") == url.rstrip("/"):
         raise ValueError(f"baseline: expected another server than {escape(url)}, started without a drafter.")
-
-
-def about(hint: Any) -> About | None:
-    """The :class:`About` in an annotation; None where it has none."""
-    return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, About)), None)
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -109,25 +90,36 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 def check_values(plan: Any) -> None:
     """Hold every value of ``plan`` against the bounds and choices of its field; None is always one.
 
+    Bounds are those of a ``typer.Option``, or of a ``msgspec.Meta`` where a field is no option.
+
     Raises:
         MtpExtractError: a number is out of bounds.
         ValueError: a name is none of the choices.
     """
-    hints = get_type_hints(type(plan), include_extras=True)
-    for name, told in ((field.name, about(hints[field.name])) for field in fields(plan)):
+    for name, hint in get_type_hints(type(plan), include_extras=True).items():
         given = getattr(plan, name)
+        kind, *told = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
+        least, most = _bounds(told)
         for value in given if isinstance(given, (list, tuple)) else (given,):
-            if told is None or value is None:
+            if value is None:
                 continue
-            if told.choices and value not in told.choices:
-                near = nearest(value, told.choices)
-                raise ValueError(f"{name} {escape(value)!r}: expected {either(told.choices)}.{near}")
+            if choices and value not in choices:
+                raise ValueError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")
             # A number that is none lies within no bounds.
-            for bound, holds, what, do in (
-                (told.least, told.least is None or value >= told.least, "at least", "raise it"),
-                (told.most, told.most is None or value <= told.most, "at most", "lower it"),
-            ):
-                if not holds:
-                    raise MtpExtractError(
-                        f"expected {name} of {what} {bound}, found {escape(value)}; {do}", remedies=(name,)
-                    )
+            if least is not None and not value >= least:
+                message = f"expected {name} of at least {least}, found {escape(value)}; raise it"
+                raise MtpExtractError(message, remedies=(name,))
+            if most is not None and not value <= most:
+                message = f"expected {name} of at most {most}, found {escape(value)}; lower it"
+                raise MtpExtractError(message, remedies=(name,))
+
+
+def _bounds(told: Iterable[Any]) -> tuple[float | None, float | None]:
+    """The least and the largest number that annotations allow."""
+    for one in told:
+        if isinstance(one, ParameterInfo):
+            return one.min, one.max
+        if isinstance(one, Meta):
+            return one.ge, one.le
+    return None, None

@@ -9,18 +9,18 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from mtp_extract.io.typed import Excerpt
 
-RECORDS = ("extraction", "report", "bench", "doctor")
+Record = Literal["extraction", "report", "bench", "doctor"]
 """Names of the files, without ``.json``."""
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The schema of the file ``name``, one of :data:`RECORDS`; what it does not list is not written.
+    """The schema of the file ``name``, a :data:`Record`; what it does not list is not written.
 
     Raises:
         KeyError: there is no such file.

@@ -17,27 +17,26 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 from typer.main import get_command
+from typer.models import ParameterInfo
 
 from mtp_extract.cli import terminal
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
-from mtp_extract.options import About, about, check_values
+from mtp_extract.options import check_values
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Of the context of every command."""
 
-AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
-Verbose = Annotated[bool, About("Print the proof, sizes and files, too.", names=("-v", "--verbose"))]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the proof, sizes and files, too.")]
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
-_STANDS_FOR = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 # --- made
@@ -48,7 +47,7 @@ class _Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # of what checks values for typer
+            error.message = error.message.removeprefix("Value error, ")  # of what checks choices for typer
             raise
 
 
@@ -56,13 +55,12 @@ def new_app(command: Callable[..., None], examples: Mapping[str, str]) -> typer.
     """A program of one command.
 
     Args:
-        command: its parameters are options where they are annotated with an :class:`~mtp_extract.options.About`,
-            arguments where such has neither default nor names; of a dataclass each field that has an About is one.
+        command: annotated as typer wants it; a parameter that is a plan stands for the fields of the plan that are.
         examples: for its help: a command line → what that does.
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": True, "epilog": epilog_of(examples)}
-    app.command(cls=_Command, **settings)(_planned(command))
+    app.command(cls=_Command, **settings)(_with_options_for(command))
     return app
 
 
@@ -71,79 +69,46 @@ def epilog_of(examples: Mapping[str, str]) -> str:
     return "\n".join(["\b\nExamples:", *(f"  {line}\n      {what}" for line, what in examples.items())])
 
 
-def _planned(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, for typer to call with options in place of its parameters."""
+def _with_options_for(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, called with the fields of its plans in place of the plans."""
     parameters = inspect.signature(command, eval_str=True).parameters
-    made = {name: list(_options(name, one.annotation, one.default)) for name, one in parameters.items()}
-    shown = {option.name: option for options in made.values() for option in options}
+    plans = {name: list(_fields(one.annotation)) for name, one in parameters.items() if is_dataclass(one.annotation)}
+    shown = [option for name, one in parameters.items() for option in plans.get(name, [one])]
 
     def run(**given: Any) -> None:
-        values = {}
-        for name, parameter in parameters.items():
-            if not is_dataclass(plan := parameter.annotation):
-                values[name] = given[name]
-                continue
-            # Where nothing was given, the plan's own default holds.
-            told: dict[str, Any] = {
-                field.name: None for field in fields(plan) if field.default is field.default_factory is MISSING
-            }
-            for option in made[name]:
-                if (value := given[option.name]) is not None:
-                    told[option.name] = tuple(value) if isinstance(value, list) else value
-            try:
-                values[name] = plan(**told)  # type: ignore[operator]
-                check_values(values[name])
-            except MtpExtractError as error:
-                hint = ", ".join(f"'{_flag(shown[name])}'" for name in error.remedies if name in shown)
-                raise typer.BadParameter(str(error), param_hint=hint or None) from None
-            except ValueError as error:
-                # Its message begins with the field's name.
-                named = re.sub(r"^\w+", lambda name: _flag(shown[name[0]]) if name[0] in shown else name[0], str(error))
-                raise typer.BadParameter(named) from None
+        values = dict(given)
+        for name, options in plans.items():
+            told = {option.name: values.pop(option.name) for option in options}
+            values[name] = _made(parameters[name].annotation, told, {option.name: _flag(option) for option in options})
         command(**values)
 
-    run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
-    run.__annotations__ = {name: option.annotation for name, option in shown.items()}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in shown]
+    )
+    run.__annotations__ = {option.name: option.annotation for option in shown}
     run.__doc__ = command.__doc__
     return run
 
 
-def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
-    if (told := about(hint)) is not None:
-        yield _option(name, get_args(hint)[0], default, told)
-        return
-    hints = get_type_hints(hint, include_extras=True)
-    for field in fields(hint):
-        if (told := about(hints[field.name])) is not None and told.option:
-            own = inspect.Parameter.empty if field.default is MISSING else field.default
-            yield _option(field.name, get_args(hints[field.name])[0], own, told)
-
-
-def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Parameter:
-    """One option or argument of typer's."""
-    item = next((one for one in get_args(kind) if one not in (type(None), ...)), kind)
-    optional, required = type(None) in get_args(kind), default is inspect.Parameter.empty
-    # Of choices typer shows all where nothing stands for them.
-    stands_for = None if told.choices else _STANDS_FOR.get(item)
-    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar or stands_for}
-    if told.choices:
-        kind = Literal[told.choices] | None if optional else Literal[told.choices]
-    elif told.parse is not None:
-        # Typer would parse the default, too: the plan's own holds where nothing is given.
-        shown = f"  [default: {','.join(map(str, default))}]" if default else ""
-        more |= {"parser": told.parse, "show_default": False, "help": told.help + shown}
-        kind, default = str | None, None
-    elif item in (int, float):
-        more |= {"min": told.least, "max": told.most}
-    elif item is not kind and not optional:
-        kind, default = list[item] | None, None  # type: ignore[valid-type]
-    if required and not told.names:
-        default, made = None if optional else default, typer.Argument(**more)
-    else:
-        flag = f"--{name.replace('_', '-')}"
-        names = told.names or ((f"{flag}/--no-{flag[2:]}",) if kind is bool and default else (flag,))
-        made = typer.Option(*names, **more)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
+def _fields(plan: Any) -> Iterator[inspect.Parameter]:
+    """The fields of ``plan`` that are annotated for typer, as parameters that it takes."""
+    hints = get_type_hints(plan, include_extras=True)
+    for field in fields(plan):
+        kind, *told = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
+        info = next((one for one in told if isinstance(one, ParameterInfo)), None)
+        if info is None:
+            continue
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if default is inspect.Parameter.empty and type(None) in get_args(kind):
+            default = None
+        if info.parser is not None:
+            # What is parsed is one word, by default too.
+            kind, default = str | None, ",".join(map(str, default)) if isinstance(default, tuple) else default
+        elif get_origin(kind) is Sequence:
+            kind, default = list[get_args(kind)[0]], list(field.default)  # type: ignore[misc, arg-type]
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+        )
 
 
 def _flag(option: inspect.Parameter) -> str:
@@ -151,7 +116,21 @@ def _flag(option: inspect.Parameter) -> str:
     made = option.annotation.__metadata__[0]
     # What typer is given first it takes for a default, until it reads the annotation.
     flags = [flag for flag in (made.default, *(made.param_decls or ())) if isinstance(flag, str)]
-    return max(flags or [option.name.upper()], key=len)
+    return max(flags or [f"--{option.name.replace('_', '-')}"], key=len)
+
+
+def _made(plan: Any, told: Mapping[str, Any], flags: Mapping[str, str]) -> Any:
+    """``plan`` of what typer parsed; wrong usage where a value is out of bounds."""
+    try:
+        made = plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
+        check_values(made)
+    except MtpExtractError as error:
+        hint = ", ".join(f"'{flags[name]}'" for name in error.remedies if name in flags)
+        raise typer.BadParameter(str(error), param_hint=hint or None) from None
+    except ValueError as error:
+        # Its message begins with the field's name.
+        raise typer.BadParameter(re.sub(r"^\w+", lambda name: flags.get(name[0], name[0]), str(error))) from None
+    return made
 
 
 # --- run

@@ -12,7 +12,7 @@ from mtp_extract.cli._command import AsJson, new_app, run_lean
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.options import About, Overwrite
+from mtp_extract.options import Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import is_head
 
@@ -21,15 +21,15 @@ def command(
     *,
     directory: Annotated[
         Path,
-        About(
-            "What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf; or its id on "
+        typer.Argument(
+            help="What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf; or its id on "
             "the Hub.",
             metavar="DIR",
         ),
     ],
     out: Annotated[
         Path | None,
-        About("Where to write; by default DIR's name + -FORMAT.", names=("-o", "--out"), metavar="OUT"),
+        typer.Option("-o", "--out", help="Where to write; by default DIR's name + -FORMAT.", metavar="OUT"),
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,

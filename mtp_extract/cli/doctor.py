@@ -12,13 +12,13 @@ from mtp_extract.cli._command import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing_unless, say, say_all, say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import escape
-from mtp_extract.options import About, Replace
+from mtp_extract.options import Replace
 
 
 def command(
     plan: DoctorPlan,
     out: Annotated[
-        Path | None, About("Write doctor.json and pages of it there.", names=("--report",), metavar="DIR")
+        Path | None, typer.Option("--report", help="Write doctor.json and pages of it there.", metavar="DIR")
     ] = None,
     overwrite: Replace = False,
     print_json: AsJson = False,

@@ -12,7 +12,7 @@ from mtp_extract.cli._command import AsJson, Verbose, new_app, run_lean
 from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.options import About, Overwrite
+from mtp_extract.options import Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 
 
@@ -20,21 +20,24 @@ def command(
     *,
     source: Annotated[
         str | None,
-        About(
-            "A .litertlm or a drafter's .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL.",
+        typer.Argument(
+            help="A .litertlm or a drafter's .tflite: a path, a URL, or ORG/NAME[/FILE][@REVISION] of the Hub.",
             metavar="SOURCE",
         ),
-    ],
+    ] = None,
     out: Annotated[
         Path | None,
-        About("Where to write; by default SOURCE's name + -mtp-drafter.", names=("-o", "--out"), metavar="DIR"),
+        typer.Option("-o", "--out", help="Where to write; by default SOURCE's name + -mtp-drafter.", metavar="DIR"),
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
     sliding_window: Annotated[
-        int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
+        int | None,
+        typer.Option(
+            help="Length of the window; asked for only where the file leaves it to the runtime.", min=1, metavar="N"
+        ),
     ] = None,
-    sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
     verbose: Verbose = False,
     print_json: AsJson = False,
 ) -> None:

@@ -12,7 +12,6 @@ from mtp_extract.cli._command import AsJson, new_app, run_lean
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.plan import InsertionPlan
@@ -22,27 +21,31 @@ def command(
     *,
     source: Annotated[
         str,
-        About(
-            "A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
+        typer.Argument(
+            help="A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
             "transformers writes it.",
             metavar="DIR",
         ),
     ],
-    bundle: Annotated[str, About("The .litertlm that it goes into; it stays as it is.", metavar="BUNDLE")],
-    out: Annotated[Path | None, About("The new bundle.", names=("-o", "--out"), metavar="NEW.litertlm")] = None,
+    bundle: Annotated[
+        str, typer.Argument(help="The .litertlm that it goes into; it stays as it is.", metavar="BUNDLE")
+    ],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The new bundle.", metavar="NEW.litertlm")] = None,
     graph_from: Annotated[
         str | None,
-        About("For a bundle without a drafter: the .litertlm or .tflite whose drafter is added.", metavar="FILE"),
+        typer.Option(
+            help="For a bundle without a drafter: the .litertlm or .tflite whose drafter is added.", metavar="FILE"
+        ),
     ] = None,
     base: Annotated[
         str | None,
-        About(
-            "For a graph with static activations: the base beside which their scales are calibrated anew.",
+        typer.Option(
+            help="For a graph with static activations: the base beside which their scales are calibrated anew.",
             metavar="MODEL",
         ),
     ] = None,
-    dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
-    overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Put the weights of a drafter, or of a base, into a LiteRT bundle, whose other sections stay as they are."""

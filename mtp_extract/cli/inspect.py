@@ -12,7 +12,6 @@ from mtp_extract.cli._command import AsJson, new_app, run_lean
 from mtp_extract.cli._written import found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.api import CheckpointInspection
@@ -23,22 +22,25 @@ def command(
     *,
     source: Annotated[
         str,
-        About(
-            "A .litertlm or a .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL; or a "
+        typer.Argument(
+            help="A .litertlm or a .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL; or a "
             "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
             metavar="SOURCE",
         ),
     ],
-    tensors: Annotated[bool, About("List every tensor.")] = False,
-    graph: Annotated[bool, About("List every role, the evidence for it, and every other constant.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="List every role, the evidence for it, and every other constant.")
+    ] = False,
     section: Annotated[
-        int | None, About("Describe the TFLite model in this section instead of the drafter.", least=0)
+        int | None,
+        typer.Option(help="Describe the TFLite model in this section instead of the drafter.", min=0, metavar="N"),
     ] = None,
     against: Annotated[
         str | None,
-        About(
-            "For a checkpoint: derive every tensor again and compare all bits. For a bundle: a base's checkpoint; says "
-            "of every weight of the base whether the bundle holds it.",
+        typer.Option(
+            help="For a checkpoint: derive every tensor again and compare all bits. For a bundle: a base's checkpoint; "
+            "says of every weight of the base whether the bundle holds it.",
             metavar="SOURCE|DIR",
         ),
     ] = None,

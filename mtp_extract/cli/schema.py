@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
+import typer
+
 from mtp_extract.cli._command import new_app, run_lean
 from mtp_extract.cli.terminal import write_json
-from mtp_extract.options import About
-from mtp_extract.schemas import RECORDS, schema
+from mtp_extract.schemas import Record, schema
 
 
-def command(name: Annotated[str, About("Which record.", metavar="NAME", choices=RECORDS)]) -> None:
+def command(name: Annotated[Record, typer.Argument(help="Which record.", metavar="NAME")]) -> None:
     """Print the JSON schema of extraction.json, of report.json, or of what a command prints with --json."""
     write_json(schema(name))
 

@@ -6,31 +6,37 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from mtp_extract.cli._command import new_app, run
 from mtp_extract.cli.terminal import say, say_notes, size, table
 from mtp_extract.errors import escape
-from mtp_extract.options import About
 from mtp_extract.report.card import CardWords
 
 
 def command(
     *,
-    directory: Annotated[Path, About("What mtp-extract wrote.", metavar="DIR")],
-    repository: Annotated[str, About("The repository on the Hub.", metavar="ORG/NAME")],
+    directory: Annotated[Path, typer.Argument(help="What mtp-extract wrote.", metavar="DIR")],
+    repository: Annotated[str, typer.Argument(help="The repository on the Hub.", metavar="ORG/NAME")],
     private: Annotated[
         bool,
-        About(
-            "Visibility of a repository that is created; one that exists keeps its own.", names=("--private/--public",)
+        typer.Option(
+            "--private/--public", help="Visibility of a repository that is created; one that exists keeps its own."
         ),
     ] = True,
     beside: Annotated[
         bool,
-        About(
-            "Send a GGUF alone, into a repository that exists, such as that of its base's GGUF: what is there stays."
+        typer.Option(
+            "--beside",
+            help="Send a GGUF alone, into a repository that exists, such as its base's GGUF has: what is there stays.",
         ),
     ] = False,
-    force: Annotated[bool, About("Write into a repository that holds other content (its history keeps that).")] = False,
-    dry_run: Annotated[bool, About("Check and list what would go, with sizes and hashes; send nothing.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a repository that holds other content (its history keeps that).")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and list what would go, with sizes and hashes; send nothing.")
+    ] = False,
     card: CardWords,
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.

@@ -23,7 +23,6 @@ from mtp_extract.cli.terminal import (
 )
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
-from mtp_extract.options import About
 from mtp_extract.validation.plan import ValidationPlan, sample_plan
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 def command(
     plan: ValidationPlan,
-    sample: Annotated[bool, About("Validate the sample that comes with mtp-extract.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Validate a drafter: proof that it is the file's (--source), measurements beside the base (--base).

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, ServedModel, Workloads
+import typer
+from msgspec import Meta
+
+from mtp_extract.options import BASE, ApiKey, ChatTemplate, Device, ServedModel, Workloads
 from mtp_extract.validation.plan import MOST_STEPS
 
 
@@ -15,30 +18,34 @@ class DoctorPlan:
 
     place: Annotated[
         str,
-        About(
-            "A drafter's directory, .gguf or id on the Hub; or a .litertlm, by path or address: does it hold one?",
+        typer.Argument(
+            help="A drafter's directory, .gguf or id on the Hub; or a .litertlm, by path or address: does it hold one?",
             metavar="DIR|FILE",
         ),
     ]
     base: Annotated[str | None, BASE] = None
     server: Annotated[
-        str | None, About("An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL")
+        str | None,
+        typer.Option(help="An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL"),
     ] = None
     prompts: Workloads = None
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
-    max_tokens: Annotated[int, About("Most tokens of an answer.", least=8)] = 64
-    temperature: Annotated[
-        float,
-        About(
-            "Of the answers; 0 is greedy. Drafts are taken to be the drafter's likeliest tokens.", least=0, option=False
-        ),
-    ] = 0.0
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=8, metavar="N")] = 64
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    """Of the answers; 0 is greedy. Drafts are taken to be the drafter's likeliest tokens."""
     drafts: Annotated[
         int | None,
-        About("Drafts a round; by default as many as the server's counters say, or 3.", least=1, most=MOST_STEPS),
+        typer.Option(
+            help="Drafts a round; by default as many as the server's counters say, or 3.",
+            min=1,
+            max=MOST_STEPS,
+            metavar="N",
+        ),
     ] = None
     chat_template: ChatTemplate = True
     device: Device = "auto"
-    batch: Annotated[int, About("Texts at a time, in the reference.", least=1, option=False)] = 16
-    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1, option=False)] = 300.0
+    batch: Annotated[int, Meta(ge=1)] = 16
+    """Texts at a time, in the reference."""
+    timeout: Annotated[float, Meta(ge=0.1)] = 300.0
+    """Seconds an answer may take."""

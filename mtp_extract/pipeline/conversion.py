@@ -24,7 +24,7 @@ from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import RECORD, files_in, recorded, require_manifest, verify, with_record
-from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.report.files import REPORT_FILES
 
@@ -34,9 +34,9 @@ def convert(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     codes: bool = False,
-    quantize: str | None = None,
+    quantize: RuleName | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:

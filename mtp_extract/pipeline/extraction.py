@@ -22,7 +22,7 @@ from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.pipeline.check import recorded
-from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.proof.proof import Proof, prove
 
@@ -59,9 +59,9 @@ def extract(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     codes: bool = False,
-    quantize: str | None = None,
+    quantize: RuleName | None = None,
     overwrite: bool = False,
     sliding_window: int | None = None,
     section: int | None = None,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
+
+import typer
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.errors import UnsupportedError, either
+from mtp_extract.errors import UnsupportedError, either, escape, nearest
 from mtp_extract.formats import ENGINES, EVERY, FORMATS, HEADS, NAMES, choose
-from mtp_extract.options import About, check_values
+from mtp_extract.options import check_values
+
+Dtype = Literal["bf16", "f16", "f32", "codes"]
+"""Every type that a format is written in."""
+
+RuleName = Literal["q4_0", "q8_0", "int4", "int8"]
+"""Every rule that makes codes of floats: the names in :data:`~mtp_extract.checkpoint.rounding.RULES`."""
 
 _FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in (FORMATS | HEADS).items())
 _RULES = "; ".join(
@@ -16,9 +24,9 @@ _RULES = "; ".join(
 )
 
 
-def _every(field: str) -> tuple[str, ...]:
-    """What the formats list under ``field``, each once."""
-    return tuple(dict.fromkeys(name for listed in FORMATS.values() for name in getattr(listed, field)))
+def _completed(incomplete: str) -> list[str]:
+    """What a shell offers after ``--for``."""
+    return [name for name in NAMES if name.startswith(incomplete)]
 
 
 @dataclass(frozen=True)
@@ -27,30 +35,33 @@ class WritingPlan:
 
     format: Annotated[
         str | None,
-        About(
-            f"The engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
-            names=("--for",),
+        typer.Option(
+            "--for",
+            help=f"The engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
             metavar="NAME",
-            choices=NAMES,
+            autocompletion=_completed,
         ),
     ] = None
     dtype: Annotated[
-        str | None,
-        About("Type of the numbers; f32 is exact. By default the first that the format has.", choices=_every("dtypes")),
+        Dtype | None,
+        typer.Option(help="Type of the numbers; f32 is exact. By default the first that the format has."),
     ] = None
-    codes: Annotated[bool, About("Also write the stored integers, scales and zero points.")] = False
+    codes: Annotated[bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")] = (
+        False
+    )
     quantize: Annotated[
-        str | None,
-        About(
-            f"Round matrices that have no integers to such, by a rule the format holds ({_RULES}; its usual one "
-            "first).",
-            choices=_every("rules"),
+        RuleName | None,
+        typer.Option(
+            help=f"Round matrices that have no integers to such, by a rule the format holds ({_RULES}; its usual one "
+            "first)."
         ),
     ] = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where a name is none of its choices."""
         check_values(self)
+        if self.format is not None and self.format not in NAMES:
+            raise ValueError(f"format {escape(self.format)!r}: expected {either(NAMES)}.{nearest(self.format, NAMES)}")
 
     def choose(self, architecture: str = GEMMA4_MTP) -> str:
         """The name of the format that is to be written, which can be written so.

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import typer
+
 from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
-from mtp_extract.options import About
 from mtp_extract.report.markdown import code, listed, paragraph, plain, table
 from mtp_extract.report.serving import how_to_serve, shell_word
 
@@ -41,9 +42,11 @@ class CardWords:
     """
 
     license: Annotated[
-        str | None, About("Licence for the card, as the Hub calls it: apache-2.0, gemma, …", metavar="ID")
+        str | None, typer.Option(help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …", metavar="ID")
     ] = None
-    base_model: Annotated[str | None, About("The base's id on the Hub, for the card.", metavar="ORG/NAME")] = None
+    base_model: Annotated[
+        str | None, typer.Option(help="The base's id on the Hub, for the card.", metavar="ORG/NAME")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.license is not None and not _LICENSE_ID.fullmatch(self.license):

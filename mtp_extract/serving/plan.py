@@ -5,25 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import typer
+from msgspec import Meta
+
 from mtp_extract.evaluate.progress import Say, Show, silent
-from mtp_extract.options import About, ApiKey, Baseline, ServedModel, Workloads, check_other
+from mtp_extract.options import ApiKey, Baseline, ServedModel, Workloads, check_other
 
 
 @dataclass(frozen=True)
 class BenchPlan:
     """What to measure, of which server; ``key`` is sent to both servers."""
 
-    url: Annotated[str, About("An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
     baseline: Baseline = None
     prompts: Workloads = None
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
-    max_tokens: Annotated[int, About("Most tokens of an answer.", least=1)] = 128
-    temperature: Annotated[float, About("0 is greedy; then texts are compared.", least=0)] = 0.0
-    concurrency: Annotated[int, About("Requests in flight: the next when one has ended.", least=1, most=64)] = 1
-    warm_up: Annotated[int, About("Requests to each server that are not measured.", least=0, option=False)] = 1
-    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1, option=False)] = 300.0
-    chat_template: Annotated[bool, About("Send prompts as chats, or to be continued.")] = True
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, metavar="N")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy; then texts are compared.", min=0, metavar="X")] = 0.0
+    concurrency: Annotated[int, typer.Option(help="Requests in flight at a time.", min=1, max=64, metavar="N")] = 1
+    warm_up: Annotated[int, Meta(ge=0)] = 1
+    """Requests to each server that are not measured."""
+    timeout: Annotated[float, Meta(ge=0.1)] = 300.0
+    """Seconds an answer may take."""
+    chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or to be continued.")] = True
     say: Say = silent
     show: Show = silent
 

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
+
+import typer
+from msgspec import Meta
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import BASE, About, Device, Overwrite, check_values
+from mtp_extract.options import BASE, Device, Overwrite, check_values
 
 ORDERED, EAGLE3 = "ordered", "eagle3"
 """The modes that make a head."""
@@ -29,8 +32,8 @@ class TuningPlan:
 
     directory: Annotated[
         Path | None,
-        About(
-            "The drafter: what mtp-extract wrote, an official assistant, or an EAGLE-3 head; or its id on the Hub.",
+        typer.Argument(
+            help="The drafter: what mtp-extract wrote, an official assistant, an EAGLE-3 head, or its id on the Hub.",
             metavar="DIR",
         ),
     ]
@@ -38,73 +41,82 @@ class TuningPlan:
     base: Annotated[str, BASE]
     out: Annotated[
         Path | None,
-        About(
-            "Where to save the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
-            names=("-o", "--out"),
+        typer.Option(
+            "-o",
+            "--out",
+            help="Where to save the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
             metavar="DIR",
         ),
     ] = None
     work: Annotated[
         Path | None,
-        About("Keep text, state and log here, to resume from; by default the result's name + .work.", metavar="DIR"),
+        typer.Option(
+            help="Keep text, state and log here, to resume from; by default the result's name + .work.", metavar="DIR"
+        ),
     ] = None
     mode: Annotated[
-        str,
-        About(
-            "norms: train norms and layer scalars. qat: also the codes, on the stored grid. float: every weight. "
-            "ordered: make a head that scores clusters of tokens first. eagle3: train a new head; leave DIR out.",
-            choices=tuple(_STEPS),
+        Literal["norms", "qat", "float", "ordered", "eagle3"],
+        typer.Option(
+            help="norms: train norms and layer scalars. qat: also the codes, on the stored grid. float: every weight. "
+            "ordered: make a head that scores clusters of tokens first. eagle3: train a new head; leave DIR out."
         ),
     ] = "norms"
     prompts: Annotated[
         Path | None,
-        About("Prompts of your workload, as .txt or .jsonl; ours by default.", metavar="FILE"),
+        typer.Option(help="Prompts of your workload, as .txt or .jsonl; ours by default.", metavar="FILE"),
     ] = None
     text: Annotated[
-        Path | None, About("Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE"),
     ] = None
     text_from: Annotated[
         str | None,
-        About(
-            "An OpenAI-compatible server that has the base, and writes its texts: http://localhost:8000.", metavar="URL"
+        typer.Option(
+            help="An OpenAI-compatible server that has the base, and writes its texts: http://localhost:8000.",
+            metavar="URL",
         ),
     ] = None
     text_model: Annotated[
-        str | None, About("As that server calls the base; needed where it serves several.", metavar="NAME")
+        str | None, typer.Option(help="As that server calls the base; needed where it serves several.", metavar="NAME")
     ] = None
     text_key: str | None = field(default=None, repr=False)
     """That server's key, where it wants one."""
-    new_tokens: Annotated[int, About("Most tokens of each of the base's texts.", least=2)] = 256
+    new_tokens: Annotated[int, typer.Option(help="Most tokens of each of the base's texts.", min=2, metavar="N")] = 256
     temperature: Annotated[
-        float, About("At which the base is served, and writes the text; 0 is greedy.", least=0, most=100)
-    ] = 0.0
-    chat_template: Annotated[bool, About("Put prompts into the base's chat format.")] = True
-    draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
-    objective: Annotated[
-        str,
-        About(
-            "ce for greedy serving alone, tv or kl for sampled alone; mixed (ce and tv) for both.",
-            choices=("mixed", "ce", "kl", "tv"),
-            option=False,
+        float,
+        typer.Option(
+            help="At which the base is served, and writes the text; 0 is greedy.", min=0, max=100, metavar="X"
         ),
-    ] = "mixed"
-    """A name in :data:`~mtp_extract.tuning.loss.OBJECTIVES`."""
+    ] = 0.0
+    chat_template: Annotated[bool, typer.Option(help="Put prompts into the base's chat format.")] = True
+    draft_steps: Annotated[int, typer.Option(help="Drafts a round to train for.", min=1, metavar="N")] = 3
+    objective: Literal["mixed", "ce", "kl", "tv"] = "mixed"
+    """ce for greedy serving alone, tv or kl for sampled alone; mixed (ce and tv) for both."""
     steps: Annotated[
         int | None,
-        About("Steps of the optimizer; by default 500, of eagle3 300, of ordered 600.", least=1),
+        typer.Option(help="Steps of the optimizer; by default 500, of eagle3 300, of ordered 600.", min=1, metavar="N"),
     ] = None
     batch: Annotated[
         int,
-        About("Texts a step, of all processes together; each writes and measures as many at a time.", least=1),
+        typer.Option(
+            help="Texts a step, of all processes together; each writes and measures as many at a time.",
+            min=1,
+            metavar="N",
+        ),
     ] = 16
-    learning_rate: Annotated[float | None, About("By default the mode's own, by the drafter's width.", least=0)] = None
+    learning_rate: Annotated[
+        float | None, typer.Option(help="By default the mode's own, by the drafter's width.", min=0, metavar="X")
+    ] = None
     draft_vocab: Annotated[
         int,
-        About("Of eagle3: how many tokens it can propose, the base's most frequent ones.", least=1),
+        typer.Option(
+            help="Of eagle3: how many tokens it can propose, the base's most frequent ones.", min=1, metavar="N"
+        ),
     ] = 32000
-    seed: Annotated[int, About("The same seed, texts and machine give the same bytes.", least=0, option=False)] = 0
+    seed: Annotated[int, Meta(ge=0)] = 0
+    """The same seed, texts and machine give the same bytes."""
     device: Device = "auto"
-    force: Annotated[bool, About("Save also what is not better.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Save also what is not better.")] = False
     overwrite: Overwrite = False
 
     @property

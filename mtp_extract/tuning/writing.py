@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from filelock import FileLock, Timeout
 
@@ -20,7 +20,7 @@ from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.pipeline.plan import Dtype, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 
 
@@ -116,11 +116,11 @@ def check_writable(
         ) from error
 
 
-def _dtype(origin: ReadDirectory) -> str:
+def _dtype(origin: ReadDirectory) -> Dtype:
     """What ``origin`` is written in: integers where they are not beside floats but in their place."""
     tensors, dtypes = origin.checkpoint.tensors, EVERY[origin.layout].dtypes
     coded = any(tensor.scheme is not None and role not in origin.extra_codes for role, tensor in tensors.items())
-    return CODES if CODES in dtypes and coded else origin.checkpoint.dtype
+    return cast(Dtype, CODES if CODES in dtypes and coded else origin.checkpoint.dtype)
 
 
 def _arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:

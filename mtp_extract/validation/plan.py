@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import typer
+from msgspec import Meta
+
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
+from mtp_extract.options import BASE, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.trees import Tree
 
@@ -28,37 +31,44 @@ class ValidationPlan:
 
     directory: Annotated[
         Path | None,
-        About("A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.", metavar="DIR"),
+        typer.Argument(
+            help="A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.", metavar="DIR"
+        ),
     ]
     """None for the sample, which is then extracted first."""
     base: Annotated[str | None, BASE] = None
-    beside: Annotated[Path | None, About("Another drafter of that base, on the same texts.", metavar="DIR")] = None
+    beside: Annotated[
+        Path | None, typer.Option(help="Another drafter of that base, on the same texts.", metavar="DIR")
+    ] = None
     source: Annotated[
         str | None,
-        About("The .litertlm it was extracted from: proof that this is its drafter.", metavar="FILE"),
+        typer.Option(help="The .litertlm it was extracted from: proof that this is its drafter.", metavar="FILE"),
     ] = None
     """Or a ``.tflite``, or an address."""
     prompts: Workloads = None
     draft_steps: Annotated[
-        Sequence[int], About("Drafts a round.", metavar="K,…", least=1, most=MOST_STEPS, parse=whole_numbers)
+        Sequence[int], typer.Option(help="Drafts a round.", metavar="K,…", min=1, max=MOST_STEPS, parser=whole_numbers)
     ] = (1, 2, 4, 8)
     """Values of K to generate with; the largest is the number of steps of the agreement."""
     trees: Annotated[
         Sequence[str],
-        About(
-            "Drafts that branch, too: 4x2x1 is four drafts, two after each, one after each of those; or adaptive, a "
-            "chain whose length follows acceptance. May be repeated.",
-            names=("--tree",),
+        typer.Option(
+            "--tree",
+            help="Drafts that branch, too: 4x2x1 is four drafts, two after each, one after each of those; or adaptive, "
+            "a chain whose length follows acceptance. May be repeated.",
             metavar="TREE",
         ),
     ] = ()
     device: Device = "auto"
-    new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
-    batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
-    samples: Annotated[int, About("Random inputs for parity.", least=1, most=4096, option=False)] = 16
+    new_tokens: Annotated[int, typer.Option(help="Most tokens the base adds to a prompt.", min=2, metavar="N")] = 64
+    batch: Annotated[int, typer.Option(help="Prompts at a time.", min=1, metavar="N")] = 16
+    samples: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Random inputs for parity."""
     timed: int = 5  # prompts to time
     chat_template: ChatTemplate = True
-    report: Annotated[Path | None, About("Write report.html, report.json and pair.json there.", metavar="DIR")] = None
+    report: Annotated[
+        Path | None, typer.Option(help="Write report.html, report.json and pair.json there.", metavar="DIR")
+    ] = None
     overwrite: Replace = False
     say: Say = silent
     show: Show = silent

@@ -8,37 +8,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import pytest
+from msgspec import Meta
+from typer import Argument, Option
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import mtp_extract
+from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.cli import COMMANDS, convert, extract, insert, module_of, upload
 from mtp_extract.cli._command import AsJson, new_app
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.options import About, about, check_values, whole_numbers
+from mtp_extract.formats import EVERY
+from mtp_extract.options import check_values, whole_numbers
+from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.tuning.plan import TuningPlan
 
 
 @dataclass(frozen=True)
 class Plan:
-    directory: Annotated[Path | None, About("Where.", metavar="DIR")]
-    base: Annotated[str, About("The base.", names=("--base",), metavar="MODEL")]
-    beside: Annotated[Sequence[Path], About("Another.", metavar="DIR")] = ()
-    mode: Annotated[str, About("How.", choices=("fast", "good"))] = "good"
-    engine: Annotated[str | None, About("For whom.", names=("--for",), choices=("vllm",))] = None
-    steps: Annotated[Sequence[int], About("Steps.", metavar="K,…", most=64, parse=whole_numbers)] = (1, 2)
-    batch: Annotated[int, About("At a time.", least=1, most=8)] = 4
-    share: Annotated[float | None, About("Of all.", least=0)] = None
-    chat: Annotated[bool, About("As chats.")] = True
-    exact: Annotated[bool, About("Nothing rounded.")] = False
-    private: Annotated[bool, About("Who sees it.", names=("--private/--public",))] = True
-    out: Annotated[Path | None, About("Where to.", names=("-o", "--out"), metavar="OUT")] = None
-    title: Annotated[str | None, About("Title.", metavar="TEXT")] = None
-    timed: int = 5
-    loud: Annotated[str, About("Python alone.", option=False)] = field(default="no", repr=False)
+    directory: Annotated[Path | None, Argument(help="Where.", metavar="DIR")]
+    base: Annotated[str, Option("--base", help="The base.", metavar="MODEL")]
+    beside: Annotated[Sequence[Path], Option(help="Another.", metavar="DIR")] = ()
+    mode: Annotated[Literal["fast", "good"], Option(help="How.")] = "good"
+    engine: Annotated[Literal["vllm"] | None, Option("--for", help="For whom.")] = None
+    steps: Annotated[Sequence[int], Option(help="Steps.", metavar="K,…", max=64, parser=whole_numbers)] = (1, 2)
+    batch: Annotated[int, Option(help="At a time.", min=1, max=8)] = 4
+    share: Annotated[float | None, Option(help="Of all.", min=0)] = None
+    chat: Annotated[bool, Option(help="As chats.")] = True
+    exact: Annotated[bool, Option("--exact", help="Nothing rounded.")] = False
+    private: Annotated[bool, Option("--private/--public", help="Who sees it.")] = True
+    out: Annotated[Path | None, Option("-o", "--out", help="Where to.", metavar="OUT")] = None
+    title: Annotated[str | None, Option(help="Title.", metavar="TEXT")] = None
+    timed: Annotated[int, Meta(ge=1)] = 5
+    loud: str = field(default="no", repr=False)
 
     def __post_init__(self) -> None:
         if self.title == "":
@@ -49,7 +54,9 @@ def call(*given: str) -> tuple[int, Any, str]:
     """Exit status, what the command was given, and what was printed."""
     got = list[Any]()
 
-    def command(plan: Plan, *, again: Annotated[bool, About("Once more.")] = False, print_json: AsJson = False) -> None:
+    def command(
+        plan: Plan, *, again: Annotated[bool, Option("--again", help="Once more.")] = False, print_json: AsJson = False
+    ) -> None:
         """Do it."""
         got.append((plan, again, print_json))
 
@@ -76,7 +83,7 @@ def test_what_is_given_reaches_the_plan() -> None:
         ("--base b --batch 9", "--batch"),
         ("--base b --batch 0", "--batch"),
         ("--base b --mode slow", "'--mode': 'slow' is not one of"),
-        ("--base b --steps 1,x", "'--steps': expected whole numbers from 1"),
+        ("--base b --steps 1,x", "expected whole numbers from 1"),
         ("--base b --steps 0", "expected whole numbers from 1"),
         ("--base b --steps 65", "'--steps': expected steps of at most 64, found 65"),
         ("--base b --title=", "--title '': expected a word."),
@@ -96,7 +103,13 @@ def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
     --chat / --no-chat|--exact|--private / --public|-o, --out OUT|--title TEXT|--again|--json"""
     places = [output.index(word.strip()) for word in re.split(r"\|(?!good>)", order)]
     assert places == sorted(places)
-    for shown in ("[required]", "[default: 1,2]", "[default: 4; 1<=x<=8]", "[default: good]", "[default: private]"):
+    for shown in (
+        "[required]",
+        "[default: 1,2; x<=64]",
+        "[default: 4; 1<=x<=8]",
+        "[default: good]",
+        "[default: private]",
+    ):
         assert shown in output
     assert "timed" not in output and "loud" not in output
 
@@ -133,9 +146,12 @@ def test_choices_are_those_of_the_library() -> None:
     from mtp_extract.tuning.latents import MODES
     from mtp_extract.tuning.loss import OBJECTIVES
 
-    hints = get_type_hints(TuningPlan, include_extras=True)
-    assert set(about(hints["mode"]).choices) == {*MODES, "ordered"}
-    assert set(about(hints["objective"]).choices) == set(OBJECTIVES)
+    hints, written = get_type_hints(TuningPlan), get_type_hints(WritingPlan)
+    assert set(get_args(hints["mode"])) == {*MODES, "ordered"}
+    assert set(get_args(hints["objective"])) == set(OBJECTIVES)
+    assert set(get_args(RuleName)) == set(RULES)
+    assert set(get_args(Dtype)) == {dtype for listed in EVERY.values() for dtype in listed.dtypes}
+    assert written["dtype"] == Dtype | None and written["quantize"] == RuleName | None
 
 
 @pytest.mark.parametrize(
@@ -145,6 +161,7 @@ def test_choices_are_those_of_the_library() -> None:
         ({"batch": 9}, MtpExtractError, "batch of at most 8"),
         ({"share": float("nan")}, MtpExtractError, "share of at least 0"),
         ({"steps": (1, 65)}, MtpExtractError, "steps of at most 64"),
+        ({"timed": 0}, MtpExtractError, "timed of at least 1"),
         ({"mode": "slow"}, ValueError, "mode 'slow': expected fast or good"),
     ],
 )
