@@ -323,7 +323,7 @@ def options() -> set[str]:
 FOREIGN = {
     *" ".join(FLAGS.values()).split(),
     *["--metrics", "--nightly", "--refresh-blocks", "--multi_gpu", "--cpu", "--nproc-per-node", "--dist"],
-    "--hf-overrides",
+    *["--hf-overrides", "--request-rate", "--goodput"],
 }
 """Options of other programs that are named in the text."""
 
