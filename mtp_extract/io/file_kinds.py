@@ -13,17 +13,15 @@ _WRONG_FILE = "Check that it is the right file."
 _AGAIN = "The download is probably incomplete: fetch it again."
 _POINTER = "Fetch the file itself: git lfs pull, or give hf://org/repo/file."
 _PAGE = "Fetch the file itself: on the Hub its address has /resolve/ in it, and a gated model wants a login."
+_ARCHIVE = rb"PK(\x03\x04|\x05\x06|\x07\x08)|7z\xbc\xaf|.{257}ustar|\x1f\x8b|\x28\xb5\x2f\xfd|\xfd7zXZ\0|BZh[1-9]"
 
 # The first that matches decides; all match at the first byte.
 _KINDS: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/", "a Git LFS pointer, which stands for a file", _POINTER),
     (rb"(?i)\s*(<!doctype html|<html|<head)", "an HTML page", _PAGE),
-    (rb"\s*<(\?xml|\w)", "an XML text", "A server may have sent its refusal in place of the file: look into it."),
-    (rb"PK\x03\x04.{26}[^/\0]{1,200}/data\.pkl|\x80[\x02-\x05]", "a PyTorch checkpoint", _OTHER_MODEL),
     (rb"GGUF", "a GGUF file", _OTHER_MODEL),
     (rb".{5}\0{3}\{", "a safetensors file", _OTHER_MODEL),
-    (rb"PK(\x03\x04|\x05\x06|\x07\x08)|7z\xbc\xaf|.{257}ustar", "an archive", _UNPACK),
-    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|\xfd7zXZ\0|BZh[1-9]", "a compressed file", _UNPACK),
+    (_ARCHIVE, "an archive", _UNPACK),
     (rb"\0{16}", "zeros at its beginning", _AGAIN),
 )
 
