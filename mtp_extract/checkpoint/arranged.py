@@ -34,7 +34,8 @@ class Kept:
     Attributes:
         how: :data:`~mtp_extract.checkpoint.checkpoint.CODES`, :data:`FLOATS`, :data:`INDICES`, or :data:`NOTHING` where
             the weight is left out.
-        weight: as codes that lie in the file as they are, scales included; or with the numbers that are rounded.
+        weight: with the codes that are written, as :func:`~mtp_extract.checkpoint.weight.row_codes` makes them, and
+            their scales; or with the numbers that are rounded.
         rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16", "F32"); empty if
             nothing is.
         why: why it or its codes are not kept, and what keeps them; empty where they are, or where it has none.
@@ -63,7 +64,7 @@ def keep_floats(weight: Weight, dtype: str, why: str = "the format holds floats 
 
 
 class Format(Protocol):
-    """A directory layout that engines load. One module in :mod:`mtp_extract.formats` each.
+    """A directory layout that engines load. One object in :mod:`mtp_extract.formats` each.
 
     Attributes:
         name: as users call it.
@@ -76,9 +77,6 @@ class Format(Protocol):
     marker: str
     weights_file: str
     further_files: tuple[str, ...]
-
-    def recognizes(self, directory: Path) -> bool:
-        """Whether ``directory`` is of this format, from a look at its marker; that it is sound, reading will show."""
 
     def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         """How a weight will be kept, before a byte is written."""
@@ -117,11 +115,7 @@ class Arranged:
 
     @cached_property
     def files(self) -> tuple[OutputFile, ...]:
-        """The files to write, the weights first.
-
-        Raises:
-            UnsupportedError: as :meth:`Format.files`.
-        """
+        """The files to write, the weights first; raises as :meth:`Format.files`."""
         weights, *others = self.format.files(self)
         floats = {role: kept.weight for role, kept in self.kept.items() if kept.how == FLOATS}
         return (weights, *(plan_codes(weights, floats) if self.with_codes else ()), *others)
@@ -131,7 +125,7 @@ class Arranged:
         coded = any(kept.how == CODES for kept in self.kept.values())
         whys = defaultdict[tuple[str, str], list[str]](list)
         for role, kept in self.kept.items():
-            if kept.why and (coded or kept.how == NOTHING):
+            if kept.how == NOTHING or (kept.why and coded):
                 whys["Left out" if kept.how == NOTHING else "In floats", f"because {kept.why}"].append(role)
         for role, kept in self.kept.items():
             if kept.rounded_to and coded:

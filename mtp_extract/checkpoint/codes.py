@@ -18,11 +18,11 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.keys import HEADER, TEXT, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import narrowed
 from mtp_extract.checkpoint.safetensors_file import read_file
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, row_ranges, same_floats
+from mtp_extract.checkpoint.weight import Steps, Weight, same_floats
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.litertlm.storage import Packing
 
@@ -50,27 +50,22 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}
     for role, planned in weights.weights.items():
-        weight = floats.get(role)
-        steps = weight.steps if weight is not None and len(weight.shape) == 2 else None
-        if weight is None or weight.scheme is None or steps is None:
+        weight, name = floats.get(role), planned.name
+        if weight is None or weight.scheme is None or len(weight.shape) != 2:
             continue
+        steps = weight.steps
         if isinstance(weight, Constant):
             scale, zero_point = weight.source.scale, weight.source.zero_point
         else:
             shape = (-1,) if steps.block == weight.columns else steps.size.shape
             scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
         axis: Literal[0, 1] = 1 if steps.block == 1 < weight.columns else 0
-        schemes[planned.name] = _Scheme(weight.bits, steps.factor, axis)  # type: ignore[arg-type]  # as all formats keep
+        schemes[name] = _Scheme(weight.bits, steps.factor, axis)  # type: ignore[arg-type]  # as all formats keep
+        dtype = "I8" if weight.scheme.signed else "U8"
         tensors += [
-            PlannedTensor(
-                f"{planned.name}.codes",
-                "I8" if weight.scheme.signed else "U8",
-                weight.shape,
-                lambda weight=weight: (weight.codes(*rows) for rows in row_ranges(weight)),  # type: ignore[misc]
-                role,
-            ),
-            plan_array(f"{planned.name}.scale", scale),
-            plan_array(f"{planned.name}.zero_point", zero_point),
+            plan_rows(f"{name}.codes", role, weight, dtype, weight.codes),
+            plan_array(f"{name}.scale", scale),
+            plan_array(f"{name}.zero_point", zero_point),
         ]
     told = json.dumps(to_builtins(schemes), sort_keys=True)
     metadata = {"format": "pt", "mtp_extract": __version__, _SCHEMES: told}
@@ -92,58 +87,61 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
         schemes = convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
-    parts: dict[str, set[str]] = {}
-    for entry in stored:
-        parts.setdefault(entry.rpartition(".")[0], set()).add(entry.rpartition(".")[2])
     tensors = dict(checkpoint.tensors)
-    for name, found in parts.items():
+    for name, scheme in schemes.items():
         # Roles that are one stored tensor have one set of codes.
         roles = [r for r, floats in checkpoint.tensors.items() if isinstance(floats, Stored) and floats.name == name]
-        if not roles or found != {*_PARTS}:
+        parts = [stored.pop(f"{name}.{part}", None) for part in _PARTS]
+        floats = checkpoint.tensors[roles[0]] if roles else None
+        if not isinstance(floats, Stored) or len(floats.shape) != 2 or None in parts:
             raise CheckpointError(
                 f"{path}: holds codes of {escape(name)}, which is no whole weight of this checkpoint."
             )
-        weight = checkpoint.tensors[roles[0]]
-        if name not in schemes or len(weight.shape) != 2:
-            raise CheckpointError(f"{path}: nothing says how the codes of {escape(name)} are to be read.")
-        coded = _coded(path, stored, name, weight, schemes[name])
-        assert isinstance(weight, Stored)
-        if not same_floats(narrowed(coded, weight.dtype.rounding), weight):
+        coded = _coded(path, name, floats.shape, scheme, *filter(None, parts))
+        if not same_floats(narrowed(coded, floats.dtype.rounding), floats):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
             )
         tensors |= dict.fromkeys(roles, coded)
+    if stored:
+        raise CheckpointError(f"{path}: nothing says how {escape(next(iter(stored)))} is to be read.")
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _coded(path: Path, stored: Mapping[str, StoredTensor], name: str, floats: Weight, scheme: _Scheme) -> RowCodes:
-    """The codes of the weight ``name``."""
-    codes, scales, zeros = (stored[f"{name}.{part}"] for part in _PARTS)
-    if codes.dtype not in _CODE_TYPES or codes.shape != floats.shape:
-        raise CheckpointError(f"{path}: the codes of {escape(name)} are of another type or shape.")
-    if (scales.dtype, zeros.dtype) != ("F32", "I64"):
-        raise CheckpointError(f"{path}: {escape(name)}: expected scales in F32 and zero points in I64, found others.")
+def _coded(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    scheme: _Scheme,
+    codes: StoredTensor,
+    scales: StoredTensor,
+    zeros: StoredTensor,
+) -> Weight:
+    """The codes of the weight ``name``.
+
+    Raises:
+        CheckpointError: they are of another type or shape, or what they are worth is damaged.
+    """
+    kind = _CODE_TYPES.get(codes.dtype)
+    if kind is None or codes.shape != shape or (scales.dtype, zeros.dtype) != ("F32", "I64"):
+        raise CheckpointError(
+            f"{path}: {escape(name)}: expected codes in I8 or U8 of {list(shape)}, scales in F32 and zero points in "
+            "I64, found others."
+        )
     scale = read_array(path, scales, np.dtype("<f4")).reshape(-1)
     zero_point = read_array(path, zeros, np.dtype("<i8")).reshape(-1)
-    sound = 0 < abs(scheme.factor) < _LARGEST_FACTOR and bool(np.isfinite(scale).all())
-    if scale.size != zero_point.size or not scale.size or not sound:
+    steps = None
+    if scale.size == zero_point.size and np.isfinite(scale).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR:
+        # Scales of blocks lie in rows, those of columns in one.
+        across = scheme.axis == 1 and len(scales.shape) == 1
+        steps = Steps.spread(scale, zero_point, shape, scheme.factor, across=across)
+    if steps is None:
         raise CheckpointError(f"{path}: the scales of {escape(name)} are damaged.")
-    rows, columns, factor = floats.rows, floats.columns, scheme.factor
-    # Scales of blocks lie in rows, those of channels in one.
-    if len(scales.shape) == 1 and scale.size == columns and scheme.axis == 1:
-        steps = Steps.across(scale, zero_point, floats.shape, factor)
-    elif scale.size % rows == 0 and columns % (scale.size // rows) == 0:
-        steps = Steps(columns * rows // scale.size, scale.reshape(rows, -1), zero_point.reshape(rows, -1), factor)
-    elif rows % scale.size == 0:
-        each = rows // scale.size
-        steps = Steps(columns, np.repeat(scale, each)[:, None], np.repeat(zero_point, each)[:, None], factor)
-    else:
-        raise CheckpointError(f"{path}: {escape(name)} has {scale.size} scales for {list(floats.shape)}.")
-    kind = _CODE_TYPES[codes.dtype]
-    return RowCodes(
-        floats.shape,
-        Packing(scheme.bits, codes.dtype == "I8"),
+    found = steps
+    return Weight(
+        shape,
         lambda first, last: read_rows(path, codes, first, last).view(kind),
-        lambda: steps,
-        (path, codes.offset),
+        Packing(scheme.bits, codes.dtype == "I8"),
+        lambda: found,
+        origin=(path, codes.offset),
     )

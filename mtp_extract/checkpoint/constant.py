@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mtp_extract.checkpoint.weight import Steps, Weight, divided
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, divided
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.storage import Floats, Integers, QuantizedTensor
+from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.litertlm.tflite import TfliteModel
 
 
@@ -24,11 +20,13 @@ class Constant(Weight):
     """
 
     def __init__(self, shape: tuple[int, ...], source: QuantizedTensor, factor: float = 1.0) -> None:
-        tensor, location = source.tensor, source.location
-        super().__init__(shape, origin=(tensor.subgraph, tensor.index, location.begin, location.size))
-        self.source, self.factor, self.folded = source, factor, tensor.elements != math.prod(shape)
-        # No format holds codes of 16 bits.
-        self.scheme = source.packing if source.packing is not None and source.packing.bits <= 8 else None
+        self.source, self.factor, self.folded = source, factor, source.tensor.elements != math.prod(shape)
+        origin = (source.tensor.subgraph, source.tensor.index, source.location.begin, source.location.size)
+        steps = self._spread(shape)
+        if steps is None:
+            super().__init__(shape, self._stored, origin=origin)
+        else:
+            super().__init__(shape, self._stored, source.packing, lambda: steps, origin=origin)
 
     @classmethod
     def of(cls, model: TfliteModel, found: FoundRole) -> Constant:
@@ -46,35 +44,22 @@ class Constant(Weight):
         """Whether rows, or blocks of them, have scales of their own and lie in the order of the weight."""
         return not self.folded and self.source.storage.by_rows
 
-    def floats(self, first: int = 0, last: int | None = None) -> Floats:
-        return divided(self._rows(self.source.floats, first, last), self.factor)
+    def _spread(self, shape: tuple[int, ...]) -> Steps | None:
+        """What its codes are worth; None where there are no codes, or no format holds them: those of 16 bits, and
+        those whose scales lie neither by rows nor by columns."""
+        source, storage = self.source, self.source.storage
+        across = storage.columns == 1 < storage.groups == shape[-1]
+        known = across or storage.by_rows or storage.groups == 1
+        if source.packing is None or source.packing.bits > 8 or not known:
+            return None
+        scales = source.scale.reshape(-1), source.zero_point.reshape(-1)
+        return Steps.spread(*scales, shape, self.factor, across=across)
 
-    def codes(self, first: int = 0, last: int | None = None) -> Integers:
-        return self._rows(self.source.codes, first, last)
-
-    def _rows(self, read: Callable[..., npt.NDArray[Any]], first: int, last: int | None) -> npt.NDArray[Any]:
-        """Rows ``[first, last)`` of what ``read`` gives of elements ``[begin, end)``, flat."""
-        last = self.rows if last is None else last
+    def _stored(self, first: int, last: int) -> Rows:
+        """Rows of codes, or of numbers where it has no codes."""
+        read = self.source.floats if self.scheme is None else self.source.codes
         if self.folded:
-            return np.full((last - first, self.columns), read()[0])
-        return read(first * self.columns, last * self.columns).reshape(last - first, self.columns)
-
-    @cached_property
-    def steps(self) -> Steps | None:
-        if self.scheme is None:
-            return None
-        rows, columns, neighbours = self.rows, self.columns, self.source.storage.columns
-        sizes, zeros = self.source.scale.reshape(-1), self.source.zero_point.reshape(-1)
-        block = columns
-        if sizes.size == 1:
-            places = np.zeros((rows, 1), np.int64)
-        elif neighbours == 1 and sizes.size == columns:
-            return Steps.across(sizes, zeros, self.shape, self.factor)
-        elif neighbours > 1 and columns % neighbours == 0:
-            block = neighbours
-            places = np.arange(rows * (columns // block)).reshape(rows, -1) % sizes.size
-        elif neighbours > 1 and neighbours % columns == 0:
-            places = (np.arange(rows) // (neighbours // columns) % sizes.size)[:, None]
+            rows = np.full((last - first, self.columns), read()[0])
         else:
-            return None
-        return Steps(block, sizes[places], zeros[places], self.factor)
+            rows = read(first * self.columns, last * self.columns).reshape(last - first, self.columns)
+        return divided(rows, self.factor) if self.scheme is None else rows

@@ -15,23 +15,14 @@ from mtp_extract.litertlm.tflite import TensorType
 
 @dataclass(frozen=True)
 class Dtype:
-    """A floating-point type.
-
-    Attributes:
-        safetensors, transformers: its names there.
-        rounding: what a record calls a rounding to it; empty for F32, in which everything is computed.
-        size: bytes.
-        roundoff: the most by which rounding to it changes a number, as a share of it (FP16: while it is normal).
-    """
+    """A floating-point type."""
 
     type: TensorType
-    safetensors: str
-    transformers: str
-    rounding: str
-    size: int
-    roundoff: float
-    wider: tuple[str, ...] = ()
-    """Names of the types with a larger range."""
+    safetensors: str  # its name there
+    transformers: str  # and there
+    rounding: str  # what a record calls a rounding to it; empty for F32, in which everything is computed
+    roundoff: float  # the most by which rounding changes a number, as a share of it (FP16: while it is normal)
+    wider: tuple[str, ...] = ()  # names of the types with a larger range
 
     def narrow(self, values: Floats, name: str) -> npt.NDArray[np.generic]:
         """Finite numbers, flat, rounded to the nearest, ties to even; BF16 as uint16.
@@ -57,9 +48,9 @@ class Dtype:
 
 DTYPES = MappingProxyType(
     {
-        "f32": Dtype(TensorType.FLOAT32, "F32", "float32", "", 4, 2.0**-24),
-        "bf16": Dtype(TensorType.BFLOAT16, "BF16", "bfloat16", "BF16", 2, 2.0**-8, ("f32",)),
-        "f16": Dtype(TensorType.FLOAT16, "F16", "float16", "FP16", 2, 2.0**-11, ("bf16", "f32")),
+        "f32": Dtype(TensorType.FLOAT32, "F32", "float32", "", 2.0**-24),
+        "bf16": Dtype(TensorType.BFLOAT16, "BF16", "bfloat16", "BF16", 2.0**-8, ("f32",)),
+        "f16": Dtype(TensorType.FLOAT16, "F16", "float16", "FP16", 2.0**-11, ("bf16", "f32")),
     }
 )
 """Output types by their name on the command line."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -47,9 +47,6 @@ _NUMBERS = MappingProxyType(
 """Types of values by number (``gguf_type``), as NumPy calls them."""
 
 
-Value = TypeVar("Value")
-
-
 @dataclass(frozen=True)
 class Texts:
     """A list of strings, of which only the length is kept: those of a tokenizer are millions."""
@@ -62,7 +59,7 @@ class Header:
     """What a file says before its data."""
 
     metadata: Mapping[str, Any]
-    """Numbers, truth values, text; tuples of the first two, :class:`Texts` for lists of text. Numbers of FP32 are
+    """Numbers, truth values, text; lists of the first two, :class:`Texts` for lists of text. Numbers of FP32 are
     np.float32."""
     tensors: dict[str, StoredTensor]
 
@@ -88,13 +85,9 @@ def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> byt
         if key != ARCHITECTURE:
             writer.add_key_value(key, value, next(kind for python, kind in kinds if isinstance(value, python)))
     for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name,
-            tensor.shape,
-            np.dtype(np.float32),  # not looked at beside the type that follows
-            tensor.length,
-            raw_dtype=GGMLQuantizationType[tensor.dtype],
-        )
+        kind = GGMLQuantizationType[tensor.dtype]
+        # The second type is not looked at beside the first.
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.length, raw_dtype=kind)
     # The writer opens files by name only; this one is to be part of another.
     made: Any = io.BytesIO()
     writer.fout, writer.state = [made], WriterState.EMPTY
@@ -109,17 +102,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return read_gguf(path).tensors
 
 
-def as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """``metadata`` as reading finds them: plain floats are FP32 there, lists tuples, and of texts only the count."""
-
-    def stored(value: Any) -> Any:
-        if isinstance(value, list):
-            return Texts(len(value)) if value and isinstance(value[0], str) else tuple(value)
-        return np.float32(value) if type(value) is float else value
-
-    return {key: stored(value) for key, value in metadata.items()}
-
-
 def read_gguf(path: Path) -> Header:
     """What the file at ``path`` says before its data.
 
@@ -128,51 +110,63 @@ def read_gguf(path: Path) -> Header:
     """
     try:
         with open_regular(path) as file:
-            return _Reader(path, file, os.fstat(file.fileno()).st_size).header()
+            return _Reader(file).header()
     except OSError as error:
         raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{escape(path)}: {error}. The GGUF file is damaged, or no drafter of this kind."
+        ) from error
+
+
+def _require(sound: bool, otherwise: str) -> None:
+    if not sound:
+        raise ValueError(otherwise)
 
 
 class _Reader:
-    """Reads a header from its beginning, field by field."""
+    """Reads a header from its beginning, field by field. What is wrong is a ValueError."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self._path, self._file, self._size = path, file, size
-        self._limit = min(size, _LONGEST_HEADER)
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        self._limit = min(self._size, _LONGEST_HEADER)
         self._at = 0  # bytes read
 
     def header(self) -> Header:
-        if self._limit < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
-            raise CheckpointError(f"{escape(self._path)}: not a GGUF file (its first bytes are not GGUF).")
+        start = self._file.read(len(_MAGIC))
+        self._at = len(start)
+        _require(start == _MAGIC, "not a GGUF file (its first bytes are not GGUF)")
         version = self._number()
-        self._require(version == _VERSION, f"expected GGUF version {_VERSION}, little-endian, found {version}")
+        _require(version == _VERSION, f"expected GGUF version {_VERSION}, little-endian, found {version}")
         tensors, entries = self._number(8), self._number(8)
         metadata = self._named("key", entries, self._value)
         alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
         sound = type(alignment) is int and 1 <= alignment <= _LONGEST_NAME and not alignment & alignment - 1
-        self._require(sound, f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
+        _require(sound, f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
         described = self._named("tensor", tensors, self._described)
         # The tensors follow each other to the end of the file.
         found: dict[str, StoredTensor] = {}
-        end = start = at = aligned(self._at, alignment)
+        end = start_of_data = at = aligned(self._at, alignment)
         for name, (dtype, shape, offset) in described.items():
-            told = f"expected {escape(name)} to begin {at - start} bytes into the data, found {offset}"
-            self._require(at == start + offset, told)
+            expected = at - start_of_data
+            _require(
+                offset == expected, f"expected {escape(name)} to begin {expected} bytes into the data, found {offset}"
+            )
             elements, size = BLOCKS[dtype]
             found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
             end = at + found[name].length
             at = aligned(end, alignment)
-        self._require(end <= self._size, f"its tensors would end at byte {end} of {self._size}; it was cut short")
-        self._require(not found or at >= self._size, f"its header describes {at} bytes, it has {self._size}")
+        _require(end <= self._size, f"its tensors would end at byte {end} of {self._size}; it was cut short")
+        _require(not found or at >= self._size, f"its header describes {at} bytes, it has {self._size}")
         return Header(MappingProxyType(metadata), found)
 
-    def _named(self, what: str, count: int, read: Callable[[str], Value]) -> dict[str, Value]:
+    def _named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         """``count`` names, each with what ``read`` finds behind it."""
-        self._require(count <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} {what}s, found {count}")
-        found: dict[str, Value] = {}
+        _require(count <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} {what}s, found {count}")
+        found: dict[str, Any] = {}
         for _ in range(count):
             name = self._text(f"the name of a {what}", _LONGEST_NAME)
-            self._require(name not in found, f"expected each {what} once, found {escape(name)} again")
+            _require(name not in found, f"expected each {what} once, found {escape(name)} again")
             found[name] = read(name)
         return found
 
@@ -183,27 +177,26 @@ class _Reader:
         if kind != _ARRAY:
             return self._numbers(key, kind, 1)[0]
         kind, count = self._number(), self._number(8)
-        return self._skipped(count) if kind == _TEXT else tuple(self._numbers(key, kind, count))
+        return self._skipped(count) if kind == _TEXT else self._numbers(key, kind, count)
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
         told = f"{escape(key)}: expected a type of value below 13 and no list of lists, found {kind}"
-        self._require(kind in _NUMBERS, told)
+        _require(kind in _NUMBERS, told)
         dtype = np.dtype(_NUMBERS[kind])
         found = np.frombuffer(self._take(count * dtype.itemsize), dtype)
-        if kind != _BOOL:
-            return list(found) if dtype.kind == "f" else found.tolist()
-        self._require(not (found > 1).any(), f"{escape(key)}: expected truth values to be 0 or 1, found others")
-        return [bool(n) for n in found]
+        if kind == _BOOL:
+            _require(not (found > 1).any(), f"{escape(key)}: expected truth values to be 0 or 1, found others")
+            found = found.astype(bool)
+        return list(found) if dtype.kind == "f" else found.tolist()
 
     def _skipped(self, count: int) -> Texts:
-        read, at = self._file.read, self._at
+        read = self._file.read
         for _ in range(count):  # a million of them: no further call for each
             length = int.from_bytes(read(8), "little")
-            at += 8 + length
-            if at > self._limit:
+            self._at += 8 + length
+            if self._at > self._limit:
                 break
             read(length)
-        self._at = at
         self._take(0)
         return Texts(count)
 
@@ -211,24 +204,24 @@ class _Reader:
         """Type, shape (the longest stride first) and offset of a tensor."""
         dimensions = self._number()
         told = f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}"
-        self._require(1 <= dimensions <= _MOST_DIMENSIONS, told)
+        _require(1 <= dimensions <= _MOST_DIMENSIONS, told)
         shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
         kind = self._number()
         told = f"{escape(name)}: expected one of the types {', '.join(_TYPES.values())}, found number {kind}"
-        self._require(kind in _TYPES, told)
+        _require(kind in _TYPES, told)
         dtype = _TYPES[kind]
         # No tensor has more elements than eight a byte of its file.
         possible = max(*shape, math.prod(shape)) <= 8 * self._size and shape[-1] % BLOCKS[dtype][0] == 0
-        self._require(possible, f"{escape(name)}: a shape of {list(shape)} in {dtype} cannot be")
+        _require(possible, f"{escape(name)}: a shape of {list(shape)} in {dtype} cannot be")
         return dtype, shape, self._number(8)
 
     def _text(self, what: str, longest: int) -> str:
         length = self._number(8)
-        self._require(length <= longest, f"{escape(what)}: expected at most {longest} bytes of text, found {length}")
+        _require(length <= longest, f"{escape(what)}: expected at most {longest} bytes of text, found {length}")
         try:
             return self._take(length).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self._damaged(f"{escape(what)}: expected text in UTF-8, found other bytes") from error
+            raise ValueError(f"{escape(what)}: expected text in UTF-8, found other bytes") from error
 
     def _number(self, size: int = 4) -> int:
         return int.from_bytes(self._take(size), "little")
@@ -236,15 +229,9 @@ class _Reader:
     def _take(self, length: int) -> bytes:
         """The next ``length`` bytes; none is read past the limit, whatever length a file claims."""
         self._at += length
-        told = f"its header goes on to byte {self._at}, past {self._limit}; it was cut short"
-        self._require(self._at <= self._limit, told)
+        _require(
+            self._at <= self._limit, f"its header goes on to byte {self._at}, past {self._limit}; it was cut short"
+        )
         found = self._file.read(length)
-        self._require(len(found) == length, "it shrank while it was being read")
+        _require(len(found) == length, "it shrank while it was being read")
         return found
-
-    def _require(self, sound: bool, otherwise: str) -> None:
-        if not sound:
-            raise self._damaged(otherwise)
-
-    def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{escape(self._path)}: {why}. The GGUF file is damaged, or no drafter of this kind.")

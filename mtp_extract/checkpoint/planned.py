@@ -14,10 +14,8 @@ import numpy.typing as npt
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import Dtype
-from mtp_extract.checkpoint.weight import Weight, row_ranges
+from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
 from mtp_extract.errors import CheckpointError, escape
-
-Chunks = Iterator["npt.NDArray[np.generic]"]
 
 BLOCKS = MappingProxyType(
     {
@@ -31,7 +29,7 @@ BLOCKS = MappingProxyType(
 )
 """Elements and bytes of the least piece of every type, by its name in safetensors and GGUF."""
 
-_ARRAY_DTYPES = MappingProxyType({"float32": "F32", "int64": "I64"})
+_ARRAY_DTYPES = MappingProxyType({"float32": "F32", "int64": "I64", "bool": "BOOL"})
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class PlannedTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    produce: Callable[[], Chunks] = field(repr=False)
+    produce: Callable[[], Iterator[npt.NDArray[Any]]] = field(repr=False)
     role: str = ""
 
     @property
@@ -78,9 +76,8 @@ class OutputFile:
         """Role → the tensor of its numbers or codes, which is the first of the role."""
         found: dict[str, PlannedTensor] = {}
         for tensor in self.tensors:
-            if tensor.role:
-                found.setdefault(tensor.role, tensor)
-        return found
+            found.setdefault(tensor.role, tensor)
+        return {role: tensor for role, tensor in found.items() if role}
 
 
 def json_text(document: Mapping[str, Any]) -> str:
@@ -88,21 +85,27 @@ def json_text(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def plan_floats(name: str, role: str, tensor: Weight, stored: Dtype) -> PlannedTensor:
-    """The real numbers of ``tensor``, rounded to ``stored``; infinities and NaN are refused."""
-
-    def rounded() -> Iterator[npt.NDArray[np.generic]]:
-        for rows in row_ranges(tensor):
-            chunk = tensor.floats(*rows).reshape(-1)
-            if not np.isfinite(chunk).all():
-                raise CheckpointError(
-                    f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."
-                )
-            yield stored.narrow(chunk, name)
-
-    return PlannedTensor(name, stored.safetensors, tensor.shape, rounded, role)
+def plan_rows(
+    name: str, role: str, weight: Weight, dtype: str, made: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
+) -> PlannedTensor:
+    """A tensor of what is ``made`` of some rows ``[first, last)`` of ``weight`` at a time; of its shape by default."""
+    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (made(*rows) for rows in row_ranges(weight)), role)
 
 
-def plan_array(name: str, array: npt.NDArray[np.generic], role: str = "") -> PlannedTensor:
+def plan_floats(name: str, role: str, weight: Weight, stored: Dtype) -> PlannedTensor:
+    """The real numbers of ``weight``, rounded to ``stored``; infinities and NaN are refused."""
+
+    def rounded(first: int, last: int) -> Rows:
+        numbers = weight.floats(first, last).reshape(-1)
+        if not np.isfinite(numbers).all():
+            raise CheckpointError(
+                f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."
+            )
+        return stored.narrow(numbers, name)
+
+    return plan_rows(name, role, weight, stored.safetensors, rounded)
+
+
+def plan_array(name: str, array: npt.NDArray[Any], role: str = "") -> PlannedTensor:
     """A small array as it is."""
     return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([array]), role)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -11,9 +11,8 @@ import numpy as np
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
-from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, steps_of, unpacked
-from mtp_extract.checkpoint.packing import Codes
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, row_codes, row_ranges
+from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES, Codes
+from mtp_extract.checkpoint.weight import Steps, Weight, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.litertlm.storage import Floats, Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
@@ -31,7 +30,7 @@ def narrowed(weight: Weight, rounded_to: str) -> Weight:
         values = weight.floats(first, last)
         return dtype.widen(dtype.narrow(values.reshape(-1), "a tensor").tobytes()).reshape(values.shape)
 
-    return Weight(weight.shape, floats, weight.origin)
+    return Weight(weight.shape, floats, origin=weight.origin)
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,17 @@ class Rule:
 
     Attributes:
         block: neighbouring elements of a row that share a step; 0 for the whole row.
-        round: float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``.
     """
 
     name: str
     bits: int
     block: int
-    round: Callable[[Floats], tuple[Codes, Floats]]
 
     def fits(self, weight: Weight) -> bool:
         """Whether ``weight`` is a matrix whose rows are whole blocks."""
         return len(weight.shape) == 2 and weight.columns % (self.block or 1) == 0
 
-    def rounded(self, original: Weight) -> RowCodes:
+    def rounded(self, original: Weight) -> Weight:
         """A matrix of floats as codes: made whenever they are asked for, never all in memory.
 
         Raises:
@@ -60,60 +57,48 @@ class Rule:
         """
         block = self.block or original.columns
 
-        def made(first: int, last: int) -> tuple[Codes, Floats]:
-            values = original.floats(first, last)
-            if not np.isfinite(values).all():
-                raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
-            codes, steps = self.round(values.reshape(-1, block))
-            return codes.reshape(values.shape), steps.reshape(len(values), -1)
+        def codes(first: int, last: int) -> Codes:
+            return self._round(original.floats(first, last).reshape(-1, block))[0].reshape(last - first, -1)
 
-        return RowCodes(
-            original.shape,
-            Packing(self.bits, signed=True),
-            lambda first, last: made(first, last)[0],
-            lambda: Steps.around_zero(block, np.concatenate([made(*rows)[1] for rows in row_ranges(original)])),
-            original.origin,
-            self.name,
-        )
+        def steps() -> Steps:
+            parts = [self._round(original.floats(*rows).reshape(-1, block))[1] for rows in row_ranges(original)]
+            return Steps.around_zero(block, np.concatenate(parts).reshape(original.rows, -1))
 
+        packing = Packing(self.bits, signed=True)
+        return Weight(original.shape, codes, packing, steps, origin=original.origin, rule=self.name)
 
-def _ggml(bits: int) -> Rule:
-    """ggml's, with FP16 steps of blocks, as the ``gguf`` package has it."""
-    kind = BLOCK_TYPES[bits]
-
-    def rounded(blocks: Floats) -> tuple[Codes, Floats]:
+    def _round(self, blocks: Floats) -> tuple[Codes, Floats]:
+        """Codes of ``blocks``, ``[blocks, block]``, and a step each: ai-edge-quantizer's rule, symmetric, with F32
+        steps of rows; or ggml's, with FP16 steps of blocks, as the ``gguf`` package has it."""
+        if not np.isfinite(blocks).all():
+            raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
+        if not self.block:
+            storage = Storage(TensorType[f"INT{self.bits}"], blocks.shape, "per_channel")
+            scale, _, found = storage.quantized(blocks)
+            return found.astype(np.int8), scale
         from gguf import quants
 
+        kind = BLOCK_TYPES[self.bits]
         with np.errstate(over="ignore"):
             stored = getattr(quants, kind.name).quantize_blocks(blocks)
-        steps = steps_of(kind, stored).reshape(-1)
+        steps = kind.steps(stored).reshape(-1)
         if not np.isfinite(steps).all():
             raise UnsupportedError("The steps of this rule are FP16, and weights this large leave its range.")
-        return unpacked(kind, stored), steps
-
-    return Rule(kind.name.lower(), bits, BLOCK, rounded)
-
-
-def _per_channel(bits: int) -> Rule:
-    """ai-edge-quantizer's, symmetric, with F32 steps of rows."""
-
-    def rounded(rows: Floats) -> tuple[Codes, Floats]:
-        scale, _, codes = Storage(TensorType[f"INT{bits}"], rows.shape, "per_channel").quantized(rows)
-        return codes.astype(np.int8), scale
-
-    return Rule(f"int{bits}", bits, 0, rounded)
+        return kind.codes(stored), steps
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {rule.name: rule for rule in (_ggml(4), _ggml(8), _per_channel(4), _per_channel(8))}
+    {
+        rule.name: rule
+        for rule in (Rule("q4_0", 4, BLOCK), Rule("q8_0", 8, BLOCK), Rule("int4", 4, 0), Rule("int8", 8, 0))
+    }
 )
 """Every rule by name."""
 
 
 def made_here(checkpoint: Checkpoint) -> dict[str, str]:
     """Role → the rule by which its codes were made here of floats."""
-    weights = checkpoint.tensors.items()
-    return {role: weight.rule for role, weight in weights if isinstance(weight, RowCodes) and weight.rule}
+    return {role: weight.rule for role, weight in checkpoint.tensors.items() if weight.rule}
 
 
 def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()) -> Checkpoint:
@@ -148,18 +133,21 @@ def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
         if step in RULES and RULES[step].fits(tensor):
             # Rules are for matrices of floats: codes that there were had been left behind by then.
             tensor = RULES[step].rounded(narrowed(tensor, ""))
-            continue
-        if step in ROUNDED_TO:
+        elif step in ROUNDED_TO:
             tensor = narrowed(tensor, step)
-            continue
-        try:
-            kind, codes = {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}[step], row_codes(tensor)
-        except (KeyError, NoCodesError) as error:
-            raise CheckpointError(
-                f"{escape(step)} cannot be done again: it is no step of this release, or the weight has no codes with "
-                "scales by row."
-            ) from error
-        grid = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
-        packing = Packing(codes.bits, signed=True)
-        tensor = RowCodes(codes.shape, packing, codes.codes, lambda grid=grid: grid, codes.origin)  # type: ignore[misc]
+        else:
+            tensor = _with_scales(tensor, step)
     return tensor
+
+
+def _with_scales(tensor: Weight, step: str) -> Weight:
+    """The codes of ``tensor`` around 0, their scales rounded as ``step`` says."""
+    try:
+        kind, codes = {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}[step], row_codes(tensor)
+    except (KeyError, NoCodesError) as error:
+        raise CheckpointError(
+            f"{escape(step)} cannot be done again: it is no step of this release, or the weight has no codes with "
+            "scales by row."
+        ) from error
+    grid = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
+    return Weight(codes.shape, codes.codes, Packing(codes.bits, signed=True), lambda: grid, origin=codes.origin)

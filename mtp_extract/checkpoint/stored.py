@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
-from mtp_extract.checkpoint.weight import Indices, Weight
+from mtp_extract.checkpoint.weight import Rows, Weight, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.files import open_regular
-from mtp_extract.litertlm.storage import Floats
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,7 +47,7 @@ class Stored(Weight):
 
     def __init__(self, path: Path, tensor: StoredTensor, name: str = "", cut: tuple[int, int] | None = None) -> None:
         shape = tensor.shape if cut is None else (tensor.shape[0], cut[1] - cut[0])
-        super().__init__(shape, origin=(path, tensor.offset) if cut is None else None)
+        super().__init__(shape, self._values, origin=(path, tensor.offset) if cut is None else None)
         self.path, self.tensor, self.name, self.cut, self._latest = path, tensor, name, cut, _Latest()
 
     @property
@@ -70,27 +69,19 @@ class Stored(Weight):
         part._latest = self._latest
         return part
 
-    def floats(self, first: int = 0, last: int | None = None) -> Floats:
-        last = self.rows if last is None else last
+    def _values(self, first: int, last: int) -> Rows:
+        if self.tensor.dtype == "I64":
+            return read_rows(self.path, self.tensor, first, last).view("<i8")
         if self.cut is None:
-            return self.dtype.widen(self._rows(first, last).data).reshape(last - first, -1)
+            return self.dtype.widen(read_rows(self.path, self.tensor, first, last).data).reshape(last - first, -1)
         latest, (begin, end) = self._latest, self.cut
         if latest.rows != (first, last):
             # The same memory again: mapping it anew, page by page, costs as much as reading.
             latest.rows = None
             latest.read = read_rows(self.path, self.tensor, first, last, latest.read)
             latest.rows = first, last
-        part = latest.read[:, begin * self.dtype.size : end * self.dtype.size]
+        part = latest.read.reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
         return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
-
-    def indices(self) -> Indices:
-        if self.tensor.dtype != "I64":
-            raise CheckpointError(f"{self.path}: expected indices in I64, found {self.tensor.dtype}.")
-        found: Indices = self._rows(0, self.rows).reshape(-1).view("<i8").reshape(self.shape)
-        return found
-
-    def _rows(self, first: int, last: int) -> Bytes:
-        return read_rows(self.path, replace(self.tensor, shape=(self.rows,)), first, last)
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:
@@ -104,16 +95,12 @@ def common_dtype(weights: Iterable[Weight]) -> str:
 
 
 def read_array(path: Path, stored: StoredTensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """All of ``stored``, in its shape, its bytes taken as ``dtype``.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has shrunk.
-    """
-    return read_rows(path, replace(stored, shape=(1,)), 0, 1).reshape(-1).view(dtype).reshape(stored.shape)
+    """All of ``stored``, in its shape, its bytes taken as ``dtype``; as :func:`read_rows`."""
+    return read_rows(path, stored, 0, rows_of(stored.shape)[0]).reshape(-1).view(dtype).reshape(stored.shape)
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Bytes | None = None) -> Bytes:
-    """Rows ``[first, last)`` of the matrix ``stored`` as its bytes, ``[last − first, bytes of a row]``.
+    """Rows ``[first, last)`` of ``stored``, as of a weight of its shape, as bytes, ``[last − first, bytes of a row]``.
 
     Args:
         into: an array to read them into, where it is of that shape.
@@ -121,7 +108,7 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     Raises:
         CheckpointError: the file cannot be read, or has shrunk.
     """
-    row = stored.length // max(stored.shape[0], 1)
+    row = stored.length // max(rows_of(stored.shape)[0], 1)
     shape = last - first, row
     found = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
     rest, offset = found.reshape(-1).data, stored.offset + first * row

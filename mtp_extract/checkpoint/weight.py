@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ ROW_STEP = 8
 _WIDTHS = (2, 4, 8)
 
 Indices = npt.NDArray[np.int64]
+Rows = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,30 @@ class Steps:
         return cls(block, size, np.broadcast_to(np.int64(0), size.shape))
 
     @classmethod
-    def across(cls, size: Floats, zero_point: npt.NDArray[np.int64], shape: tuple[int, ...], factor: float) -> Steps:
-        """A step for each column of a matrix of ``shape``."""
-        return cls(1, np.broadcast_to(size, shape), np.broadcast_to(zero_point, shape), factor)
+    def spread(
+        cls, size: Floats, zero_point: npt.NDArray[np.int64], shape: tuple[int, ...], factor: float, *, across: bool
+    ) -> Steps | None:
+        """Steps as they lie, flat, over a matrix of ``shape``: one a column, if ``across``; else in the order of its
+        elements, each for a row, for several, or for a part of one. None where they are none of these."""
+        rows, columns = rows_of(shape)
+        if across:
+            if size.size != columns:
+                return None
+            return cls(1, np.broadcast_to(size, (rows, columns)), np.broadcast_to(zero_point, (rows, columns)), factor)
+        each, blocks = max(rows // max(size.size, 1), 1), max(size.size // max(rows, 1), 1)
+        if each * size.size != rows * blocks or columns % blocks:
+            return None
+
+        def by_row(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.broadcast_to(stored[:, None], (stored.size, each)).reshape(rows, blocks)
+
+        return cls(columns // blocks, by_row(size), by_row(zero_point), factor)
 
     def by_row(self) -> Steps:
         """The same, with one step a row where the blocks of every row share it: a format may have repeated it."""
         if self.size.shape[1] < 2 or (self.size != self.size[:, :1]).any() or self.zero_point.any():
             return self
-        return replace(
-            self, block=self.block * self.size.shape[1], size=self.size[:, :1], zero_point=self.zero_point[:, :1]
-        )
+        return Steps(self.block * self.size.shape[1], self.size[:, :1], self.zero_point[:, :1], self.factor)
 
     def in_blocks(self, block: int) -> Floats:
         """Its size for every ``block`` neighbours, a divisor of its own: float32 ``[rows, columns / block]``."""
@@ -77,35 +92,48 @@ class Steps:
 class Weight:
     """A weight of a role: the rows of the first axis of a matrix, and one row for anything else.
 
-    This one has numbers alone. Others are :class:`RowCodes`, and those that lie in a bundle
-    (:class:`~mtp_extract.checkpoint.constant.Constant`) or in a file of tensors
-    (:class:`~mtp_extract.checkpoint.stored.Stored`).
+    Those that lie in a bundle (:class:`~mtp_extract.checkpoint.constant.Constant`) or in a file of tensors
+    (:class:`~mtp_extract.checkpoint.stored.Stored`) say where, too.
 
     Args:
         shape: ``[out, in]`` of a matrix, ``[size]`` of a vector.
-        read: float32 of rows ``[first, last)``, ``[last − first, columns]``; ``first`` is a multiple of
-            :data:`ROW_STEP`.
+        read: rows ``[first, last)``, ``[last − first, columns]``: codes, int8 or uint8, where there is a ``scheme``;
+            else float32, or the int64 indices of an ordered head. ``first`` is a multiple of :data:`ROW_STEP`.
+        scheme: width and sign of its codes; None where it has none.
+        steps: makes what its codes are worth, when that is first asked for.
         origin: equal for weights that are one stored constant; None where the question makes no sense.
+        rule: the name of the rule by which its codes were made of floats; empty where they were not made here.
     """
 
-    scheme: Packing | None = None
-    """Width and sign of its codes; None for a weight that has only floats."""
-
     def __init__(
-        self, shape: tuple[int, ...], read: Callable[[int, int], Floats] | None = None, origin: object = None
+        self,
+        shape: tuple[int, ...],
+        read: Callable[[int, int], Rows],
+        scheme: Packing | None = None,
+        steps: Callable[[], Steps] | None = None,
+        *,
+        origin: object = None,
+        rule: str = "",
     ) -> None:
-        self.shape, self.origin, self._read = shape, origin, read
+        self.shape, self.scheme, self.origin, self.rule = shape, scheme, origin, rule
         self.rows, self.columns = rows_of(shape)
+        self._read, self._steps = read, steps
 
     @property
     def bits(self) -> int:
         """Of a code; 0 where there are none."""
         return self.scheme.bits if self.scheme is not None else 0
 
-    @property
-    def steps(self) -> Steps | None:
-        """What its codes are worth; None where it has none, or where that is no matter of rows and blocks of them."""
-        return None
+    @cached_property
+    def steps(self) -> Steps:
+        """What its codes are worth.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        if self._steps is None:
+            raise CheckpointError("a tensor of floats was asked for scales")
+        return self._steps()
 
     def floats(self, first: int = 0, last: int | None = None) -> Floats:
         """The real numbers of rows ``[first, last)``: float32 ``[last − first, columns]``.
@@ -113,17 +141,22 @@ class Weight:
         Raises:
             CheckpointError: it holds indices.
         """
-        if self._read is None:
+        rows = self._rows(first, last)
+        if self.scheme is not None:
+            return self.steps.floats(rows, first)
+        if rows.dtype != np.float32:
             raise CheckpointError("a tensor of indices was asked for floats")
-        return self._read(first, self.rows if last is None else last)
+        return rows
 
     def codes(self, first: int = 0, last: int | None = None) -> Integers:
         """The codes of rows ``[first, last)``: int8 or uint8 ``[last − first, columns]``.
 
         Raises:
-            CheckpointError: it has only floats.
+            CheckpointError: it has none.
         """
-        raise CheckpointError("a tensor of floats was asked for integers")
+        if self.scheme is None:
+            raise CheckpointError("a tensor of floats was asked for integers")
+        return self._rows(first, last)
 
     def indices(self) -> Indices:
         """All indices of an ordered head, int64, in its shape.
@@ -131,7 +164,10 @@ class Weight:
         Raises:
             CheckpointError: it holds numbers.
         """
-        raise CheckpointError("a tensor of numbers was asked for indices")
+        found: Indices = self._rows(0, None)
+        if found.dtype != np.int64:
+            raise CheckpointError("a tensor of numbers was asked for indices")
+        return found.reshape(self.shape)
 
     def array(self) -> Floats:
         """All of it, float32, in its shape."""
@@ -140,49 +176,8 @@ class Weight:
             result[first:last] = self.floats(first, last)
         return result.reshape(self.shape)
 
-
-class RowCodes(Weight):
-    """A matrix of codes whose steps are known, a row's or a block's; its numbers are made of them.
-
-    Args:
-        codes: of rows ``[first, last)``, int8 or uint8; ``first`` is a multiple of :data:`ROW_STEP`.
-        steps: what they are worth; called once.
-        rule: the name of the rule by which they were made of floats; empty where they were not made here.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        scheme: Packing,
-        codes: Callable[[int, int], Integers],
-        steps: Callable[[], Steps],
-        origin: object = None,
-        rule: str = "",
-    ) -> None:
-        super().__init__(shape, origin=origin)
-        self.scheme, self.rule, self._codes, self._steps = scheme, rule, codes, steps
-
-    @cached_property
-    def steps(self) -> Steps:
-        """What its codes are worth."""
-        return self._steps()
-
-    def codes(self, first: int = 0, last: int | None = None) -> Integers:
-        return self._codes(first, self.rows if last is None else last)
-
-    def floats(self, first: int = 0, last: int | None = None) -> Floats:
-        return self.steps.floats(self.codes(first, last), first)
-
-
-class OfIndices(Weight):
-    """The indices of an ordered head in memory, int64."""
-
-    def __init__(self, array: Indices) -> None:
-        super().__init__(array.shape)
-        self._array = array
-
-    def indices(self) -> Indices:
-        return self._array
+    def _rows(self, first: int, last: int | None) -> Rows:
+        return self._read(first, self.rows if last is None else last)
 
 
 def filled(shape: tuple[int, ...], value: float = 1.0) -> Weight:
@@ -191,14 +186,19 @@ def filled(shape: tuple[int, ...], value: float = 1.0) -> Weight:
     return Weight(shape, lambda first, last: np.full((last - first, columns), value, np.float32))
 
 
-def of_array(array: Floats) -> Weight:
-    """A weight in memory, float32: what a training made."""
+def of_array(array: Floats | Indices) -> Weight:
+    """A weight in memory, float32, or the indices of an ordered head, int64: what a training made."""
     rows = np.ascontiguousarray(array).reshape(rows_of(array.shape))
 
-    def read(first: int, last: int, kept: Floats = array) -> Floats:  # so that no other array gets its id
+    def read(first: int, last: int, kept: Rows = array) -> Rows:  # so that no other array gets its id
         return rows[first:last]
 
     return Weight(array.shape, read, origin=id(array))
+
+
+def of_codes(codes: Integers, scheme: Packing, steps: Steps, origin: object = None) -> Weight:
+    """A matrix of codes in memory, int8 or uint8 ``[out, in]``."""
+    return Weight(codes.shape, lambda first, last: codes[first:last], scheme, lambda: steps, origin=origin)
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -213,46 +213,44 @@ def row_ranges(weight: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple
     return ((first, min(first + count, weight.rows)) for first in range(0, weight.rows, count))
 
 
-def row_codes(weight: Weight) -> RowCodes:
+def row_codes(weight: Weight) -> Weight:
     """``weight`` as every format that keeps integers writes it: signed codes less their zero points, of the least of 2,
     4 and 8 bits that hold every code the stored type can have, and steps without the factor folded into them.
 
     Raises:
         NoCodesError: it is stored as floats, has scales across its rows, or codes that do not fit 8 bits around zero.
     """
-    scheme, steps = weight.scheme, weight.steps
-    if scheme is None or len(weight.shape) != 2:
+    if weight.scheme is None or len(weight.shape) != 2:
         raise NoCodesError("it is stored as floats")
-    if steps is None or (steps.block == 1 and weight.shape[1] > 1):
+    scheme, steps = weight.scheme, weight.steps
+    if steps.block == 1 and weight.columns > 1:
         raise NoCodesError("its scales run across the rows")
     low, high = scheme.lowest - int(steps.zero_point.max()), scheme.highest - int(steps.zero_point.min())
     bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
         raise NoCodesError("its zero points are not 0, and what is left of the codes does not fit 8 bits")
-    zeros, block = steps.zero_point[:, :, None], steps.block
 
     def codes(first: int, last: int) -> Integers:
-        stored = weight.codes(first, last)
-        if not zeros[first:last].any():
+        stored, zeros = weight.codes(first, last), steps.zero_point[first:last, :, None]
+        if not zeros.any():
             return stored.astype(np.int8, copy=False)
-        shaped = stored.reshape(len(stored), -1, block).astype(np.int16) - zeros[first:last]
+        shaped = stored.reshape(len(stored), -1, steps.block).astype(np.int16) - zeros
         return shaped.reshape(stored.shape).astype(np.int8)
 
     size = steps.size if steps.factor == 1.0 else (steps.size.astype(np.float64) / steps.factor).astype(np.float32)
-    grid = Steps.around_zero(block, size)
-    return RowCodes(weight.shape, Packing(bits, True), codes, lambda: grid, weight.origin)
+    grid = Steps.around_zero(steps.block, size)
+    return Weight(weight.shape, codes, Packing(bits, True), lambda: grid, origin=weight.origin)
 
 
 def has_exact_steps(weight: Weight) -> bool:
     """Whether the steps of its codes are the stored scales, to the bit: nothing was folded into them."""
-    return weight.steps is None or weight.steps.factor == 1.0
+    return weight.scheme is None or weight.steps.factor == 1.0
 
 
 def same_codes(one: Weight, other: Weight) -> bool:
     """Whether both hold the same codes, whatever the steps."""
-    return one.shape == other.shape and all(
-        np.array_equal(one.codes(*rows), other.codes(*rows)) for rows in row_ranges(one)
-    )
+    ranges = row_ranges(one)
+    return one.shape == other.shape and all(np.array_equal(one.codes(*rows), other.codes(*rows)) for rows in ranges)
 
 
 def same_floats(one: Weight, other: Weight) -> bool:
@@ -271,8 +269,10 @@ def same_weight(made: Weight, found: Weight) -> bool:
     # Codes with scales across the rows, or whose zero points leave 8 bits, are compared as they are stored.
     with suppress(NoCodesError):
         made, found = row_codes(made), row_codes(found)
+    if made.scheme is None or not same_codes(made, found):
+        return False
     one, other = made.steps, found.steps
-    if one is None or other is None or one.factor != other.factor or not same_codes(made, found):
+    if one.factor != other.factor:
         return False
     if not (one.zero_point.any() or other.zero_point.any()):
         block = math.gcd(one.block, other.block)

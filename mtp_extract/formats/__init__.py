@@ -169,9 +169,15 @@ def format_of(directory: Path) -> Format:
     Raises:
         CheckpointError: it is of none.
     """
+    if directory.suffix == ".gguf" and directory.is_file():
+        return format_named("gguf")
+    if (config := directory / "config.json").is_file():
+        from mtp_extract.formats.reading import kind_of  # no format is imported before it is needed
+
+        return format_named(kind_of(config))
     formats = [format_named(name) for name in EVERY]
     for found in formats:
-        if found.recognizes(directory):
+        if any(path.is_file() for path in directory.glob(found.marker)):
             return found
     if not directory.exists():
         what = "a checkpoint's directory or an id of the Hugging Face Hub, found neither. Check the path"

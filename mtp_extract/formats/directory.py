@@ -1,8 +1,8 @@
 """Directories with transformers' names and configuration, in which matrices are floats or packed integers.
 
-A packed matrix is several tensors. The first holds its codes, the second its scales; whatever else a format wants is
-made of the scales, and compared with that when it is read. The shapes of the first two say how a matrix is packed, so
-that the configuration is made of the tensors and compared with the one that lies beside them.
+A packed matrix is several tensors: its codes, its scales, and whatever else a format wants, which is made of the scales
+and compared with that when it is read. The shapes of codes and scales say how a matrix is packed, so that the
+configuration is made of the tensors and compared with the one that lies beside them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,10 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import AllowedKeys, at
-from mtp_extract.checkpoint.packing import pack, unpack
-from mtp_extract.checkpoint.planned import BLOCKS, OutputFile, PlannedTensor, json_text, plan_array
+from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
+from mtp_extract.checkpoint.planned import BLOCKS, OutputFile, PlannedTensor, json_text, plan_array, plan_rows
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array, read_rows
-from mtp_extract.checkpoint.weight import (
-    RowCodes,
-    Steps,
-    Weight,
-    has_exact_steps,
-    row_codes,
-    row_ranges,
-    same_floats,
-)
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, same_floats
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.transformers import (
@@ -73,77 +65,62 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of the tensors that hold a matrix.
-
-    Attributes:
-        suffix: what its name adds to the module's.
-        dtype: safetensors' name of its type; codes of type I8 are not packed.
-        make: its values from the scales, float32 ``[out, in / group]``; None for codes and static scales.
-    """
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
-    make: Callable[[Floats], npt.NDArray[Any]] | None = None
-
-
-@dataclass(frozen=True)
 class DirectoryFormat:
     """``config.json``, ``generation_config.json`` and ``model.safetensors``; packed, if ``key`` is given.
 
     Attributes:
         key: of the configuration's entry that says how matrices are packed.
-        parts: the tensors that hold a matrix, its codes first, its scales second.
+        codes: what the name of the tensor of a matrix's codes adds to the module's, and its type; in U8 codes of 8 bits
+            are I8.
+        arrays: the same → the other tensors of a matrix, made of its scales, float32 ``[out, in / group]``, which are
+            the first.
+        static: the same of two further tensors, the static scales of what goes in and comes out, 0 where there are
+            none.
         document: the configuration's entry, of the modules that are packed and the matrices that stay in floats.
         groups: neighbouring elements of a row that may share a scale, the longest first.
         rows: whether a whole row may share one, whatever its length.
         unfit: why no other block of {block} elements is held, and what holds it.
         unties: whether a packed head is a module of its own; else it is the embedding.
         floats_head_for: an engine that takes a head of floats only.
-        static: suffixes of two further tensors, the static scales of what goes in and comes out, 0 where there are
-            none.
         header: what the weights file calls its tensors' format.
         tolerated: what the configuration's entry may say otherwise than it is written here.
     """
 
     name: str
     key: str = ""
-    parts: Callable[[Packed], Sequence[Part]] = lambda packed: ()
+    codes: tuple[str, str] = ("", "")
+    arrays: Callable[[Packed, Floats], dict[str, npt.NDArray[Any]]] = lambda packed, scales: {}
+    static: tuple[str, ...] = ()
     document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
     groups: tuple[int, ...] = ()
     rows: bool = False
     unfit: str = ""
     unties: bool = True
     floats_head_for: str = ""
-    static: tuple[str, ...] = ()
     header: str = "pt"
     tolerated: AllowedKeys = field(default_factory=dict)
-    marker: str = "config.json"
+    marker: str = reading.CONFIG
     weights_file: str = "model.safetensors"
     further_files: tuple[str, ...] = (GENERATION_FILE,)
-
-    def recognizes(self, directory: Path) -> bool:
-        return reading.kind_of(directory / self.marker) == self.name
 
     def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         if role.kind == INDEX:
             return Kept(INDICES, weight)
+        if not self.key:
+            return keep_floats(weight, dtype)
         try:
             codes = self._codes(role, weight)
         except NoCodesError as error:
-            return keep_floats(weight, "f32" if self.key else dtype, str(error))
+            return keep_floats(weight, "f32", str(error))
         # What a converter folded into the scales is divided out, and the quotient rounded once.
         return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
 
-    def _codes(self, role: Role, weight: Weight) -> RowCodes:
+    def _codes(self, role: Role, weight: Weight) -> Weight:
         """The codes of a matrix that will be packed.
 
         Raises:
             NoCodesError: they cannot be: why, and what keeps them.
         """
-        if not self.key:
-            raise NoCodesError("the format holds floats only")
         codes = row_codes(weight)
         sizes = codes.steps.size
         if not has_exact_steps(weight) and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any()):
@@ -152,7 +129,7 @@ class DirectoryFormat:
             raise NoCodesError("it has negative scales (gguf holds them)")
         if role.name == HEAD and self.floats_head_for:
             raise NoCodesError(f"{self.floats_head_for} takes a head of floats only; without it the codes are kept")
-        if not any(codes.steps.block % group == 0 for group in self._groups(codes.shape[1])):
+        if not any(codes.steps.block % group == 0 for group in self._groups(codes.columns)):
             raise NoCodesError(self.unfit.format(block=codes.steps.block))
         return codes
 
@@ -162,69 +139,91 @@ class DirectoryFormat:
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
         checkpoint, kept, config = arranged.checkpoint, arranged.kept, arranged.checkpoint.mtp
-        matrices = [role.name for role in shapes_of(config) if role.kind == MATRIX]
-        fit = {role: row_codes(kept[role].weight) for role in matrices if kept[role].how == CODES}
-        if self.key and not fit:
-            plain = any(kept[role].weight.scheme is None for role in matrices)
+        packed: dict[str, Packed] = {}
+        for name, own in kept.items():
+            if own.how == CODES:
+                codes = own.weight
+                group = next(group for group in self._groups(codes.columns) if codes.steps.block % group == 0)
+                packed[name] = Packed(codes.shape, codes.bits, group)
+        if self.key and not packed:
+            plain = any(len(own.weight.shape) == 2 and own.weight.scheme is None for own in kept.values())
             such = "Extract the bundle in this format or with its codes, round the matrices to such, or choose"
             raise UnsupportedError(
                 f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
                 f"{such if plain else 'Choose'} the transformers format, which the same engines load.",
                 remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
-        if config.ordered_head is not None and HEAD in fit:
+        if config.ordered_head is not None and HEAD in packed:
             raise UnsupportedError(
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
                 "integers. Leave lm_head in floats."
             )
-        packed: dict[str, Packed] = {}
-        for name, codes in fit.items():
-            group = next(group for group in self._groups(codes.columns) if codes.steps.block % group == 0)
-            packed[name] = Packed(codes.shape, codes.bits, group)
         tensors: list[PlannedTensor] = []
-        for role, (stem, parts) in self._layout(config, packed).items():
-            if role.name in fit:
+        for role, stem in self._stems(config, packed).items():
+            own = kept[role.name]
+            if how := packed.get(role.name):
                 activations = checkpoint.activations.get(role.name, (None, None))
-                tensors += _plan_matrix(stem, role.name, fit[role.name], packed[role.name], parts, activations)
+                tensors += self._plan_matrix(stem, role.name, own.weight, how, activations)
             else:
-                tensors.append(kept[role.name].tensor(stem, role))
+                tensors.append(own.tensor(stem, role))
+        metadata = {"format": self.header, "mtp_extract": __version__}
+        notes = tuple(_notes(checkpoint, packed)) if self.static else ()
         dtype = DTYPES["f32" if self.key else arranged.dtype].transformers
         return [
-            OutputFile(
-                self.weights_file,
-                tensors=tuple(tensors),
-                metadata={"format": self.header, "mtp_extract": __version__},
-                notes=tuple(_notes(checkpoint, packed)) if self.static else (),
-            ),
+            OutputFile(self.weights_file, tensors=tuple(tensors), metadata=metadata, notes=notes),
             OutputFile(self.marker, text=json_text(self._document(config, packed, dtype))),
             OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
 
-    def _layout(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> dict[Role, tuple[str, tuple[Part, ...]]]:
-        """What the tensors of every role are called: what their names begin with, and what each adds."""
-        found: dict[Role, tuple[str, tuple[Part, ...]]] = {}
-        for role, shape in shapes_of(config).items():
+    def _stems(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> dict[Role, str]:
+        """What the tensors of every role are called: the name of the one, or with what those of a module begin."""
+        found: dict[Role, str] = {}
+        for role in shapes_of(config):
             own_head = role.name == HEAD and self.unties and HEAD in packed
             name = f"{HEAD}{_WEIGHT}" if own_head else role.names["transformers"]
-            if how := packed.get(role.name):
-                static = (Part(suffix, "F32", ()) for suffix in self.static)
-                found[role] = name.removesuffix(_WEIGHT), (*self.parts(how), *static)
-            else:
-                floats = "F32" if self.key else ""  # or any other
-                found[role] = name, (Part("", "I64" if role.kind == INDEX else floats, shape),)
+            found[role] = name.removesuffix(_WEIGHT) if role.name in packed else name
         return found
 
     def _document(self, config: DrafterConfig, packed: Mapping[str, Packed], dtype: str) -> dict[str, Any]:
         """``config.json`` of a drafter, some of whose roles are ``packed``."""
         document = config_document(config, dtype, tied=not (self.unties and HEAD in packed))
         if packed:
-            layout = self._layout(config, packed)
-            modules = {role.name: layout[role][0].removesuffix(_WEIGHT) for role in layout if role.kind == MATRIX}
+            stems = self._stems(config, packed)
+            modules = {role.name: stem.removesuffix(_WEIGHT) for role, stem in stems.items() if role.kind == MATRIX}
             document[self.key] = self.document(
                 {module: packed[role] for role, module in modules.items() if role in packed},
                 [module for role, module in modules.items() if role not in packed],
             )
         return document
+
+    def _parts(self, how: Packed) -> reading.Expected:
+        """The tensors that hold a matrix, by what their names add to the module's."""
+        (suffix, dtype), (rows, columns) = self.codes, how.shape
+        if how.bits == 8 and dtype == "U8":
+            dtype = "I8"
+        size = BLOCKS[dtype][1]
+        arrays = self.arrays(how, np.broadcast_to(np.float32(0), (rows, columns // how.group)))
+        arrays |= dict.fromkeys(self.static, np.zeros((), np.float32))
+        planned = {name: plan_array(name, array) for name, array in arrays.items()}
+        return {
+            suffix: ((rows, row_bytes(columns, how.bits, size) // size), (dtype,)),
+            **{name: (tensor.shape, (tensor.dtype,)) for name, tensor in planned.items()},
+        }
+
+    def _plan_matrix(
+        self, module: str, role: str, codes: Weight, how: Packed, activations: Activations
+    ) -> Iterator[PlannedTensor]:
+        """The tensors of the matrix of ``role``: its codes, some rows at a time, and what lies beside them."""
+        suffix, (shape, (dtype,)) = next(iter(self._parts(how).items()))
+
+        def rows(first: int, last: int) -> Rows:
+            some = codes.codes(first, last)
+            return some if dtype == "I8" else pack(some, how.bits, BLOCKS[dtype][1])
+
+        yield plan_rows(f"{module}{suffix}", role, codes, dtype, rows, shape)
+        arrays = self.arrays(how, codes.steps.in_blocks(how.group))
+        arrays |= {name: np.float32(static_scale(of)) for name, of in zip(self.static, activations, strict=False)}
+        yield from (plan_array(f"{module}{name}", np.asarray(array), role) for name, array in arrays.items())
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
@@ -238,15 +237,21 @@ class DirectoryFormat:
                 if self.key and role.kind == MATRIX and (how := self._found(module, shape, stored)):
                     packed[role.name] = how
             made = self._document(config, packed, "")
-        layout = self._layout(config, packed)
-        expected = {stem + part.suffix: (part.shape, part.dtype) for stem, parts in layout.values() for part in parts}
+        stems = self._stems(config, packed)
+        expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        for role, shape in shapes_of(config).items():
+            if how := packed.get(role.name):
+                expected |= {stems[role] + suffix: part for suffix, part in self._parts(how).items()}
+            else:
+                floats = ("F32",) if self.key else reading.FLOATS
+                expected[stems[role]] = shape, ("I64",) if role.kind == INDEX else floats
         reading.check_tensors(expected, stored, more=() if self.key else (f"{HEAD}{_WEIGHT}",))
         require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
-        for role, (stem, parts) in layout.items():
+        for role, stem in stems.items():
             if how := packed.get(role.name):
-                tensors[role.name], pair = _read_matrix(stem, how, parts, stored)
+                tensors[role.name], pair = self._read_matrix(stem, how, stored)
                 if any(pair):
                     activations[role.name] = pair
             else:
@@ -254,7 +259,7 @@ class DirectoryFormat:
         copy = stored.get(f"{HEAD}{_WEIGHT}") if HEAD not in packed else None
         if copy and not same_floats(Stored(*copy), tensors[HEAD]):
             raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the values of {EMBEDDING}{_WEIGHT}, found others"])
-        dtype = "f32" if self.key else common_dtype(tensors[role.name] for role in layout if role.kind != INDEX)
+        dtype = "f32" if self.key else common_dtype(tensors[role.name] for role in stems if role.kind != INDEX)
         return Checkpoint(
             GEMMA4_MTP, config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations)
         )
@@ -266,73 +271,47 @@ class DirectoryFormat:
         for bits, group in product((2, 4, 8), self._groups(shape[1])):
             how = Packed(shape, bits, group)
             if shape[1] % group == 0 and all(
-                (module + part.suffix) in stored and stored[module + part.suffix][1].shape == part.shape
-                for part in self.parts(how)[:2]
+                (module + suffix) in stored and stored[module + suffix][1].shape == part_shape
+                for suffix, (part_shape, _) in list(self._parts(how).items())[:2]
             ):
                 return how
         return None
 
+    def _read_matrix(self, stem: str, how: Packed, stored: reading.Tensors) -> tuple[Weight, Activations]:
+        """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here.
+
+        Raises:
+            CheckpointError: what lies beside the codes is damaged.
+        """
+        first, *others = self._parts(how)
+        path, codes = stored[stem + first]
+        found = {name: read_array(*stored[stem + name], _TYPES[stored[stem + name][1].dtype]) for name in others}
+
+        def require(sound: bool, what: str) -> None:
+            if not sound:
+                raise CheckpointError(f"{escape(path)}: {escape(stem)}: expected {what}. Extract the drafter anew.")
+
+        def rows(first: int, last: int) -> npt.NDArray[np.int8]:
+            some = read_rows(path, codes, first, last)
+            return some.view(np.int8) if codes.dtype == "I8" else unpack(some, how.bits, how.shape[1])
+
+        scales = found[others[0]]
+        with np.errstate(over="ignore", invalid="ignore"):
+            sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
+        require(bool(sound.all()), "scales that are finite and not negative, found others")
+        for name, made in self.arrays(how, scales).items():
+            require(np.array_equal(found[name], made), f"{name[1:]} as its shape and scales make it, found others")
+        static: list[Activation | None] = []
+        for scale in (float(found[name]) for name in self.static):
+            require(0 <= scale < np.inf, f"a scale of activations that is finite and not negative, found {scale}")
+            static.append(Activation("int8", scale, 0) if scale else None)
+        steps = Steps.around_zero(how.group, scales).by_row()
+        weight = Weight(how.shape, rows, Packing(how.bits, True), lambda: steps, origin=(path, codes.offset))
+        return weight, (static[0], static[1]) if static else (None, None)
+
 
 FORMAT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
-
-
-def _plan_matrix(
-    module: str, role: str, codes: RowCodes, packed: Packed, parts: Sequence[Part], activations: Activations
-) -> Iterator[PlannedTensor]:
-    """``parts`` of the matrix of ``role``."""
-    first, *others = parts
-
-    def rows() -> Iterator[npt.NDArray[np.generic]]:
-        """All codes, some rows at a time, packed in elements of their type; in I8 as they are."""
-        for rows in row_ranges(codes):
-            some = codes.codes(*rows).astype(np.int8, copy=False)
-            yield some if first.dtype == "I8" else pack(some, packed.bits, BLOCKS[first.dtype][1])
-
-    yield PlannedTensor(f"{module}{first.suffix}", first.dtype, first.shape, rows, role)
-    scales = codes.steps.in_blocks(packed.group)
-    static = iter(activations)
-    for part in others:
-        array = part.make(scales) if part.make else np.array(static_scale(next(static)), np.float32)
-        yield plan_array(f"{module}{part.suffix}", array, role)
-
-
-def _read_matrix(
-    stem: str, packed: Packed, parts: Sequence[Part], stored: reading.Tensors
-) -> tuple[RowCodes, Activations]:
-    """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here.
-
-    Raises:
-        CheckpointError: what lies beside the codes is damaged.
-    """
-    path, codes = stored[stem + parts[0].suffix]
-    places = [stored[stem + part.suffix] for part in parts[1:]]
-    scales, *others = (read_array(*place, _TYPES[place[1].dtype]) for place in places)
-
-    def require(sound: bool, what: str) -> None:
-        if not sound:
-            raise CheckpointError(f"{escape(path)}: {escape(stem)}: expected {what}. Extract the drafter anew.")
-
-    def rows(first: int, last: int) -> npt.NDArray[np.int8]:
-        found = read_rows(path, codes, first, last)
-        return found.view(np.int8) if codes.dtype == "I8" else unpack(found, packed.bits, packed.shape[1])
-
-    with np.errstate(over="ignore", invalid="ignore"):
-        sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << packed.bits - 1))
-    require(bool(sound.all()), "scales that are finite and not negative, found others")
-    static: list[Activation | None] = []
-    for part, found in zip(parts[2:], others, strict=True):
-        if part.make:
-            made = part.make(scales)
-            require(np.array_equal(found, made), f"{part.suffix[1:]} as its shape and scales make it, found others")
-        else:
-            scale = float(found)
-            require(0 <= scale < np.inf, f"a scale of activations that is finite and not negative, found {scale}")
-            static.append(Activation("int8", scale, 0) if scale else None)
-    steps = Steps.around_zero(packed.group, scales).by_row()
-    packing = Packing(packed.bits, signed=True)
-    weight = RowCodes(packed.shape, packing, rows, lambda: steps, (path, codes.offset))
-    return weight, (static[0], static[1]) if static else (None, None)
 
 
 def static_scale(activation: Activation | None) -> float:

@@ -32,7 +32,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import ANYTHING, OFF, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
+from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_array
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
@@ -110,9 +110,6 @@ class HeadFormat:
     weights_file: str = WEIGHTS_FILE
     further_files: tuple[str, ...] = ()
 
-    def recognizes(self, directory: Path) -> bool:
-        return reading.kind_of(directory / self.marker) == self.name
-
     def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         return Kept(INDICES, weight) if role.kind == INDEX else keep_floats(weight, dtype)
 
@@ -123,7 +120,7 @@ class HeadFormat:
         if config.reduced:
             # Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
             marks = _marks(config, arranged.kept[_D2T].weight.indices() + np.arange(config.draft_vocab_size))
-            planned.append(PlannedTensor(_T2D, "BOOL", marks.shape, lambda: iter([marks]), role=_D2T))
+            planned.append(plan_array(_T2D, marks, _D2T))
         document = self.document(config, DTYPES[arranged.dtype].transformers)
         found = list(self.findings(document, config))
         # What an engine that reads the layout would load wrongly and not say so is not written.
@@ -147,7 +144,8 @@ class HeadFormat:
         # A map of all tokens to themselves says nothing.
         more = (_T2D,) if config.reduced else (_T2D, _D2T)
         names = {role.name: role.names[self.name] for role in shapes}
-        reading.check_tensors({names[role.name]: (shape, "") for role, shape in shapes.items()}, stored, more)
+        types = {role: ("I64",) if role.kind == INDEX else reading.FLOATS for role in shapes}
+        reading.check_tensors({names[role.name]: (shape, types[role]) for role, shape in shapes.items()}, stored, more)
         tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
         if problems := list(_vocabulary_problems(config, stored)):
             raise reading.mismatch(problems)

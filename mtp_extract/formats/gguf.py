@@ -20,12 +20,12 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, s
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Texts, read_gguf
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
+from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_rows
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, has_exact_steps, row_codes, row_ranges
+from mtp_extract.checkpoint.weight import Steps, Weight, has_exact_steps, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
@@ -62,9 +62,6 @@ class GgufFormat:
     weights_file = marker
     further_files: tuple[str, ...] = ()
 
-    def recognizes(self, directory: Path) -> bool:
-        return _file_in(directory).is_file()
-
     def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         if self.name not in role.names:
             return Kept(NOTHING, weight, why=_DROPPED)
@@ -89,9 +86,7 @@ class GgufFormat:
             if kept.how != CODES:
                 planned.append(kept.tensor(name, role))
                 continue
-            codes = row_codes(kept.weight)
-            kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
-            planned.append(PlannedTensor(name, kind.name, codes.shape, partial(blocks_of, codes), role.name))
+            planned.append(_plan_blocks(name, role.name, kept.weight))
         factors = rope_frequency_factors(config)
         if factors is not None:
             planned.append(plan_array(_ROPE, factors))
@@ -126,7 +121,8 @@ class GgufFormat:
         turns = Stored(*found[_ROPE]).array().reshape(-1) if _ROPE in found else None
         config = config_of(path, header.metadata, rows, turns)
         names = {role: role.names[self.name] for role in shapes_of(config)}
-        expected = {names[role]: (shape, "") for role, shape in shapes_of(config).items()}
+        known = (*reading.FLOATS, *_QUANTIZED)
+        expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
         reading.check_tensors(expected, found, more=(_ROPE,))
         tensors = {role.name: _weight(path, header.tensors[name], name) for role, name in names.items()}
         types = {header.tensors[name].dtype for role, name in names.items() if role.kind == MATRIX} - set(_QUANTIZED)
@@ -167,7 +163,7 @@ def _name_parts(base: str) -> dict[str, str]:
     return {f"general.{key}": part for key, part in parts.items()}
 
 
-def _codes(tensor: Weight) -> RowCodes:
+def _codes(tensor: Weight) -> Weight:
     """``tensor`` as Q4_0 or Q8_0 hold it.
 
     Raises:
@@ -215,13 +211,21 @@ def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
         return Stored(path, stored, name)
 
     def steps() -> Steps:
-        size = np.concatenate([steps_of(kind, rows(*some)) for some in row_ranges(weight, elements=_READ)])
+        size = np.concatenate([kind.steps(read(*some)) for some in row_ranges(weight, elements=_READ)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
         return Steps.around_zero(BLOCK, size).by_row()
 
-    rows, packing = partial(read_rows, path, stored), Packing(kind.bits, signed=True)
-    weight = RowCodes(
-        stored.shape, packing, lambda first, last: unpacked(kind, rows(first, last)), steps, (path, stored.offset)
+    read, packing = partial(read_rows, path, stored), Packing(kind.bits, signed=True)
+    weight = Weight(
+        stored.shape, lambda first, last: kind.codes(read(first, last)), packing, steps, origin=(path, stored.offset)
     )
     return weight
+
+
+def _plan_blocks(name: str, role: str, codes: Weight) -> PlannedTensor:
+    """``codes`` around zero, of rows and blocks that divide by 32, in the type for their width."""
+    kind, sizes = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps.in_blocks(BLOCK)
+    return plan_rows(
+        name, role, codes, kind.name, lambda first, last: kind.pack(codes.codes(first, last), sizes[first:last])
+    )

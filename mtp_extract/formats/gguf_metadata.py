@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, as_stored
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE
 from mtp_extract.checkpoint.keys import ANYTHING, NUMBER, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
@@ -194,7 +194,8 @@ def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors:
                 "expected rope_freqs.weight as the full layers' RoPE has it, one factor and then "
                 f"{_NEVER_TURNED:g}, found others; it is not supported"
             )
-    require_keys(path, metadata, as_stored(made), _TOLERATED)
+    stored = {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
+    require_keys(path, metadata, stored, _TOLERATED)
     return config
 
 

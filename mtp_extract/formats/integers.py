@@ -22,29 +22,10 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.checkpoint.keys import ANYTHING, NUMBER, OFF, TEXT, allow
-from mtp_extract.checkpoint.packing import row_bytes
-from mtp_extract.checkpoint.planned import BLOCKS
-from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed, Part
+from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed
 
 GROUPS = (128, 64, 32)
 """Neighbouring elements of a row that may share a scale, in the kernels of engines."""
-
-
-def _codes(suffix: str, dtype: str, packed: Packed) -> Part:
-    """Codes in elements of ``dtype``, a row beginning with one."""
-    size = BLOCKS[dtype][1]
-    return Part(suffix, dtype, (packed.shape[0], row_bytes(packed.shape[1], packed.bits, size) // size))
-
-
-def _scales(suffix: str, packed: Packed, times: int = 1) -> Part:
-    """The scales times a power of two."""
-    shape = packed.shape[0], packed.shape[1] // packed.group
-    return Part(suffix, "F32", shape, lambda scales: scales * np.float32(times))
-
-
-def _mlx_parts(packed: Packed) -> tuple[Part, ...]:
-    lowest = -(1 << packed.bits - 1)
-    return _codes(".weight", "U32", packed), _scales(".scales", packed), _scales(".biases", packed, lowest)
 
 
 def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
@@ -56,21 +37,16 @@ def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[s
 MLX = DirectoryFormat(
     name="mlx",
     key="quantization",
-    parts=_mlx_parts,
+    codes=(".weight", "U32"),
+    arrays=lambda how, scales: {".scales": scales, ".biases": scales * np.float32(-(1 << how.bits - 1))},
     document=_mlx_document,
     groups=GROUPS,
-    rows=False,
     unfit="its steps are shared by {block} elements, where MLX has groups of 32, 64 or 128; the compressed-tensors "
     "format keeps whole rows of any length",
     unties=False,
     header="mlx",
     tolerated=allow((None,), "mode *.mode"),  # affine where nothing is said
 )
-
-
-def _compressed_parts(packed: Packed) -> tuple[Part, ...]:
-    shape = Part(".weight_shape", "I64", (2,), lambda scales: np.array(packed.shape, np.int64))
-    return _codes(".weight_packed", "I32", packed), _scales(".weight_scale", packed), shape
 
 
 def _compressed_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
@@ -120,7 +96,8 @@ def _target(module: str, fused: bool) -> str:
 COMPRESSED_TENSORS = DirectoryFormat(
     name="compressed-tensors",
     key="quantization_config",
-    parts=_compressed_parts,
+    codes=(".weight_packed", "I32"),
+    arrays=lambda how, scales: {".weight_scale": scales, ".weight_shape": np.array(how.shape, np.int64)},
     document=_compressed_document,
     groups=GROUPS,
     rows=True,
@@ -138,10 +115,6 @@ COMPRESSED_TENSORS = DirectoryFormat(
 )
 
 SGLANG = replace(COMPRESSED_TENSORS, name="compressed-tensors-sglang", floats_head_for="SGLang")
-
-
-def _gemma_parts(packed: Packed) -> tuple[Part, ...]:
-    return _codes(".weight", "I8" if packed.bits == 8 else "U8", packed), _scales(".weight_scale", packed)
 
 
 def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
@@ -162,11 +135,11 @@ def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict
 GEMMA = DirectoryFormat(
     name="gemma",
     key="quantization_config",
-    parts=_gemma_parts,
+    codes=(".weight", "U8"),
+    arrays=lambda how, scales: {".weight_scale": scales},
+    static=(".input_activation_scale", ".output_activation_scale"),
     document=_gemma_document,
-    groups=(),
     rows=True,
     unfit="its blocks of {block} have scales of their own, where this format has one a row; the compressed-tensors "
     "format keeps blocks of 32, 64 and 128",
-    static=(".input_activation_scale", ".output_activation_scale"),
 )

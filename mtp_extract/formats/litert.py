@@ -42,9 +42,6 @@ class LitertFormat:
     weights_file = "mtp_drafter.safetensors"
     further_files: tuple[str, ...] = ()
 
-    def recognizes(self, directory: Path) -> bool:
-        return (directory / self.marker).is_file()
-
     def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
         return keep_floats(weight, dtype)
 
@@ -74,7 +71,7 @@ class LitertFormat:
                 raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
         require_keys(path, document, _document(config, names), {"max_position_embeddings": WHOLE})
         shapes, stored = shapes_of(config), reading.read_shards(directory, self.weights_file)
-        held = {names[role.name]: (shape, "F32") for role, shape in shapes.items() if role.name in names}
+        held = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(held, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors = {

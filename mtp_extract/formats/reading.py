@@ -9,15 +9,25 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.keys import ANYTHING, HEADER, require_keys
 from mtp_extract.checkpoint.safetensors_file import read_file, read_header
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape, few
+from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
 from mtp_extract.io.typed import read
+
+CONFIG = "config.json"
+"""The configuration of most formats."""
+
+FLOATS = tuple(dtype.safetensors for dtype in DTYPES.values())
+"""Names of the types that floats are stored in."""
 
 Tensors = Mapping[str, tuple[Path, StoredTensor]]
 """Tensor → the file that holds it, and where in it."""
+
+Expected = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
+"""Tensor → the shape that it is to have, and the types that it may have."""
 
 Fields = TypeVar("Fields", bound=Struct)
 
@@ -32,13 +42,11 @@ _EAGLE3 = "eagle3"
 
 
 def kind_of(path: Path) -> str:
-    """The name of the format whose ``config.json`` lies at ``path``; empty where there is no file.
+    """The name of the format whose ``config.json`` lies at ``path``.
 
     It is "transformers" for a method of quantization that no format here has, and for a file that cannot be read, which
     reading it reports.
     """
-    if not path.is_file():
-        return ""
     try:
         config = read_object(path)
     except CheckpointError:
@@ -84,9 +92,6 @@ class _Index(Struct):
     weight_map: dict[str, str]
 
 
-_ANEW = "extract the drafter anew"
-
-
 def read_shards(directory: Path, name: str) -> Tensors:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
 
@@ -110,7 +115,9 @@ def index_of(directory: Path, name: str) -> Path | None:
     return index if index.is_file() and not (directory / name).is_file() else None
 
 
-def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Tensors:
+def find_tensors(
+    directory: Path, name: str, advice: str = "extract the drafter anew", *, listed_only: bool = False
+) -> Tensors:
     """As :func:`read_shards`, whatever the files say beside their tensors.
 
     Args:
@@ -145,26 +152,23 @@ def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only
     return found
 
 
-def check_tensors(
-    expected: Mapping[str, tuple[tuple[int, ...], str]], found: Tensors, more: Iterable[str] = ()
-) -> None:
+def check_tensors(expected: Expected, found: Tensors, more: Iterable[str] = ()) -> None:
     """Hold the tensors of a file against what its config asks for.
 
     Args:
-        expected: by name: shape and type, which is empty where several will do.
         more: names that may be there as well.
 
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
     problems = []
-    for name, (shape, dtype) in expected.items():
+    for name, (shape, dtypes) in expected.items():
         if name not in found:
             problems.append(f"{escape(name)}: expected a tensor, found none")
         elif (tensor := found[name][1]).shape != shape:
             problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(tensor.shape)}")
-        elif dtype not in ("", tensor.dtype):
-            problems.append(f"{escape(name)}: expected {dtype}, found {escape(tensor.dtype)}")
+        elif tensor.dtype not in dtypes:
+            problems.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(tensor.dtype)}")
     problems += [
         f"{escape(name)}: expected no such tensor, found {list(found[name][1].shape)}"
         for name in found.keys() - expected.keys() - set(more)

@@ -157,7 +157,7 @@ def _has_rounded_scales(slot: Slot) -> bool:
 
 def _scales_of_codes(slot: Slot) -> Scales | None:
     """Scales and zero points for the codes of the new weight; None where it has none that the file can store."""
-    if slot.constant is None or slot.constant.folded or slot.new.steps is None:
+    if slot.constant is None or slot.constant.folded or slot.new.scheme is None:
         return None
     storage, factor, steps = slot.constant.source.storage, slot.constant.factor, slot.new.steps.by_row()
     if storage.packing is None:

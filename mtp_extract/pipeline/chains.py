@@ -10,7 +10,7 @@ import numpy as np
 
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
-from mtp_extract.checkpoint.weight import ROW_STEP, RowCodes, Weight, has_exact_steps, same_weight
+from mtp_extract.checkpoint.weight import ROW_STEP, Weight, has_exact_steps, same_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
 Chain = tuple[str, ...]
@@ -66,11 +66,12 @@ def _first_rows(weight: Weight) -> Weight:
     if len(weight.shape) != 2 or weight.rows <= ROW_STEP:
         return weight
 
-    shape, scheme, steps = (ROW_STEP, weight.columns), weight.scheme, weight.steps
-    if scheme is None or steps is None:
+    shape = ROW_STEP, weight.columns
+    if weight.scheme is None:
         return Weight(shape, weight.floats)
+    steps = weight.steps
     first = replace(steps, size=steps.size[:ROW_STEP], zero_point=steps.zero_point[:ROW_STEP])
-    return RowCodes(shape, scheme, weight.codes, lambda: first)
+    return Weight(shape, weight.codes, weight.scheme, lambda: first)
 
 
 def in_words(chain: Chain) -> str:

@@ -233,9 +233,10 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
     if tensors:
         described["tensors"] = []
         for role, shape in shapes.items():
-            steps = found.tensors[role.name].steps
+            weight = found.tensors[role.name]
             # Neighbours of a row that share a scale; None where a row has one, or none.
-            block = steps.block if steps and steps.block != shape[-1] else None
+            shared = weight.steps.block if weight.scheme is not None else shape[-1]
+            block = shared if shared != shape[-1] else None
             own = {"role": role.name, "name": role.names.get(format_.name, role.name), "type": types[role.name]}
             described["tensors"].append({**own, "shape": list(shape), "block_size": block})
     return described

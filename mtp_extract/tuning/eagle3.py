@@ -17,7 +17,7 @@ from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
 from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import write_file
-from mtp_extract.checkpoint.weight import OfIndices, Weight, of_array
+from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.formats import format_named
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
@@ -119,7 +119,7 @@ def new_head(
     tensors: dict[str, Weight] = {}
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
-            tensors[role.name] = OfIndices(rows - np.arange(len(rows)))
+            tensors[role.name] = of_array(rows - np.arange(len(rows)))
         elif role.name in given or role.kind == NORM:
             weight = given.get(role.name, torch.ones(shape)).detach().float().cpu()
             tensors[role.name] = of_array(np.array(weight.numpy()))

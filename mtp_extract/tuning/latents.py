@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import RowCodes, Weight, of_array, row_ranges
+from mtp_extract.checkpoint.weight import Weight, of_array, of_codes, row_ranges
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.storage import Integers
 
@@ -137,9 +137,8 @@ class Latents(nn.Module):
 
 def _coded(codes: Integers, old: Weight) -> Weight:
     """``codes`` on the grid of ``old``."""
-    scheme, steps = old.scheme, old.steps
-    assert scheme is not None and steps is not None
-    return RowCodes(old.shape, scheme, lambda first, last: codes[first:last], lambda: steps, old.origin)
+    assert old.scheme is not None
+    return of_codes(codes, old.scheme, old.steps, old.origin)
 
 
 class Grid:
@@ -150,14 +149,13 @@ class Grid:
     """
 
     def __init__(self, name: str, tensor: Weight, device: torch.device | str) -> None:
-        scheme, steps = tensor.scheme, tensor.steps
-        if scheme is None or steps is None:
+        if (scheme := tensor.scheme) is None:
             raise MtpExtractError(
                 f"{name}: expected the stored integers of every matrix, found floats alone. Extract the drafter with "
                 "its codes, or train norms or floats",
                 remedies=("mode=norms", "mode=float"),
             )
-        low = -(1 << scheme.bits - 1) if scheme.signed else 0
+        steps, low = tensor.steps, scheme.lowest
         # A symmetric quantizer leaves the least code out, and engines may rely on that.
         symmetric = scheme.signed and not steps.zero_point.any()
         unused = symmetric and all(int(tensor.codes(*rows).min()) > low for rows in row_ranges(tensor))

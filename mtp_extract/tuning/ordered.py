@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import OfIndices, of_array
+from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
@@ -157,7 +157,7 @@ def dense(checkpoint: Checkpoint) -> Checkpoint:
 
 def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
     """``checkpoint`` with an ordered head: tokens cluster by cluster int64 [V], and centroids F32 [C, width]."""
-    head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: OfIndices(ordering.numpy().astype(np.int64))}
+    head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: of_array(ordering.numpy().astype(np.int64))}
     config = replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k))
     return replace(checkpoint, config=config, tensors=MappingProxyType({**checkpoint.tensors, **head}))
 

@@ -12,7 +12,7 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype
-from mtp_extract.checkpoint.weight import ROW_STEP, OfIndices, Weight, filled, of_array, row_ranges
+from mtp_extract.checkpoint.weight import ROW_STEP, Weight, divided, filled, of_array, row_ranges
 from mtp_extract.errors import CheckpointError
 from mtp_extract.pipeline.extraction import checkpoint_of
 
@@ -33,13 +33,12 @@ def test_rows_of_a_constant_are_those_of_the_whole(name: str) -> None:
                 np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
             if not isinstance(weight, Constant) or weight.scheme is None:
                 continue
-            codes, steps = weight.codes(), weight.steps
+            codes = weight.codes()
             assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.codes(first, last), codes[first:last], err_msg=role)
-                if steps is not None:
-                    made = steps.floats(codes[first:last], first)
-                    np.testing.assert_array_equal(made, rows[first:last], err_msg=role)
+                made = weight.source.floats().reshape(rows.shape)[first:last]
+                np.testing.assert_array_equal(divided(made, weight.factor), rows[first:last], err_msg=role)
 
 
 def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
@@ -53,7 +52,7 @@ def test_what_a_weight_is_not_asked_for() -> None:
         filled((2, 2)).codes()
     with pytest.raises(CheckpointError, match="numbers was asked for indices"):
         filled((2, 2)).indices()
-    indices = OfIndices(np.arange(4))
+    indices = of_array(np.arange(4))
     assert indices.indices().tolist() == [0, 1, 2, 3]
     with pytest.raises(CheckpointError, match="indices was asked for floats"):
         indices.floats()

@@ -33,9 +33,6 @@ class ToyFormat:
     weights_file = "toy.safetensors"
     further_files: tuple[str, ...] = ()
 
-    def recognizes(self, directory: Path) -> bool:
-        return (directory / self.marker).is_file()
-
     def keep(self, role: roles.Role, weight: Weight, dtype: str) -> Kept:
         return keep_floats(weight, dtype)
 

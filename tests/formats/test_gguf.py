@@ -25,9 +25,9 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.arranged import Kept, arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.files import read_header, write_file
-from mtp_extract.checkpoint.ggml_blocks import BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
-from mtp_extract.checkpoint.weight import RowCodes, Steps, filled, row_codes, same_codes
+from mtp_extract.checkpoint.packing import BLOCK_TYPES
+from mtp_extract.checkpoint.weight import Steps, Weight, filled, of_codes, row_codes, same_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.formats.gguf import _base_of, _name_parts
@@ -42,12 +42,6 @@ def file_in(directory: Path) -> Path:
     """The one of a directory, whatever it is called after."""
     (found,) = directory.glob("*.gguf")
     return found
-
-
-def stored_codes(codes: np.ndarray, steps: np.ndarray, block: int, bits: int = 4) -> RowCodes:
-    """A matrix of these codes and steps."""
-    grid = Steps(block, steps, np.zeros(steps.shape, np.int64))
-    return RowCodes(codes.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: grid)
 
 
 @pytest.fixture(scope="module")
@@ -71,36 +65,31 @@ def test_the_bytes_of_a_block() -> None:
     """Two rows of 32 codes −8 … 7, twice over; the steps 0.5 and −2 in FP16 are 0x3800 and 0xC000."""
     row = np.arange(32, dtype=np.int8) % 16 - 8
     codes = np.stack([row, row[::-1]])
-    made = np.concatenate(
-        [*blocks_of(row_codes(stored_codes(codes, np.array([[0.5], [-2.0]], np.float32), 32)))]
-    ).tobytes()
+    steps = np.array([[0.5], [-2.0]], np.float32)
+    made = BLOCK_TYPES[4].pack(codes, steps).tobytes()
     # Element j is the low half of byte j, element j + 16 the high half; both are 8 too large.
     assert made == bytes.fromhex("0038" + "".join(f"{n:x}{n:x}" for n in range(16))) + bytes.fromhex(
         "00c0" + "".join(f"{n:x}{n:x}" for n in reversed(range(16)))
     )
     eight = np.stack([np.arange(32, dtype=np.int8), -np.arange(32, dtype=np.int8)])
-    made = np.concatenate(
-        [*blocks_of(row_codes(stored_codes(eight, np.array([[0.5], [-2.0]], np.float32), 32, 8)))]
-    ).tobytes()
+    made = BLOCK_TYPES[8].pack(eight, steps).tobytes()
     assert made == b"\x00\x38" + bytes(range(32)) + b"\x00\xc0" + bytes(-n % 256 for n in range(32))
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), bits=st.sampled_from([4, 8]), blocks=st.integers(1, 3), rows=st.integers(1, 5))
 def test_codes_come_back(data: st.DataObject, bits: int, blocks: int, rows: int) -> None:
-    """As we read them, and as the gguf package does; for any FP16 step, and a step a row or a block."""
+    """As we read them, and as the gguf package does, for any FP16 step."""
     kind = BLOCK_TYPES[bits]
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, 32 * blocks)).astype(np.int8)
-    block = data.draw(st.sampled_from([32, 32 * blocks]))
-    steps = rng.standard_normal((rows, 32 * blocks // block)).astype(np.float16).astype(np.float32)
-    tensor = stored_codes(codes, steps, block, bits)
-    stored = np.concatenate([*blocks_of(row_codes(tensor))]).reshape(rows, -1)
-    np.testing.assert_array_equal(unpacked(kind, stored), codes)
-    np.testing.assert_array_equal(steps_of(kind, stored), np.repeat(steps, block // 32, axis=1))
+    steps = rng.standard_normal((rows, blocks)).astype(np.float16).astype(np.float32)
+    stored = kind.pack(codes, steps)
+    np.testing.assert_array_equal(kind.codes(stored), codes)
+    np.testing.assert_array_equal(kind.steps(stored), steps)
     theirs = dequantize(stored, GGMLQuantizationType[kind.name])
-    np.testing.assert_array_equal(theirs, tensor.array())
+    np.testing.assert_array_equal(theirs, of_codes(codes, Packing(bits, True), Steps.around_zero(32, steps)).array())
 
 
 # What is written of a bundle
@@ -191,11 +180,10 @@ def kept(tensor: Any) -> Kept:
     return format_named("gguf").keep(roles_of(1)[0], tensor, CODES)
 
 
-def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> RowCodes:
+def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Weight:
     count = columns // block
     grid = Steps(block, np.full((4, count), scale, np.float32), np.full((4, count), zero, np.int64))
-    codes = np.ones((4, columns), np.int8)
-    return RowCodes((4, columns), Packing(8, True), lambda first, last: codes[first:last], lambda: grid)
+    return of_codes(np.ones((4, columns), np.int8), Packing(8, True), grid)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +203,7 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Row
         (rows(0.5, block=1), "its scales run across the rows"),
     ],
 )
-def test_what_is_kept(tensor: RowCodes, expected: tuple[str, ...] | str) -> None:
+def test_what_is_kept(tensor: Weight, expected: tuple[str, ...] | str) -> None:
     found = kept(tensor)
     if isinstance(expected, tuple):
         assert (found.how, found.rounded_to) == (CODES, *(expected or ("",)))
@@ -373,7 +361,7 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     writer.close()
     header = read_gguf(tmp_path / "x.gguf")
     assert {key: header.metadata[f"key.{key}"] for key in values} == values
-    assert (header.metadata["key.texts"], header.metadata["key.numbers"]) == (Texts(3), (1, -2))
+    assert (header.metadata["key.texts"], header.metadata["key.numbers"]) == (Texts(3), [1, -2])
     data = (tmp_path / "x.gguf").read_bytes()
     places = header.tensors
     assert {name: data[p.offset : p.offset + p.length] for name, p in places.items()} == {

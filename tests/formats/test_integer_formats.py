@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import RowCodes, Steps, has_exact_steps, row_codes, same_codes
+from mtp_extract.checkpoint.weight import Steps, Weight, has_exact_steps, of_codes, row_codes, same_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
 from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.graph.roles import Activation
@@ -154,14 +154,13 @@ def test_a_gate_is_not_fused_with_what_is_packed_otherwise(sample: Path, tmp_pat
     assert found.tensors["layers.0.gate_proj"].scheme.bits == 4  # type: ignore[union-attr]
 
 
-def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> RowCodes:
+def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> Weight:
     generator = np.random.default_rng(shape[0] + bits)
     codes = generator.integers(-(1 << bits - 1), 1 << bits - 1, shape).astype(np.int8)
     sizes = generator.uniform(0.01, 0.1, (shape[0], shape[1] // block)).astype(np.float32)
     if per_tensor:
         sizes[:] = sizes[0, 0]
-    steps = Steps(block, sizes, np.zeros(sizes.shape, np.int64))
-    return RowCodes(shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
+    return of_codes(codes, Packing(bits, True), Steps.around_zero(block, sizes))
 
 
 def write(format_: Any, checkpoint: Checkpoint, directory: Path) -> None:

@@ -18,7 +18,7 @@ from helpers.threads import one_thread
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import RowCodes, Steps, Weight, of_array
+from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.prompts import shipped_prompts
@@ -38,8 +38,7 @@ def coded(weight: np.ndarray, bits: int = 4) -> Weight:
     most = (1 << bits - 1) - 1
     size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
     codes = np.rint(weight / size).astype(np.int8)
-    steps = Steps(weight.shape[1], size, np.zeros(size.shape, np.int64))
-    return RowCodes(weight.shape, Packing(bits, True), lambda first, last: codes[first:last], lambda: steps)
+    return of_codes(codes, Packing(bits, True), Steps.around_zero(weight.shape[1], size))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

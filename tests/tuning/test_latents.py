@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtp_extract.architecture.roles import MATRIX, shapes_of
-from mtp_extract.checkpoint.weight import RowCodes, Steps, of_array
+from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.tuning.latents import MODES, Latents
@@ -25,8 +25,7 @@ def moved(latents: Latents, by: float = 0.1) -> None:
             value.add_(by * torch.randn(value.shape, generator=random))
 
 
-def codes(tensor: object) -> np.ndarray:
-    assert isinstance(tensor, RowCodes)
+def codes(tensor: Weight) -> np.ndarray:
     return tensor.codes().reshape(-1)
 
 
@@ -63,8 +62,6 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
         if role.kind != MATRIX:
             continue
         old, new = tiny.checkpoint.tensors[role.name], tuned.tensors[role.name]
-        assert isinstance(old, RowCodes)
-        assert isinstance(new, RowCodes)
         assert new.steps is old.steps
         assert new.scheme == old.scheme
         # The least code is one that the quantizer leaves out.
@@ -93,7 +90,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
-    tensor = RowCodes(shape, Packing(4, signed), lambda first, last: stored[first:last], lambda: steps)
+    tensor = of_codes(stored, Packing(4, signed), steps)
     tensors = {**tiny.checkpoint.tensors, "lm_head": tensor}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
     assert np.array_equal(codes(latents.tuned(latents.results()).tensors["lm_head"]), stored.reshape(-1))
