@@ -16,21 +16,6 @@ CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
 
 
-def require_mtp(config: Config) -> DrafterConfig:
-    """``config``, where it is an MTP drafter's.
-
-    Raises:
-        UnsupportedError: it is an EAGLE-3 head's.
-    """
-    if not isinstance(config, DrafterConfig):
-        raise UnsupportedError(
-            "Expected an MTP drafter, found an EAGLE-3 head, which no LiteRT bundle holds. Give a drafter that came "
-            "from one.",
-            remedies=("source",),
-        )
-    return config
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """What a bundle, a directory or a training holds; what formats write and read.
@@ -55,12 +40,20 @@ class Checkpoint:
 
     @property
     def mtp(self) -> DrafterConfig:
-        """The shape of an MTP drafter; as :func:`require_mtp`."""
-        return require_mtp(self.config)
+        """The shape of an MTP drafter.
+
+        Raises:
+            UnsupportedError: it is an EAGLE-3 head's.
+        """
+        if not isinstance(self.config, DrafterConfig):
+            raise UnsupportedError(
+                "Expected an MTP drafter, found an EAGLE-3 head, which no LiteRT bundle holds. Give a drafter that "
+                "came from one.",
+                remedies=("source",),
+            )
+        return self.config
 
     def whole(self) -> Checkpoint:
         """The same with every role there is: an optional one that nothing states is of ones."""
-        implied: dict[str, Weight] = {
-            role.name: filled(shape) for role, shape in shapes_of(self.config).items() if role.optional
-        }
+        implied = {role.name: filled(shape) for role, shape in shapes_of(self.config).items() if role.optional}
         return replace(self, tensors=MappingProxyType({**implied, **self.tensors}))

@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.safetensors_file import read_file
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
 from mtp_extract.checkpoint.weight import Steps, Weight, same_floats
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.litertlm.storage import Packing
+from mtp_extract.litertlm.storage import Integers, Packing
 
 CODES_FILE = "codes/codes.safetensors"
 
@@ -39,7 +39,7 @@ class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
 
     bits: Literal[2, 4, 8]
     factor: float  # what was folded into the scales
-    axis: Literal[0, 1]  # 1 where each column has a scale
+    axis: Literal[0] = 0  # scales are those of rows, or of blocks of them
 
 
 def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[OutputFile]:
@@ -59,8 +59,7 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
         else:
             shape = (-1,) if steps.block == weight.columns else steps.size.shape
             scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
-        axis: Literal[0, 1] = 1 if steps.block == 1 < weight.columns else 0
-        schemes[name] = _Scheme(weight.bits, steps.factor, axis)  # type: ignore[arg-type]  # as all formats keep
+        schemes[name] = _Scheme(weight.bits, steps.factor)  # type: ignore[arg-type]  # as all formats keep
         dtype = "I8" if weight.scheme.signed else "U8"
         tensors += [
             plan_rows(f"{name}.codes", role, weight, dtype, weight.codes),
@@ -130,18 +129,13 @@ def _coded(
         )
     scale = read_array(path, scales, np.dtype("<f4")).reshape(-1)
     zero_point = read_array(path, zeros, np.dtype("<i8")).reshape(-1)
-    steps = None
-    if scale.size == zero_point.size and np.isfinite(scale).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR:
-        # Scales of blocks lie in rows, those of columns in one.
-        across = scheme.axis == 1 and len(scales.shape) == 1
-        steps = Steps.spread(scale, zero_point, shape, scheme.factor, across=across)
+    sound = scale.size == zero_point.size and np.isfinite(scale).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR
+    steps = Steps.spread(scale, zero_point, shape, scheme.factor) if sound else None
     if steps is None:
         raise CheckpointError(f"{path}: the scales of {escape(name)} are damaged.")
-    found = steps
-    return Weight(
-        shape,
-        lambda first, last: read_rows(path, codes, first, last).view(kind),
-        Packing(scheme.bits, codes.dtype == "I8"),
-        lambda: found,
-        origin=(path, codes.offset),
-    )
+
+    def rows(first: int, last: int) -> Integers:
+        return read_rows(path, codes, first, last).view(kind)
+
+    packing = Packing(scheme.bits, codes.dtype == "I8")
+    return Weight(shape, rows, packing, lambda: steps, origin=(path, codes.offset))

@@ -45,15 +45,13 @@ class Constant(Weight):
         return not self.folded and self.source.storage.by_rows
 
     def _spread(self, shape: tuple[int, ...]) -> Steps | None:
-        """What its codes are worth; None where there are no codes, or no format holds them: those of 16 bits, and
-        those whose scales lie neither by rows nor by columns."""
-        source, storage = self.source, self.source.storage
-        across = storage.columns == 1 < storage.groups == shape[-1]
-        known = across or storage.by_rows or storage.groups == 1
-        if source.packing is None or source.packing.bits > 8 or not known:
+        """What its codes are worth; None where there are none, or none that a format holds: of 16 bits, or with scales
+        across the rows."""
+        source = self.source
+        by_rows = source.storage.by_rows or source.storage.groups == 1
+        if source.packing is None or source.packing.bits > 8 or not by_rows:
             return None
-        scales = source.scale.reshape(-1), source.zero_point.reshape(-1)
-        return Steps.spread(*scales, shape, self.factor, across=across)
+        return Steps.spread(source.scale.reshape(-1), source.zero_point.reshape(-1), shape, self.factor)
 
     def _stored(self, first: int, last: int) -> Rows:
         """Rows of codes, or of numbers where it has no codes."""

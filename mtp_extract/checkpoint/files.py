@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +17,9 @@ import numpy as np
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint import gguf_file, safetensors_file
-from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, OutputError, escape
+from mtp_extract.errors import OutputError, escape
 from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import check_interrupted
@@ -35,13 +36,11 @@ def holds_tensors(name: str | Path) -> bool:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the file at ``path``, checked against its size.
+    """The tensors of the file of tensors at ``path``, checked against its size.
 
     Raises:
         CheckpointError: it is damaged, or another kind of file than its name says.
     """
-    if path.suffix not in _CONTAINERS:
-        raise CheckpointError(f"{escape(path)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
     found: dict[str, StoredTensor] = _CONTAINERS[path.suffix].read_header(path)
     return found
 
@@ -62,42 +61,38 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         Interrupted: a signal came.
     """
     path, at, written = folder / file.name, 0, xxh3_128()
+    container = _CONTAINERS[path.suffix] if file.tensors else None
+    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+    text = file.text.encode("utf-8", "backslashreplace")
+    header = container.header(file.tensors, file.metadata) if container else text
+    alignment, size = container.ALIGNMENT if container else 1, len(header)
     places: dict[str, StoredTensor] = {}
-    if file.tensors:
-        container = _CONTAINERS[path.suffix]
-        header = container.header(file.tensors, file.metadata)
-    else:
-        # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
-        header = file.text.encode("utf-8", "backslashreplace")
-    size = len(header)
     for tensor in file.tensors:
         places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, size, tensor.length)
-        size += aligned(tensor.length, container.ALIGNMENT)
+        size += aligned(tensor.length, alignment)
     with new_file(path, size) as fd:
-        for piece in _pieces(file, header):
+        for piece in chain([header], *(_data(tensor, alignment) for tensor in file.tensors)):
             written.update(piece)
             write_all(fd, piece, at)
             at += len(piece)
             advance(len(piece))
     check_interrupted()
     found, sha256 = _sums(path)
-    if found != written.hexdigest() or at != size or (places and read_header(path) != places):
+    if found != written.hexdigest() or (places and read_header(path) != places):
         raise read_back_error(path)
     return {"size": size, "sha256": sha256}
 
 
-def _pieces(file: OutputFile, header: bytes) -> Iterator[bytes | memoryview]:
-    """The bytes of ``file`` in order."""
-    yield header
-    for tensor in file.tensors:
-        made = 0
-        for rows in tensor.produce():
-            data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-            made += len(data)
-            yield data
-        if made != tensor.length:
-            raise OutputError(f"{escape(tensor.name)}: expected {tensor.length} bytes of data, found {made}.")
-        yield bytes(aligned(made, _CONTAINERS[Path(file.name).suffix].ALIGNMENT) - made)
+def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:
+    """The bytes of ``tensor``, and what fills them up."""
+    made = 0
+    for rows in tensor.produce():
+        data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        made += len(data)
+        yield data
+    if made != tensor.length:
+        raise OutputError(f"{escape(tensor.name)}: expected {tensor.length} bytes of data, found {made}.")
+    yield bytes(-made % alignment)
 
 
 def _sums(path: Path) -> tuple[str, str]:

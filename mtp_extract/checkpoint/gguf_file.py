@@ -10,7 +10,6 @@ import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -45,23 +44,6 @@ _NUMBERS = MappingProxyType(
     | dict(enumerate(["<u8", "<i8", "<f8"], 10))
 )
 """Types of values by number (``gguf_type``), as NumPy calls them."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """A list of strings, of which only the length is kept: those of a tokenizer are millions."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a file says before its data."""
-
-    metadata: Mapping[str, Any]
-    """Numbers, truth values, text; lists of the first two, :class:`Texts` for lists of text. Numbers of FP32 are
-    np.float32."""
-    tensors: dict[str, StoredTensor]
 
 
 def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> bytes:
@@ -99,11 +81,14 @@ def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> byt
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of the file at ``path``; as :func:`read_gguf`."""
-    return read_gguf(path).tensors
+    return read_gguf(path)[1]
 
 
-def read_gguf(path: Path) -> Header:
-    """What the file at ``path`` says before its data.
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Metadata and tensors of the file at ``path``.
+
+    Metadata are numbers, truth values, text and lists of the first two; of a list of text, which in a tokenizer has
+    millions, they have the length alone. Numbers of FP32 are np.float32.
 
     Raises:
         CheckpointError: not such a file, of another version, or one whose header contradicts itself or the file's size.
@@ -132,7 +117,7 @@ class _Reader:
         self._limit = min(self._size, _LONGEST_HEADER)
         self._at = 0  # bytes read
 
-    def header(self) -> Header:
+    def header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         start = self._file.read(len(_MAGIC))
         self._at = len(start)
         _require(start == _MAGIC, "not a GGUF file (its first bytes are not GGUF)")
@@ -141,24 +126,21 @@ class _Reader:
         tensors, entries = self._number(8), self._number(8)
         metadata = self._named("key", entries, self._value)
         alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
-        sound = type(alignment) is int and 1 <= alignment <= _LONGEST_NAME and not alignment & alignment - 1
-        _require(sound, f"expected {_ALIGNMENT_KEY} to be a power of two, found {escape(alignment)}")
+        _require(alignment == ALIGNMENT, f"expected {_ALIGNMENT_KEY} {ALIGNMENT}, found {escape(alignment)}")
         described = self._named("tensor", tensors, self._described)
         # The tensors follow each other to the end of the file.
         found: dict[str, StoredTensor] = {}
-        end = start_of_data = at = aligned(self._at, alignment)
+        begin = at = end = aligned(self._at, ALIGNMENT)
         for name, (dtype, shape, offset) in described.items():
-            expected = at - start_of_data
-            _require(
-                offset == expected, f"expected {escape(name)} to begin {expected} bytes into the data, found {offset}"
-            )
+            told = f"expected {escape(name)} to begin {at - begin} bytes into the data, found {offset}"
+            _require(offset == at - begin, told)
             elements, size = BLOCKS[dtype]
             found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
             end = at + found[name].length
-            at = aligned(end, alignment)
+            at = aligned(end, ALIGNMENT)
         _require(end <= self._size, f"its tensors would end at byte {end} of {self._size}; it was cut short")
         _require(not found or at >= self._size, f"its header describes {at} bytes, it has {self._size}")
-        return Header(MappingProxyType(metadata), found)
+        return metadata, found
 
     def _named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         """``count`` names, each with what ``read`` finds behind it."""
@@ -189,7 +171,8 @@ class _Reader:
             found = found.astype(bool)
         return list(found) if dtype.kind == "f" else found.tolist()
 
-    def _skipped(self, count: int) -> Texts:
+    def _skipped(self, count: int) -> int:
+        """Pass over a list of text."""
         read = self._file.read
         for _ in range(count):  # a million of them: no further call for each
             length = int.from_bytes(read(8), "little")
@@ -198,7 +181,7 @@ class _Reader:
                 break
             read(length)
         self._take(0)
-        return Texts(count)
+        return count
 
     def _described(self, name: str) -> tuple[str, tuple[int, ...], int]:
         """Type, shape (the longest stride first) and offset of a tensor."""

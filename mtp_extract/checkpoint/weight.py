@@ -51,15 +51,11 @@ class Steps:
 
     @classmethod
     def spread(
-        cls, size: Floats, zero_point: npt.NDArray[np.int64], shape: tuple[int, ...], factor: float, *, across: bool
+        cls, size: Floats, zero_point: npt.NDArray[np.int64], shape: tuple[int, ...], factor: float
     ) -> Steps | None:
-        """Steps as they lie, flat, over a matrix of ``shape``: one a column, if ``across``; else in the order of its
-        elements, each for a row, for several, or for a part of one. None where they are none of these."""
+        """Flat steps in the order of a matrix of ``shape``, each for a row, several rows or a part of one; None where
+        there are not as many."""
         rows, columns = rows_of(shape)
-        if across:
-            if size.size != columns:
-                return None
-            return cls(1, np.broadcast_to(size, (rows, columns)), np.broadcast_to(zero_point, (rows, columns)), factor)
         each, blocks = max(rows // max(size.size, 1), 1), max(size.size // max(rows, 1), 1)
         if each * size.size != rows * blocks or columns % blocks:
             return None
@@ -218,13 +214,11 @@ def row_codes(weight: Weight) -> Weight:
     4 and 8 bits that hold every code the stored type can have, and steps without the factor folded into them.
 
     Raises:
-        NoCodesError: it is stored as floats, has scales across its rows, or codes that do not fit 8 bits around zero.
+        NoCodesError: it is stored as floats, or as codes that do not fit 8 bits around zero.
     """
     if weight.scheme is None or len(weight.shape) != 2:
         raise NoCodesError("it is stored as floats")
     scheme, steps = weight.scheme, weight.steps
-    if steps.block == 1 and weight.columns > 1:
-        raise NoCodesError("its scales run across the rows")
     low, high = scheme.lowest - int(steps.zero_point.max()), scheme.highest - int(steps.zero_point.min())
     bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
@@ -247,12 +241,6 @@ def has_exact_steps(weight: Weight) -> bool:
     return weight.scheme is None or weight.steps.factor == 1.0
 
 
-def same_codes(one: Weight, other: Weight) -> bool:
-    """Whether both hold the same codes, whatever the steps."""
-    ranges = row_ranges(one)
-    return one.shape == other.shape and all(np.array_equal(one.codes(*rows), other.codes(*rows)) for rows in ranges)
-
-
 def same_floats(one: Weight, other: Weight) -> bool:
     """Whether both hold the same numbers, to the bit."""
     return one.shape == other.shape and all(
@@ -266,13 +254,14 @@ def same_weight(made: Weight, found: Weight) -> bool:
     have repeated along a row; of any other the numbers."""
     if found.scheme is None:
         return same_floats(made, found)
-    # Codes with scales across the rows, or whose zero points leave 8 bits, are compared as they are stored.
+    # Codes whose zero points leave 8 bits are compared as they are stored.
     with suppress(NoCodesError):
         made, found = row_codes(made), row_codes(found)
-    if made.scheme is None or not same_codes(made, found):
+    if made.scheme is None or made.shape != found.shape:
         return False
     one, other = made.steps, found.steps
-    if one.factor != other.factor:
+    same = all(np.array_equal(made.codes(*rows), found.codes(*rows)) for rows in row_ranges(made))
+    if not same or one.factor != other.factor:
         return False
     if not (one.zero_point.any() or other.zero_point.any()):
         block = math.gcd(one.block, other.block)

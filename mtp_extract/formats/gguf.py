@@ -20,7 +20,7 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, s
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Texts, read_gguf
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
 from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
@@ -110,22 +110,22 @@ class GgufFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         path = _file_in(directory)
-        header = read_gguf(path)
-        found = {name: (path, stored) for name, stored in header.tensors.items()}
+        metadata, stored = read_gguf(path)
+        found = {name: (path, tensor) for name, tensor in stored.items()}
         head = next(role.names[self.name] for role in roles_of(1) if role.name == "lm_head")
-        rows, tokens = found[head][1].shape[0] if head in found else 0, header.metadata.get(_TOKENS)
-        if isinstance(tokens, Texts) and rows and tokens.count != rows:
+        rows = stored[head].shape[0] if head in stored else 0
+        if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
             raise CheckpointError(
-                f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"
+                f"expected {rows} tokens in {escape(path)}, found {escape(tokens)}; the file contradicts itself"
             )
         turns = Stored(*found[_ROPE]).array().reshape(-1) if _ROPE in found else None
-        config = config_of(path, header.metadata, rows, turns)
+        config = config_of(path, metadata, rows, turns)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         known = (*reading.FLOATS, *_QUANTIZED)
         expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
         reading.check_tensors(expected, found, more=(_ROPE,))
-        tensors = {role.name: _weight(path, header.tensors[name], name) for role, name in names.items()}
-        types = {header.tensors[name].dtype for role, name in names.items() if role.kind == MATRIX} - set(_QUANTIZED)
+        tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
+        types = {stored[name].dtype for role, name in names.items() if role.kind == MATRIX} - set(_QUANTIZED)
         dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "f32")
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
 

@@ -147,7 +147,7 @@ def _has_rounded_scales(slot: Slot) -> bool:
     """Whether the new weight has the codes that the bundle holds, with the folded factor divided out and scales in F32
     or FP16, as formats keep them.
     """
-    # Without codes, or with scales that run across the rows: no format keeps such integers.
+    # Without codes by rows: no format keeps such integers.
     with suppress(CheckpointError, UnsupportedError):
         return slot.new.scheme is not None and any(
             same_weight(rounded_again(slot.held, (f"{kind}{SCALES}",)), slot.new) for kind in ("F32", "FP16")
