@@ -15,14 +15,12 @@ from msgspec import Struct, convert, to_builtins
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.constant import Constant
-from mtp_extract.checkpoint.json_file import parse_json
-from mtp_extract.checkpoint.keys import HEADER, TEXT, require_keys
+from mtp_extract.checkpoint.documents import HEADER, TEXT, parse_json, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import narrowed
 from mtp_extract.checkpoint.safetensors_file import read_file
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
-from mtp_extract.checkpoint.weight import Steps, Weight, same_floats
+from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_floats
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.litertlm.storage import Integers, Packing
 

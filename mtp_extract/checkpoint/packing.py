@@ -64,16 +64,17 @@ class BlockType:
         return _STEP + BLOCK * self.bits // 8
 
     def pack(self, codes: Integers, steps: Floats) -> Bytes:
-        """Codes, int8 ``[rows, columns]``, and the steps of their blocks, ``[rows, columns / 32]``, which FP16 holds:
+        """Codes, int8 ``[rows, columns]``, and their steps, which FP16 holds, each for one block of a row or several:
         ``[rows, bytes of a row]``."""
-        made = np.empty((*steps.shape, self.size), np.uint8)
-        made[..., :_STEP] = steps.astype("<f2")[..., None].view(np.uint8)
-        stored = codes.reshape(*steps.shape, BLOCK).view(np.uint8)
+        rows, blocks = len(codes), codes.shape[1] // BLOCK
+        made = np.empty((rows, blocks, self.size), np.uint8)
+        made[..., :_STEP] = np.repeat(steps.astype("<f2"), blocks // steps.shape[1], axis=1)[..., None].view(np.uint8)
+        stored = codes.reshape(rows, blocks, BLOCK).view(np.uint8)
         if self.bits == 4:
             stored = stored + np.uint8(8)
             stored = stored[..., : BLOCK // 2] | stored[..., BLOCK // 2 :] << np.uint8(4)
         made[..., _STEP:] = stored
-        return made.reshape(len(codes), -1)
+        return made.reshape(rows, -1)
 
     def codes(self, rows: Bytes) -> Codes:
         """The codes in ``rows``, ``[rows, bytes of a row]``: ``[rows, columns]``."""

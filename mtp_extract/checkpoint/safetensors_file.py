@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from mtp_extract.checkpoint.json_file import parse_json
+from mtp_extract.checkpoint.documents import parse_json
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape

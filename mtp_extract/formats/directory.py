@@ -22,9 +22,8 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.documents import AllowedKeys, at, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import AllowedKeys, at
 from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
 from mtp_extract.checkpoint.planned import BLOCKS, OutputFile, PlannedTensor, json_text, plan_array, plan_rows
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array, read_rows

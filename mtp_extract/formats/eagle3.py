@@ -29,9 +29,18 @@ from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.documents import (
+    ANYTHING,
+    OFF,
+    TEXT,
+    WHOLE,
+    AllowedKeys,
+    allow,
+    at,
+    read_object,
+    require_keys,
+)
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import ANYTHING, OFF, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_array
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
@@ -87,7 +96,7 @@ def findings_of(directory: Path) -> tuple[Finding, ...]:
         return ()
     config = found.read(directory).config
     assert isinstance(config, Eagle3Config)
-    return tuple(found.findings(read_object(directory / found.marker), config))
+    return found.findings(read_object(directory / found.marker), config)
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ class HeadFormat:
             marks = _marks(config, arranged.kept[_D2T].weight.indices() + np.arange(config.draft_vocab_size))
             planned.append(plan_array(_T2D, marks, _D2T))
         document = self.document(config, DTYPES[arranged.dtype].transformers)
-        found = list(self.findings(document, config))
+        found = self.findings(document, config)
         # What an engine that reads the layout would load wrongly and not say so is not written.
         if wrong := [finding for finding in found if finding.is_error]:
             raise UnsupportedError(
@@ -152,40 +161,32 @@ class HeadFormat:
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(EAGLE3, config, MappingProxyType[str, Weight](tensors), dtype)
 
-    def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> Iterator[Finding]:
+    def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
-        if self.name == "eagle3":
-            yield from _eagle3_findings(document, config)
-        if config.norm_output:
-            what = "norm_output is true, and it feeds back the state before the norm"
-            engines = (LLAMA_CPP,) if self.name == "eagle3" else (LLAMA_CPP, MLX)
-            yield from (Finding(engine, what) for engine in engines)
-        if self.name == "speculators" and 0 in config.base_layers:
-            yield Finding(MLX, "it reads what leaves layer 0 for what enters it")
-        if self.name == "speculators" and config.reduced:
-            what = "it takes the base's best token among the head's for the base's best, so the text changes"
-            yield Finding(MLX, what)
-
-
-def _eagle3_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[Finding]:
-    if not document.get(_IDS):
-        what = f"{_IDS} is not at the top level, and it takes those of eagle_config for layers entered, not left, or"
-        yield Finding(VLLM, f"{what} {_DEFAULT_IDS}; write each plus 1 there")
-        yield Finding(LLAMA_CPP, f"{_IDS} is not at the top level, and it takes {_DEFAULT_IDS}; write them there")
-    if not (document.get("eagle_config") or {}).get(_IDS):
-        what = f"{_IDS} is missing in eagle_config, and it takes {_DEFAULT_IDS}; write each less 1 there"
-        yield Finding(SGLANG, what)
-    if config.norm_before_residual:
-        what = "norm_before_residual is true, and it begins the residual before the norm all the same"
-        yield Finding(SGLANG, what)
-    if "draft_vocab_size" in document and document["draft_vocab_size"] is None:
-        yield Finding(SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one")
-    if config.hidden_size == FUSED * config.backbone_hidden_size:
-        what = f"the head is as wide as {FUSED} states of the base, {config.hidden_size}, and it leaves fc out then"
-        yield Finding(SGLANG, what)
-    if config.own_embedding and config.hidden_size == config.backbone_hidden_size:
-        what = "it takes the base's embeddings for embed_tokens.weight; leave it out if they are the base's"
-        yield Finding(SGLANG, what)
+        flat, inside = self.name == "eagle3", document.get("eagle_config") or {}
+        outside = flat and not document.get(_IDS)
+        wide = config.hidden_size == FUSED * config.backbone_hidden_size
+        table = config.own_embedding and config.hidden_size == config.backbone_hidden_size
+        null = document.get("draft_vocab_size", 0) is None
+        fed_back = "norm_output is true, and it feeds back the state before the norm"
+        known = (
+            (outside, VLLM, f"{_IDS} is not at the top level: write there those of eagle_config, each plus 1"),
+            (outside, LLAMA_CPP, f"{_IDS} is not at the top level, and it takes {_DEFAULT_IDS}"),
+            (flat and not inside.get(_IDS), SGLANG, f"{_IDS} is missing in eagle_config: write there each less 1"),
+            (flat and config.norm_before_residual, SGLANG, "norm_before_residual is true, and it takes it for false"),
+            (flat and null, SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"),
+            (flat and wide, SGLANG, f"the head is as wide as {FUSED} states of the base, and it leaves fc out then"),
+            (
+                flat and table,
+                SGLANG,
+                "it takes the base's embeddings for embed_tokens.weight: leave those out",
+            ),
+            (config.norm_output, LLAMA_CPP, fed_back),
+            (config.norm_output and not flat, MLX, fed_back),
+            (0 in config.base_layers and not flat, MLX, "it reads what leaves layer 0 for what enters it"),
+            (config.reduced and not flat, MLX, "it takes the best of the head's tokens for the best: the text changes"),
+        )
+        return tuple(Finding(engine, what) for found, engine, what in known if found)
 
 
 def _llama_document(config: Eagle3Config) -> dict[str, Any]:

@@ -2,6 +2,11 @@
 
 Codes of 4 bits and less become Q4_0, of 8 bits Q8_0, with the row's step repeated in every block of 32 and rounded to
 FP16, the only type that steps have there. Norms, scalars and what cannot be held so are F32.
+
+The keys are those that llama.cpp's converter writes and its loader reads, of ``gemma4-assistant``, and our own where it
+has none. FP32 keys hold numbers that users know in decimal; one that does not come back as the same number stands in
+float64 under ``mtp_extract.`` as well. Reading takes the few keys of which the others follow, makes all of them again
+and compares.
 """
 
 from __future__ import annotations
@@ -14,28 +19,26 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from mtp_extract._version import __version__
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.documents import ANYTHING, NUMBER, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
 from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_rows
-from mtp_extract.checkpoint.weight import Steps, Weight, has_exact_steps, row_codes, row_ranges
-from mtp_extract.errors import CheckpointError, NoCodesError, escape
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, row_ranges
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.gguf_metadata import (
-    ARCH,
-    OWN,
-    config_metadata,
-    config_of,
-    rope_frequency_factors,
-)
-from mtp_extract.litertlm.storage import Packing
+from mtp_extract.formats.reading import Activation, Number, Share, Size
+from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
+from mtp_extract.litertlm.storage import Floats, Packing
 
 _ROPE = "rope_freqs.weight"
 _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
@@ -47,6 +50,53 @@ _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at
 _EXACT_GELU = "The gate is an exact GELU, of which llama.cpp computes the tanh approximation."
 _READ = 1 << 20
 """Elements of which the steps are read at a time."""
+
+ARCH = "gemma4-assistant"
+"""What llama.cpp calls the architecture."""
+
+OWN = "mtp_extract."
+"""What keys of ours begin with."""
+
+_NEVER_TURNED = 1e30
+"""A frequency divided by this does not turn; llama.cpp's converter writes the same."""
+
+_NO_FACTORS = np.empty(0, np.float32)
+_FACTOR = "rope.factor"
+"""By what frequencies are divided: no key of llama.cpp's, which has a tensor for it."""
+
+_NUMBERS = (
+    *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "final_logit_softcapping"),
+    _FACTOR,
+)
+"""What is stored in FP32."""
+
+_TOLERATED: AllowedKeys = MappingProxyType(
+    {
+        ARCHITECTURE: (ARCH,),
+        "general.type": ("model",),
+        # What it is called, who made it, and how one samples from a model that is no drafter.
+        **at(
+            ["general."],
+            allow(
+                ANYTHING,
+                "name author version organization finetune basename description quantized_by size_label license* url",
+                "doi uuid repo_url source.* base_model.* dataset.* tags languages sampling.* file_type alignment",
+                "quantization_version",
+            ),
+        ),
+        # Drafts are tokens of the base, whatever a file calls them; that they are as many is read.
+        **allow(ANYTHING, "tokenizer.* quantize.imatrix.*"),
+        f"{ARCH}.context_length": WHOLE,
+        f"{ARCH}.attention.head_count_kv": ANYTHING,  # which is read in full
+        # Implied where they are missing.
+        **allow((None,), f"{ARCH}.vocab_size", f"{OWN}hidden_activation"),
+        **at([f"{ARCH}."], allow((1,), "attention.scale rope.scaling.factor")),
+        **at([f"{ARCH}."], allow((0,), "expert_count expert_used_count")),
+        **at([OWN], allow(TEXT, "version source.* section.*")),
+        **at([OWN], allow(NUMBER, "rope.* attention.* final_logit_softcapping")),
+    }
+)
+"""What a file may say otherwise than it is written here: by whom, of what, and for which tokens."""
 
 
 class GgufFormat:
@@ -79,16 +129,13 @@ class GgufFormat:
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
         config, origin = arranged.checkpoint.mtp, arranged.checkpoint.provenance
-        metadata = config_metadata(config)
+        metadata = _metadata(config)
         planned: list[PlannedTensor] = []
         for role in (role for role in shapes_of(config) if self.name in role.names):
             kept, name = arranged.kept[role.name], role.names[self.name]
-            if kept.how != CODES:
-                planned.append(kept.tensor(name, role))
-                continue
-            planned.append(_plan_blocks(name, role.name, kept.weight))
-        factors = rope_frequency_factors(config)
-        if factors is not None:
+            coded = kept.how == CODES
+            planned.append(_plan_blocks(name, role.name, kept.weight) if coded else kept.tensor(name, role))
+        if (factors := _frequency_factors(config)).size:
             planned.append(plan_array(_ROPE, factors))
         matrices = [tensor for tensor in planned if len(tensor.shape) > 1]
         most = max(_FILE_TYPES, key=lambda kind: sum(tensor.dtype == kind for tensor in matrices))
@@ -118,8 +165,7 @@ class GgufFormat:
             raise CheckpointError(
                 f"expected {rows} tokens in {escape(path)}, found {escape(tokens)}; the file contradicts itself"
             )
-        turns = Stored(*found[_ROPE]).array().reshape(-1) if _ROPE in found else None
-        config = config_of(path, metadata, rows, turns)
+        config = _config_of(path, metadata, rows, Stored(*found[_ROPE]).array() if _ROPE in found else _NO_FACTORS)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         known = (*reading.FLOATS, *_QUANTIZED)
         expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
@@ -225,7 +271,163 @@ def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
 
 def _plan_blocks(name: str, role: str, codes: Weight) -> PlannedTensor:
     """``codes`` around zero, of rows and blocks that divide by 32, in the type for their width."""
-    kind, sizes = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps.in_blocks(BLOCK)
-    return plan_rows(
-        name, role, codes, kind.name, lambda first, last: kind.pack(codes.codes(first, last), sizes[first:last])
+    kind, sizes = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps.size
+
+    def blocks(first: int, last: int) -> Rows:
+        return kind.pack(codes.codes(first, last), sizes[first:last])
+
+    return plan_rows(name, role, codes, kind.name, blocks)
+
+
+def _metadata(config: DrafterConfig) -> dict[str, Any]:
+    """Every key that says what ``config`` says; RoPE's rotated share is in :func:`_frequency_factors` too.
+
+    Raises:
+        UnsupportedError: llama.cpp would compute something else.
+    """
+    config.require_uniform()
+    sliding, full = config.sliding, config.full  # each stands for the other where there is none
+    if SLIDING in config.layer_types and sliding.rope.kind != "default":
+        raise UnsupportedError(
+            f"The sliding layers turn {sliding.rope.partial_rotary_factor:g} of a head, by frequencies divided by "
+            f"{sliding.rope.factor:g}; llama.cpp turns all of it, by the frequencies themselves. Choose the "
+            "transformers format.",
+            remedies=("format=transformers",),
+        )
+    if config.attention_scale != 1.0:
+        raise UnsupportedError(
+            f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says. Choose the "
+            "litert format.",
+            remedies=("format=litert",),
+        )
+    heads = config.num_kv_heads
+    keys: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings or MAX_POSITIONS,
+        "embedding_length": config.hidden_size,
+        "embedding_length_out": config.backbone_hidden_size,
+        "embedding_length_per_layer_input": 0,
+        "feed_forward_length": config.intermediate_size,
+        "nextn_predict_layers": config.num_layers,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": heads[0] if len(set(heads)) == 1 else list(heads),
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": sliding.head_dim,
+        "attention.value_length_swa": sliding.head_dim,
+        "attention.shared_kv_layers": config.num_layers,
+        "attention.sliding_window": config.sliding_window or UNUSED_WINDOW,
+        "attention.sliding_window_pattern": [kind == SLIDING for kind in config.layer_types],
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": sliding.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": full.rope.theta,
+        "rope.freq_base_swa": sliding.rope.theta,
+        **({} if config.final_logit_softcap is None else {"final_logit_softcapping": config.final_logit_softcap}),
+    }
+    own: dict[str, Any] = {"hidden_activation": config.hidden_activation}
+    numbers = dict(keys)
+    if FULL in config.layer_types:
+        own["rope.partial_rotary_factor"] = np.float64(full.rope.partial_rotary_factor)
+        numbers[_FACTOR] = full.rope.factor
+    inexact = [key for key in _NUMBERS if key in numbers and _plain(np.float32(numbers[key])) != numbers[key]]
+    own |= {key: np.float64(numbers[key]) for key in inexact}
+    return {**{f"{ARCH}.{key}": value for key, value in keys.items()}, **{OWN + key: own[key] for key in own}}
+
+
+def _frequency_factors(config: DrafterConfig) -> Floats:
+    """By what the frequencies of full layers are divided, ``[head_dim / 2]``; empty where there are no such layers."""
+    full = config.kv_layers.get(FULL)
+    if full is None:
+        return _NO_FACTORS
+    factors = np.full(full.head_dim // 2, _NEVER_TURNED, np.float32)
+    # As many pairs of dimensions turn as mtp_extract.graph.rotation.frequencies has it.
+    factors[: int(full.rope.partial_rotary_factor * full.head_dim // 2)] = full.rope.factor
+    return factors
+
+
+class _Read(Struct, kw_only=True):
+    """Of a file's keys those that are read, under their own names or llama.cpp's after the architecture's."""
+
+    layers: Size = field(name="block_count")
+    hidden_size: Size = field(name="embedding_length")
+    backbone_hidden_size: Size = field(name="embedding_length_out")
+    intermediate_size: Size = field(name="feed_forward_length")
+    num_heads: Size = field(name="attention.head_count")
+    num_kv_heads: Size | list[Size] = field(name="attention.head_count_kv")
+    head_dim: Size = field(name="attention.key_length")
+    sliding_head_dim: Size = field(name="attention.key_length_swa")
+    sliding_window: Size = field(name="attention.sliding_window")
+    slides: list[bool] = field(name="attention.sliding_window_pattern")
+    theta: Number = field(name="rope.freq_base")
+    sliding_theta: Number = field(name="rope.freq_base_swa")
+    factor: Number = field(name=_FACTOR, default=1.0)
+    share: Share | None = field(name=f"{OWN}rope.partial_rotary_factor", default=None)
+    rms_norm_eps: Number = field(name="attention.layer_norm_rms_epsilon", default=1e-6)
+    final_logit_softcap: Number | None = field(name="final_logit_softcapping", default=None)
+    hidden_activation: Activation = field(name=f"{OWN}hidden_activation", default="gelu_pytorch_tanh")
+    max_position_embeddings: Size | None = field(name="context_length", default=None)
+
+
+_SAME = (
+    *("hidden_size", "backbone_hidden_size", "intermediate_size", "num_heads", "rms_norm_eps"),
+    *("final_logit_softcap", "hidden_activation", "max_position_embeddings"),
+)
+"""Fields of both that and a DrafterConfig."""
+
+
+def _config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
+    """The shape that the file at ``path`` says; the inverse of :func:`_metadata` and :func:`_frequency_factors`.
+
+    Args:
+        vocabulary: rows of the head.
+
+    Raises:
+        CheckpointError: another architecture, a key missing or of another type or range, or the file says something
+            else than would be written of what was read from it.
+    """
+    with reading.naming(path):
+        if metadata.get(ARCHITECTURE) != ARCH:
+            raise CheckpointError(
+                f"expected {ARCHITECTURE} {ARCH}, found {escape(metadata.get(ARCHITECTURE))}; point to the drafter, "
+                "not the base model"
+            )
+        config = _config(metadata, vocabulary, factors)
+        made = _metadata(config)
+        if not np.array_equal(_frequency_factors(config), factors.reshape(-1)):
+            raise CheckpointError(
+                f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
+                "others; it is not supported"
+            )
+    # Plain floats are FP32 there.
+    stored = {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
+    require_keys(path, metadata, stored, _TOLERATED)
+    return config
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as Python's own; of a number in FP32 or FP64 the shortest decimal that is the same there."""
+    return float(str(value)) if isinstance(value, np.floating) else value
+
+
+def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
+    keys = {key.removeprefix(f"{ARCH}."): _plain(value) for key, value in metadata.items()}
+    if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
+        keys[_FACTOR] = _plain(factors.flat[0])
+    keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
+    found = reading.fields_of(keys, _Read)
+    heads = found.num_kv_heads if isinstance(found.num_kv_heads, list) else [found.num_kv_heads] * found.layers
+    if not found.layers == len(found.slides) == len(heads):
+        raise CheckpointError(
+            f"expected sliding_window_pattern and head_count_kv of {found.layers} layers, found others; check the file"
+        )
+    share = found.share or 2 * turned / found.head_dim or 1.0
+    full, sliding = RopeConfig(found.theta, share, found.factor), RopeConfig(found.sliding_theta)
+    layers = tuple(
+        LayerConfig(SLIDING, found.sliding_head_dim, of_base, found.sliding_window, sliding)
+        if slides
+        else LayerConfig(FULL, found.head_dim, of_base, None, full)
+        for slides, of_base in zip(found.slides, heads, strict=True)
     )
+    return DrafterConfig(vocab_size=vocabulary, layers=layers, **{name: getattr(found, name) for name in _SAME})

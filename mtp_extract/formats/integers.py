@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.checkpoint.keys import ANYTHING, NUMBER, OFF, TEXT, allow
+from mtp_extract.checkpoint.documents import ANYTHING, NUMBER, OFF, TEXT, allow
 from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed
 
 GROUPS = (128, 64, 32)

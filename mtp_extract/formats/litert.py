@@ -17,8 +17,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import WHOLE, require_keys
+from mtp_extract.checkpoint.documents import WHOLE, read_object, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled

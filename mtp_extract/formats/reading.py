@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
+from mtp_extract.checkpoint.documents import ANYTHING, HEADER, read_object, require_keys
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import ANYTHING, HEADER, require_keys
 from mtp_extract.checkpoint.safetensors_file import read_file, read_header
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few

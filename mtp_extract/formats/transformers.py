@@ -15,9 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import (
+from mtp_extract.checkpoint.documents import (
     ANYTHING,
     FLAG,
     NUMBER,
@@ -27,8 +25,10 @@ from mtp_extract.checkpoint.keys import (
     AllowedKeys,
     allow,
     at,
+    read_object,
     require_keys,
 )
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
 from mtp_extract.formats.reading import Activation, Number, Share, Size, fields_of

@@ -22,7 +22,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
 
-from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape

@@ -15,10 +15,9 @@ from typing import TypeVar
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
+from mtp_extract.checkpoint.weight import Constant, Weight, filled, row_ranges
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.threads import on_all_cores

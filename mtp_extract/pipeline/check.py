@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.files import sha256_of_file
-from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.record import FORMAT_VERSION, check_extraction
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, reading, weights_of

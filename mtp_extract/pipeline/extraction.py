@@ -15,8 +15,7 @@ from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.arranged import FLOATS
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.constant import Constant
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.weight import Constant, Weight, filled
 from mtp_extract.errors import CheckpointError, SourceError, escape
 from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.place import check_place, staged

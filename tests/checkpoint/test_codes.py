@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.safetensors_file import read_file
-from mtp_extract.checkpoint.weight import has_exact_steps, row_codes
+from mtp_extract.checkpoint.weight import Constant, has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.extraction import checkpoint_of

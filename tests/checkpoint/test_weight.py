@@ -9,10 +9,9 @@ import pytest
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.constant import Constant
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype
-from mtp_extract.checkpoint.weight import ROW_STEP, Weight, divided, filled, of_array, row_ranges
+from mtp_extract.checkpoint.weight import ROW_STEP, Constant, Weight, divided, filled, of_array, row_ranges
 from mtp_extract.errors import CheckpointError
 from mtp_extract.pipeline.extraction import checkpoint_of
 

@@ -16,8 +16,7 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConf
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.keys import TEXT, require_keys
+from mtp_extract.checkpoint.documents import TEXT, read_object, require_keys
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled

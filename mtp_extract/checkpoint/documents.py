@@ -1,4 +1,4 @@
-"""What a file says beside its tensors, compared with what we would write there.
+"""JSON objects in files that may be anything, and what a file says compared with what we would write there.
 
 Every key is compared with ``made``, which a format's own writer made of what was read. The few keys that may differ,
 because no engine computes another function for it, are data: :data:`AllowedKeys`.
@@ -6,6 +6,9 @@ because no engine computes another function for it, are data: :data:`AllowedKeys
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, escape, few
+from mtp_extract.io.files import read_regular
+
+_LARGEST = 1 << 26
+"""Bytes of a file."""
 
 Allowed = tuple[Any, ...]
 """What a value may be for nothing to change: each a value, or a type of values; truth values are no numbers."""
@@ -30,6 +37,50 @@ FLAG: Allowed = (bool, None)
 OFF: Allowed = (None, False, 0, [], {})
 """What is not there, in each of its forms."""
 
+HEADER: AllowedKeys = MappingProxyType({"format": ("pt", "mlx"), "mtp_extract": TEXT})
+"""What the header of a safetensors file may say beside its tensors."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What ``text`` says in JSON, which knows neither NaN nor infinity, nor numbers beyond the largest float; each key
+    of an object once: of two, readers take the one or the other.
+
+    Raises:
+        ValueError, RecursionError: it is none, or nested too deeply.
+    """
+    return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} stands there twice")
+    return made
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number")
+    return number
+
+
+def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[str, Any]:
+    """The object in the file at ``path``, in UTF-8; ``advice`` ends a refusal.
+
+    Raises:
+        CheckpointError: it cannot be read, is too large, or holds something else.
+    """
+    try:
+        content = parse_json(read_regular(path, _LARGEST).decode("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}. {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{escape(path)}: not valid JSON ({escape(error)}). {advice}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{escape(path)}: expected a JSON object, found a {type(content).__name__}. {advice}")
+    return content
+
 
 def allow(values: Allowed, *keys: str) -> AllowedKeys:
     """Every one of ``keys``, which spaces part, may be ``values``."""
@@ -41,39 +92,31 @@ def at(places: Iterable[str], keys: AllowedKeys) -> AllowedKeys:
     return {f"{place}{key}": values for place in places for key, values in keys.items()}
 
 
-HEADER: AllowedKeys = MappingProxyType({"format": ("pt", "mlx"), "mtp_extract": TEXT})
-"""What the header of a safetensors file may say beside its tensors."""
-
-
 def require_keys(path: Path, found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys) -> None:
-    """Check that ``found``, what the file at ``path`` says, is what we would write there; as :func:`unexpected_keys`.
+    """Check that ``found``, what the file at ``path`` says, is what we would write there, or ``tolerated``.
 
     Raises:
         CheckpointError: it says something else; the message names up to five keys.
     """
-    if wrong := list(unexpected_keys(found, made, tolerated)):
+    if wrong := list(_unexpected_keys(found, made, tolerated)):
         raise CheckpointError(
             f"{escape(path)}: expected what would be written of the drafter that it describes, found that it "
             f"{few(wrong, separator='; ')}. Undo that, or extract the drafter again."
         )
 
 
-def unexpected_keys(
+def _unexpected_keys(
     found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys, place: str = ""
 ) -> Iterator[str]:
     """What ``found`` says that differs from ``made`` and is not ``tolerated``, each as a clause that begins with a
-    verb. A key that is not there counts as one that is null.
-
-    Args:
-        place: where both lie, for the names of keys; empty or ends in a dot.
-    """
+    verb. A key that is not there counts as one that is null. ``place``: where both lie, with a dot at its end."""
     for key in dict.fromkeys([*found, *made]):
         name, value, expected = f"{place}{key}", found.get(key), made.get(key)
         allowed = (one for pattern, values in tolerated.items() if fnmatchcase(name, pattern) for one in values)
         if _same(value, expected) or any(_is(value, one) for one in allowed):
             continue
         if isinstance(value, Mapping) and isinstance(expected, Mapping):
-            yield from unexpected_keys(value, expected, tolerated, f"{name}.")
+            yield from _unexpected_keys(value, expected, tolerated, f"{name}.")
         else:
             yield f"says {escape(name)} {escape(value)}" if key in found else f"says nothing of {escape(name)}"
 
