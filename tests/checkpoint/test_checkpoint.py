@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from mtp_extract import extract
-from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import safetensors_file
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header, write_file
@@ -28,7 +26,6 @@ from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.check import files_in
-from mtp_extract.pipeline.inspection import inspect
 
 
 @pytest.mark.torch
@@ -143,14 +140,6 @@ def test_the_same_input_gives_the_same_bytes(sample: Path, tmp_path: Path, forma
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_chunks_do_not_show_in_the_result(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extract(sample, tmp_path / "whole", dtype="f32", codes=True)
-    monkeypatch.setattr("mtp_extract.litertlm.storage.CHUNK_ELEMENTS", 300)
-    extract(sample, tmp_path / "cut", dtype="f32", codes=True)
-    for name in ("model.safetensors", "codes/codes.safetensors", "extraction.json"):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
-
-
 def test_output_follows_the_umask(sample: Path, tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
@@ -183,43 +172,3 @@ def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monke
     with pytest.raises(OutputError, match="No space left"):
         extract(sample, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_output(sample: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    extract(sample, out)  # an empty directory is as good as none
-    with pytest.raises(OutputError, match="Replace it") as caught:
-        extract(sample, out)
-    assert caught.value.remedies == ("overwrite", "out")
-    extract(sample, out, dtype="f32", overwrite=True)
-    assert json.loads((out / "extraction.json").read_text())["dtype"] == "f32"
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years")
-    with pytest.raises(OutputError, match="not replaced"):
-        extract(sample, mine, overwrite=True)
-    assert (mine / "thesis.txt").read_text() == "years"
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="not a directory"):
-        extract(sample, tmp_path / "file", overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "out"]
-
-
-def test_record(sample: Path, tmp_path: Path) -> None:
-    result = extract(sample, tmp_path / "out")
-    record = json.loads((tmp_path / "out" / "extraction.json").read_text())
-    assert record == result.record
-    data = sample.read_bytes()
-    section = record["source"]["section"]
-    assert section["sha256"] == hashlib.sha256(data[section["begin"] : section["end"]]).hexdigest()
-    # Every constant of every subgraph that is used is a role or set aside.
-    with open_bundle(sample) as bundle:
-        model = bundle.drafter().model
-        found = inspect(bundle, graph=True).report["drafter"]
-        constants = {(t.subgraph, t.index) for g in model.subgraphs for t in g.tensors if model.has_data(t)}
-    roles = {(role["subgraph"], role["tensor"]) for role in found["roles"]}
-    aside = {(a["subgraph"], a["tensor"]) for a in found["set_aside"]}
-    assert not roles & aside
-    assert constants <= roles | aside
-    assert all(a["reason"] for a in found["set_aside"])

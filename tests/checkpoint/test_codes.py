@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,56 +68,68 @@ def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> No
             np.testing.assert_array_equal(tensor.array(), found.tensors[role].array(), err_msg=role)
 
 
+NAME = "model.layers.0.self_attn.q_proj.weight"
+
+
+def damaged_codes(sample: Path, folder: Path, change: Callable[[dict[str, np.ndarray], dict[str, str]], None]) -> Path:
+    """The sample in floats, with the codes of one matrix beside them, which ``change`` damages."""
+    extract(sample, folder, dtype="f32", codes=True)
+    path = folder / CODES_FILE
+    tensors = {key: value for key, value in load_file(path).items() if key.startswith(NAME)}
+    scheme = json.loads(read_file(path)[1]["schemes"])[NAME]
+    metadata = {"schemes": json.dumps({NAME: scheme})}
+    save_file(tensors, path, metadata)
+    assert with_codes(folder, read_checkpoint(folder)).tensors["layers.0.q_proj"].scheme is not None
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+    return folder
+
+
 @pytest.mark.parametrize(
     "said",
     [
-        *({}, {"schemes": "5"}, {"schemes": "["}, {"schemes": "{}"}, {"schemes": '{"NAME": 5}'}),
+        *("", "5", "[", "{}", f'{{"{NAME}": 5}}'),
         *(
-            {"schemes": f'{{"NAME": {{"bits": {bits}, "factor": {factor}, "axis": 0}}}}'}
+            f'{{"{NAME}": {{"bits": {bits}, "factor": {factor}, "axis": 0}}}}'
             for bits, factor in (
                 *((4, factor) for factor in ("0", "true", '"1"', "null", "1" * 400)),
                 *((bits, "1") for bits in ("4.0", "3", '"4"')),
             )
         ),
+        f'{{"{NAME}": {{"bits": 8, "factor": 1, "axis": 1}}}}',
     ],
 )
-def test_what_is_said_of_codes_is_not_believed(sample: Path, tmp_path: Path, said: dict[str, str]) -> None:
-    extract(sample, tmp_path / "out", dtype="f32", codes=True)
-    path, name = tmp_path / "out" / CODES_FILE, "model.layers.0.self_attn.q_proj.weight"
-    three = {key: value for key, value in load_file(path).items() if key.startswith(name)}
-    assert len(three) == 3
-    save_file(three, path, {key: text.replace("NAME", name) for key, text in said.items()})
+def test_what_is_said_of_codes_is_not_believed(sample: Path, tmp_path: Path, said: str) -> None:
+    folder = damaged_codes(sample, tmp_path / "out", lambda tensors, metadata: metadata.update(schemes=said))
     with pytest.raises(CheckpointError, match=r"codes\.safetensors: "):
-        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+        with_codes(folder, read_checkpoint(folder))
 
 
-def test_a_part_more_is_refused(sample: Path, tmp_path: Path) -> None:
-    extract(sample, tmp_path / "out", dtype="f32", codes=True)
-    path = tmp_path / "out" / CODES_FILE
-    name = "model.layers.0.self_attn.q_proj.weight"
-    four = {key: value for key, value in load_file(path).items() if key.startswith(name)}
-    save_file({**four, f"{name}.bias": np.zeros(3, np.float32)}, path, read_file(path)[1])
-    with pytest.raises(CheckpointError, match="no whole weight"):
-        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("part", "value", "what"),
+    [
+        ("bias", np.zeros(3, np.float32), "nothing says how"),
+        ("scale", None, "no whole weight"),
+        ("scale", np.full(128, np.inf, np.float32), "are damaged"),
+        ("scale", np.ones(3, np.float32), "are damaged"),
+        ("zero_point", np.zeros(3, np.int64), "are damaged"),
+        ("codes", np.zeros((3, 64), np.int8), "expected codes in I8 or U8"),
+        ("scale", np.ones(128, np.float64), "scales in F32"),
+        ("scale", np.ones(128, np.float32), "not those of its floats"),
+    ],
+)
+def test_parts_that_are_damaged(sample: Path, tmp_path: Path, part: str, value: np.ndarray | None, what: str) -> None:
+    def change(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+        tensors.pop(f"{NAME}.{part}", None)
+        tensors.update({} if value is None else {f"{NAME}.{part}": value})
+
+    folder = damaged_codes(sample, tmp_path / "out", change)
+    with pytest.raises(CheckpointError, match=what):
+        with_codes(folder, read_checkpoint(folder))
 
 
-def test_a_checkpoint_without_codes_is_as_it_is(extracted_bare: Path) -> None:
-    found = read_checkpoint(extracted_bare)
-    assert with_codes(extracted_bare, found) is found
-    assert all(math.prod(t.shape) and t.scheme is None for t in found.tensors.values())
-
-
-@pytest.fixture
-def extracted_bare(sample: Path, tmp_path: Path) -> Path:
+def test_a_checkpoint_without_codes_is_as_it_is(sample: Path, tmp_path: Path) -> None:
     extract(sample, tmp_path / "bare")
-    return tmp_path / "bare"
-
-
-def test_scales_that_are_no_numbers_are_refused(sample: Path, tmp_path: Path) -> None:
-    extract(sample, tmp_path / "out", codes=True)
-    path = tmp_path / "out" / CODES_FILE
-    tensors = load_file(path)
-    tensors["pre_projection.weight.scale"] = np.full_like(tensors["pre_projection.weight.scale"], np.inf)
-    save_file(tensors, path, read_file(path)[1])
-    with pytest.raises(CheckpointError, match="are damaged"):
-        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+    found = read_checkpoint(tmp_path / "bare")
+    assert with_codes(tmp_path / "bare", found) is found
+    assert all(math.prod(t.shape) and t.scheme is None for t in found.tensors.values())
