@@ -3,10 +3,9 @@
     PYTHONPATH=tests python scripts/doctor_faults.py [SOUND RUNS [DIR BASE PROMPTS]]
 
 Our own loop is the engine, with a fault of ``tests/helpers/planted_faults.py`` in it, on the packaged sample or on the
-pair that is given. Texts are greedy, or drawn at temperature 0.5; drafts are the drafter's likeliest tokens. Counters
-are told by step, as by vLLM, or as totals, as by llama-server; as they are, or with noise: rounds of other requests
-(Poisson, 0.5 a text), and three drafts in a hundred not counted. Every second prompt is asked. With SOUND RUNS, which
-differ in their seeds and take a third of the prompts each, nothing is planted.
+pair that is given. Counters are told by step, as by vLLM, or as totals, as by llama-server; as they are, or with noise:
+rounds of other requests (Poisson, 0.5 a text), and three drafts in a hundred not counted. Every second prompt is asked.
+With SOUND RUNS, which take a third of the prompts each, drawn by their number, nothing is planted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,31 +24,24 @@ from helpers.counting_server import played
 from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-from mtp_extract.doctor.counts import Counts, expected_counts
-from mtp_extract.doctor.faults import Reference, reference
+from mtp_extract.doctor.counts import Counts
+from mtp_extract.doctor.faults import Expected, expect
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving
 from mtp_extract.doctor.run import hold_against
 from mtp_extract.doctor.texts import samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
 from mtp_extract.pipeline.extraction import extract
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.trees import Tree
 
-STEPS, NEW_TOKENS, BATCH = 3, 48, 32
+STEPS, NEW_TOKENS = 3, 48
 OVERFLOWS = 2.0**14
 """By how much the residual stream of the drafter that is computed in FP16 is larger."""
-WAYS: Mapping[str, tuple[float, int | Tree]] = {
-    "greedy": (0.0, STEPS),
-    "likeliest": (0.5, Tree.parse("x".join("1" * STEPS))),
-}
-"""How an engine drafts: its temperature, and drafts a round."""
 
 
 class Bench:
@@ -60,34 +52,30 @@ class Bench:
         self.tokenizer, self.drafter = loaded.tokenizer, load_drafter(directory)
         self.generator = SpeculativeGenerator(loaded.model, self.drafter, loaded.tokenizer)
         self.encoded = encode_prompts(read_prompts(prompts), self.generator.codec, chat_template=False)
-        self._known: dict[Any, Reference] = {}
+        self._known: dict[Any, Expected] = {}
 
-    def diagnoses(self, planted: str, way: str, rows: Sequence[int], seed: int = 1) -> Iterator[tuple[str, Diagnosis]]:
+    def diagnoses(self, planted: str, rows: Sequence[int]) -> Iterator[tuple[str, Diagnosis]]:
         """What is said of the fault ``planted``, or of ``sound``: by what is told and with noise or without."""
-        (temperature, drafts), base = WAYS[way], self.generator.base
+        base = self.generator.base
         drafter = near_overflow(self.drafter, OVERFLOWS) if planted == "fp16_overflow" else self.drafter
         engine = drafter if planted == "sound" else PLANTED[planted](drafter, base)
         loop, told = SpeculativeGenerator(base, engine, self.tokenizer), list[Answer]()
-        settings: Any = {"max_new_tokens": NEW_TOKENS, "drafts": drafts, "temperature": temperature}
         for row in rows:
-            made = played(loop.generate(self.encoded[row], seed=seed + row, **settings))
+            made = played(loop.generate(self.encoded[row], max_new_tokens=NEW_TOKENS, drafts=STEPS))
             positions = tuple(made.counted.get(f"accepted_{step}", 0) for step in range(STEPS))
             rounds, drafted, accepted, tokens = (
                 made.counted[name] for name in ("rounds", "drafted", "accepted", "tokens")
             )
             counted = Counters(rounds=rounds, drafted=drafted, accepted=accepted, positions=positions)
             told.append(Answer(made.pieces[0], tokens, 1, None, 0.0, counted=counted))
-        plan = DoctorPlan("the pair", max_tokens=NEW_TOKENS, temperature=temperature, batch=BATCH)
+        plan = DoctorPlan("the pair", max_tokens=NEW_TOKENS)
         chosen = samples(self.generator, [self.encoded[row] for row in rows], told, plan)
-        clean, text = served_counts(chosen, STEPS, base.stop_token_ids), text_fit(self.generator, chosen, plan)
+        clean, text = served_counts(chosen, STEPS, base.stop_token_ids), text_fit(self.generator, chosen)
         assert clean is not None
         key = (id(drafter), tuple(one.text.tokens for one in chosen), max(1, round(clean.tokens_per_round)))
         if key not in self._known:
-
-            def along(drafters: Sequence[Drafter]) -> list[Counts]:
-                return expected_counts(base, drafters, [one.text for one in chosen], STEPS, batch=BATCH)
-
-            self._known[key] = reference(drafter, base, along, lag=clean.tokens_per_round)
+            along = [one.text for one in chosen]
+            self._known[key] = expect(drafter, base, along, STEPS, lag=clean.tokens_per_round)
         for noise, served in (("no", clean), ("yes", _noisy(clean))):
             for tells, has in (("steps", served), ("totals", replace(served, by_step=None))):
                 found = Diagnosis(
@@ -98,7 +86,7 @@ class Bench:
                     text=text,
                 )
                 hold_against(found, self._known[key], has)
-                yield f"{way} | {tells} | {noise}", judge(found)
+                yield f"{tells} | {noise}", judge(found)
 
 
 def _noisy(counts: Counts) -> Counts:
@@ -111,16 +99,15 @@ def _noisy(counts: Counts) -> Counts:
 
 
 def planted_faults(bench: Bench) -> None:
-    """Print a line a fault and way, and how many suspects are right."""
-    print("| planted | drafts | told | noise | verdict | suspect | rank |\n|" + " --- |" * 7)
+    """Print a line a fault, and how many suspects are right."""
+    print("| planted | told | noise | verdict | suspect | rank |\n|" + " --- |" * 6)
     right = Counter[str]()
     for planted in PLANTED:
-        for way in WAYS:
-            for told, found in bench.diagnoses(planted, way, range(0, len(bench.encoded), 2)):
-                names = [fit.name for fit in found.fits]
-                rank = names.index(planted) + 1 if planted in names else 0
-                right[told] += found.suspect == planted
-                print(f"| {planted} | {told} | {found.outcome} | {found.suspect or ''} | {rank} |", flush=True)
+        for told, found in bench.diagnoses(planted, range(0, len(bench.encoded), 2)):
+            names = [fit.name for fit in found.fits]
+            rank = names.index(planted) + 1 if planted in names else 0
+            right[told] += found.suspect == planted
+            print(f"| {planted} | {told} | {found.outcome} | {found.suspect or ''} | {rank} |", flush=True)
     for told, count in right.items():
         print("right suspect:", told, f"{count} of {len(PLANTED)}")
 
@@ -130,8 +117,7 @@ def sound_runs(bench: Bench, runs: int) -> None:
     said = Counter[str]()
     for number in range(runs):
         order = np.random.default_rng(number).permutation(len(bench.encoded))
-        rows, way = sorted(order[: len(order) // 3].tolist()), list(WAYS)[number % len(WAYS)]
-        for told, found in bench.diagnoses("sound", way, rows, seed=number):
+        for told, found in bench.diagnoses("sound", sorted(order[: len(order) // 3].tolist())):
             said[f"{told} | {found.outcome} | {found.suspect or ''}"] += 1
     for key, count in sorted(said.items()):
         print("sound:", key, count)

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from mtp_extract.cli._command import AsJson, new_app, run
-from mtp_extract.cli.terminal import doing_unless, say, say_all, say_report, write_json
+from mtp_extract.cli.terminal import doing_unless, say_all, say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import escape
-from mtp_extract.options import Replace
 
 
-def command(
-    plan: DoctorPlan,
-    out: Annotated[
-        Path | None, typer.Option("--report", help="Write doctor.json and pages of it there.", metavar="DIR")
-    ] = None,
-    overwrite: Replace = False,
-    print_json: AsJson = False,
-) -> None:
+def command(plan: DoctorPlan, print_json: AsJson = False) -> None:
     """Say why acceptance is what it is: does the pair fit, what is to be expected, what is served, what is to blame.
 
     Of a .litertlm, say in one line whether it holds a drafter, which, and for which base. The exit status is 1 where it
@@ -32,7 +23,7 @@ def command(
 
     path = Path(checkpoint_here(plan.place, or_bundle=True))
     if not is_checkpoint(path):
-        for_a_pair = {"--base": plan.base, "--server": plan.server, "--prompts": plan.prompts, "--report": out}
+        for_a_pair = {"--base": plan.base, "--server": plan.server, "--prompts": plan.prompts}
         if wrong := [flag for flag, value in for_a_pair.items() if value is not None]:
             what = "is no drafter's directory. Extract one from a bundle first."
             raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} {what}")
@@ -41,23 +32,15 @@ def command(
     from mtp_extract.evaluate.extras import require
 
     require("torch", "transformers")
-    from mtp_extract.doctor.page import DOCTOR_LISTED, tables, write_doctor
     from mtp_extract.doctor.run import diagnose
-    from mtp_extract.io.place import check_place
+    from mtp_extract.doctor.tables import tables
     from mtp_extract.report.page import plain_json
 
-    inputs = (path, plan.prompts)
-    if out is not None:
-        check_place(out, overwrite=overwrite, inputs=inputs, listed=DOCTOR_LISTED)
     found = diagnose(plan, path, doing_unless(print_json))
-    files = write_doctor(found, out, overwrite=overwrite, inputs=inputs) if out is not None else []
-    report = plain_json(found)
     if print_json:
-        write_json(report)
+        write_json(plain_json(found))
     else:
-        say_report(report, tables(found))
-        if files:
-            say(f"Wrote {escape(out)}/: {', '.join(files)}")
+        say_report(plain_json(found), tables(found))
     if found.outcome == "does not fit":
         raise typer.Exit(1)
 

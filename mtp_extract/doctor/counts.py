@@ -1,8 +1,7 @@
 """Rounds and accepted drafts of texts: as a server counts them, as a drafter is expected to have them, and compared.
 
 Whether a draft stands is known at every position of a text by teacher forcing, and so are the rounds that a server
-makes of the text: with drafts that are the likeliest tokens exactly, at any temperature, for a server keeps such a
-draft where its token is the one that it emits.
+makes of the text.
 
 Compared are the drafts of a text that stand at a step, of those that stood at the step before (of rounds, at the
 first): binomial, with the share that is expected there. Where a server tells no steps, the same is said of all accepted
@@ -30,8 +29,8 @@ from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced
 
-SOUND = "sound"
-"""Name of the drafter as it is."""
+BATCH = 16
+"""Texts that the base reads at a time."""
 _LEAST_CHANCE = 0.002  # of a draft, whatever is expected
 Floats = NDArray[np.float64]
 
@@ -70,9 +69,7 @@ def _share(hits: Floats, sizes: Floats) -> Figure:
     return figure(float(hits.sum() / sizes.sum()) if sizes.sum() else np.nan, round(sizes.sum()), interval)
 
 
-def expected_counts(
-    base: Base, drafters: Sequence[Drafter], texts: Sequence[Text], steps: int, *, batch: int
-) -> list[Counts]:
+def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Text], steps: int) -> list[Counts]:
     """What each of ``drafters`` comes to along ``texts``, in their order; the base reads each text once.
 
     A text that was cut off ends in a token of the base's: an engine that adds so many tokens and no more drafts up to
@@ -83,12 +80,10 @@ def expected_counts(
         steps: drafts a round.
     """
     tables = torch.zeros(len(drafters), len(texts), steps + 1, dtype=torch.double)
-    for rows in groups([len(text.tokens) for text in texts], batch):
+    for rows in groups([len(text.tokens) for text in texts], BATCH):
         chosen = [texts[row] for row in rows]
         full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
-        ends = torch.tensor(
-            [len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen], dtype=torch.long
-        )
+        ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen])
         for table, drafter in zip(tables, drafters, strict=True):
             made = teacher_forced(base, drafter, chosen, steps, full=full)
             room = ends[made.text] - made.anchor
@@ -114,15 +109,14 @@ def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
             # One end of an interval that has 5 % on either side.
             least = float(lead.mean() - student(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
             # Not by difference_interval: these are no draws, and exactly 0 where a server does what is expected of it.
-            residuals = missing - mean * served.tokens
-            error = math.sqrt((residuals**2).sum() * texts / (texts - 1)) / served.tokens.sum()
-            half = student(0.95, texts - 1) * float(error)
+            error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
+            half = student(0.95, texts - 1) * float(error / served.tokens.sum())
             gap = Figure(mean, texts, [mean - half, mean + half])
         fits.append(Fit(name, float(scores[name].sum()), float(lead.mean()), least, gap))
     return fits
 
 
-def sure(fits: list[Fit], texts: int) -> bool:
+def sure(fits: Sequence[Fit], texts: int) -> bool:
     """Whether the likeliest is so against every other: at 95 % over texts, its lead is at least 20 times."""
     leads = [fit.behind_at_least for fit in fits[1:]]
     return all(lead is not None and lead * texts >= math.log(20) for lead in leads)

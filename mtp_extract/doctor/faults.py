@@ -6,25 +6,25 @@ a server with that fault is expected to have.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.doctor.counts import Counts
+from mtp_extract.doctor.counts import Counts, expected_counts
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
 from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.validation.controls import CONTROLS
 
 _MOVES = 0.01  # accepted drafts a token that a fault adds or takes, over all texts, to be told from none
 POSITION = "position_off_by_one"
 """The control that is the other of two runtimes' conventions."""
 
-Along = Callable[[Sequence[Drafter]], list[Counts]]
-"""What drafters come to along the texts at hand."""
+SOUND = "sound"
+"""Name of the drafter as it is."""
 
 
 @dataclass(frozen=True)
@@ -105,30 +105,30 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What a pair comes to along some texts, sound and with each thing broken."""
+class Expected:
+    """What a drafter comes to along some texts, as it is and with each thing broken."""
 
-    sound: Counts
+    counts: Mapping[str, Counts]  # by name: first :data:`SOUND`, then the faults that change drafts
     convention: Convention | None = None  # whose query position the drafter drafts better by; None where it has none
-    broken: Mapping[str, Counts] = dataclasses.field(default_factory=dict)  # by fault; only those that change drafts
     untold: tuple[str, ...] = ()  # faults that do not
 
 
-def reference(drafter: Drafter, base: Base, along: Along, *, lag: float | None) -> Reference:
+def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, lag: float | None) -> Expected:
     """The drafter as it is: of the two positions that runtimes put its query at, at the one where it drafts better.
 
     Args:
+        texts, steps: as of :func:`~mtp_extract.doctor.counts.expected_counts`.
         lag: tokens that a round adds in serving, on the mean; None where nothing is to be broken.
     """
     if not isinstance(drafter, MtpDrafter):
-        return Reference(along([drafter])[0])
+        return Expected({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
     conventions = (LITERT, TRANSFORMERS)
-    both = dict(zip(conventions, along([Altered(drafter, convention) for convention in conventions]), strict=True))
-    best, sound = max(both.items(), key=lambda item: float(item[1].accepted.sum()))
+    both = expected_counts(base, [Altered(drafter, convention) for convention in conventions], texts, steps)
+    best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
     if lag is None:
-        return Reference(sound, best)
+        return Expected({SOUND: sound}, best)
     made = broken(drafter, best, base.num_layers, max(1, round(lag)))
-    counts = dict(zip(made, along([*made.values()]), strict=True))
+    counts = dict(zip(made, expected_counts(base, [*made.values()], texts, steps), strict=True))
     least = _MOVES * sound.tokens.sum()
     changing = {name: c for name, c in counts.items() if np.abs(c.accepted - sound.accepted).sum() >= least}
-    return Reference(sound, best, changing, tuple(name for name in counts if name not in changing))
+    return Expected({SOUND: sound, **changing}, best, tuple(name for name in counts if name not in changing))

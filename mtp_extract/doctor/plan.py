@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
-from msgspec import Meta
 
 from mtp_extract.options import BASE, ApiKey, ChatTemplate, Device, ServedModel, Workloads
 from mtp_extract.validation.plan import MOST_STEPS
@@ -32,8 +31,6 @@ class DoctorPlan:
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=8, metavar="N")] = 64
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
-    """Of the answers; 0 is greedy. Drafts are taken to be the drafter's likeliest tokens."""
     drafts: Annotated[
         int | None,
         typer.Option(
@@ -45,7 +42,3 @@ class DoctorPlan:
     ] = None
     chat_template: ChatTemplate = True
     device: Device = "auto"
-    batch: Annotated[int, Meta(ge=1)] = 16
-    """Texts at a time, in the reference."""
-    timeout: Annotated[float, Meta(ge=0.1)] = 300.0
-    """Seconds an answer may take."""

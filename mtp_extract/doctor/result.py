@@ -1,4 +1,4 @@
-"""What a diagnosis found: the record that ``doctor.json`` holds, and that the page and the terminal read."""
+"""What a diagnosis found: the record that ``mtp-doctor --json`` prints, and that the terminal reads."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ class TextFit(Record):
     """Whether the served texts are the base's own."""
 
     texts: Positive  #: that were looked at
-    same: Count  #: of greedy texts, those that are the reference's, character for character
-    likeliest: Figure  #: share of their tokens that are the base's argmax
-    expected: Share  #: what that should be, at the temperature that was asked for
+    same: Count  #: of these, those that are the reference's own
+    likeliest: Figure  #: share of their tokens that are the base's argmax, which all should be
     prompts_alike: Share | None  #: share of the prompts that the server read as they are here; null where not reported
 
 
@@ -71,8 +70,8 @@ class Fit(Record):
 class Diagnosis(Record, kw_only=True):
     """What the doctor found of a drafter, its base and what is served."""
 
-    version: Literal[3] = 3  #: version of this file
-    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what wrote it
+    version: Literal[4] = 4  #: version of this record
+    tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what made it
     verdict: str = ""  #: the result in one sentence
     outcome: Outcome | None = None  #: the same in a word or two
     suspect: str | None = None  #: what is to blame: the name of a fault, or `template`; null where nothing is named

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.doctor.counts import SOUND, Counts, compare, expected_counts
-from mtp_extract.doctor.faults import Reference, reference
+from mtp_extract.doctor.counts import Counts, compare
+from mtp_extract.doctor.faults import SOUND, Expected, expect
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Check, Diagnosis, Identity, Serving
 from mtp_extract.doctor.texts import Sample, ask_all, rounds_of, samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
-from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.errors import MtpExtractError, escape, several
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluate.progress import Say, silent
 from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
@@ -30,12 +30,11 @@ from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base, compared
 
-Say = Callable[[str], None]
 _DRAFTS = 3  # a round, where nothing says how many
 _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transformers"}
 
 
-def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Diagnosis:
+def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
     """Look at the pair, at what is expected of it, and at what is served.
 
     Args:
@@ -56,12 +55,12 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
         require_texts(prompts)
     answers, serving = None, None
     if plan.server is not None:
-        with Server(plan.server, model=plan.model, key=plan.key, timeout=plan.timeout) as server:
+        with Server(plan.server, model=plan.model, key=plan.key) as server:
             say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
             answers = ask_all(server, plan, prompts)
             serving = _serving(server, answers)
     drafts = plan.drafts or _drafts_of(answers or ())
-    settings = {name: getattr(plan, name) for name in ("max_tokens", "temperature", "chat_template")}
+    settings = {name: getattr(plan, name) for name in ("max_tokens", "chat_template")}
     settings |= {"prompts": len(prompts), "drafts": drafts or _DRAFTS, "drafts_known": drafts is not None}
     say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
@@ -79,26 +78,21 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
         chosen = samples(generator, encoded, answers, plan)
         found.notes += _notes(chosen, len(prompts))
         if chosen:
-            base, texts, steps = generator.base, [sample.text for sample in chosen], int(settings["drafts"])
-
-            def along(drafters: Sequence[Drafter]) -> list[Counts]:
-                return expected_counts(base, drafters, texts, steps, batch=plan.batch)
-
+            base, steps = generator.base, int(settings["drafts"])
             served = served_counts(chosen, steps, base.stop_token_ids)
             lag = served.tokens_per_round if served else None
-            hold_against(found, reference(drafter, base, along, lag=lag), served)
-            found.text = text_fit(generator, chosen, plan) if serving is not None else None
+            hold_against(found, expect(drafter, base, [sample.text for sample in chosen], steps, lag=lag), served)
+            found.text = text_fit(generator, chosen) if serving is not None else None
     return judge(found)
 
 
-def hold_against(found: Diagnosis, known: Reference, served: Counts | None) -> None:
+def hold_against(found: Diagnosis, known: Expected, served: Counts | None) -> None:
     """Add to ``found`` what is expected, and which fault the counters of the same texts are like."""
     steps = int(found.settings["drafts"])
-    found.expected = known.sound.rates(steps)
+    found.expected = known.counts[SOUND].rates(steps)
     found.convention = _CONVENTIONS[known.convention] if known.convention else None
     if served is not None:
-        found.served = served.rates(steps)
-        found.fits = compare(served, {SOUND: known.sound, **known.broken})
+        found.served, found.fits = served.rates(steps), compare(served, known.counts)
         found.untold = list(known.untold)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_extract.doctor.counts import SOUND, sure
-from mtp_extract.doctor.faults import FAULTS
+from mtp_extract.doctor.counts import sure
+from mtp_extract.doctor.faults import FAULTS, SOUND
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, Serving, TextFit
 from mtp_extract.evaluate.intervals import undecided
 from mtp_extract.report.numbers import mean, number
@@ -18,8 +18,7 @@ _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below
 _PLAIN = 0.02  # the same, at 95 %, where none is
 _IN_LINE = 0.05  # as above, that may be missing at most where it is called in line
 _NEAR = 0.10  # as above, between what a suspect expects and what was served
-_OWN = 0.97  # of tokens that are the base's argmax, in greedy text: less is another base's
-_ALIKE = 0.05  # the same at a temperature, from what is expected there
+_OWN = 0.97  # of tokens that are the base's argmax: less is another base's
 _MOSTLY = 0.5  # of prompts: where fewer are read there as here, the texts differ by them
 _CONSTANT = 0.1  # of K drafts in a round, more or fewer: the engine makes another number than the reference
 _LOW = 0.5  # of drafts, at the first step, below which a drafter does little for its base
@@ -32,14 +31,14 @@ _PROMPTING = "ask with the chat template that the server applies, or have it app
 _TUNING = "in the reference it drafts little, too: validate the directory (mtp-validate), then tune it (mtp-tune)"
 _MORE = "give more prompts, or longer answers"
 _REBASING = (
-    "have the server take the temperature of the request",
+    "have the server take the temperature of the request, which is 0",
     "compare its text with that of the server without a drafter (mtp-bench --baseline): drafting may change it",
     "give the very base that is served: its revision, its quantization, its adapter merged",
     "if that base was tuned or quantized since, tune the drafter on what it writes (mtp-tune)",
 )
 _ELSEWHERE = (
     "serve the same directory in another engine or version: where it is in line there, it is the engine",
-    "report it to the engine with doctor.json",
+    "report it to the engine, with what --json prints",
 )
 
 
@@ -57,7 +56,7 @@ def judge(found: Diagnosis) -> Diagnosis:
     steps = [_TUNING] if first is not None and first < _LOW else []
     if serving is None:
         return _say(found, "not served", f"Expected of this pair: {said}.", steps)
-    if found.text is not None and _is_another(found.text):
+    if found.text is not None and (ends := found.text.likeliest.ci95) is not None and ends[1] < _OWN:
         return _another_text(found, found.text)
     if found.served is None:
         what = f"Cannot tell: {serving.name} reports nothing of its drafts; {said}."
@@ -85,20 +84,9 @@ def _say(
     return found
 
 
-def _is_another(text: TextFit) -> bool:
-    """Whether the server's texts are surely not what this base would write."""
-    share, ends = text.likeliest.value, text.likeliest.ci95
-    if share is None or ends is None:
-        return False
-    if text.expected == 1.0:  # greedy
-        return ends[1] < _OWN
-    return abs(share - text.expected) > _ALIKE and not ends[0] <= text.expected <= ends[1]
-
-
 def _another_text(found: Diagnosis, text: TextFit) -> Diagnosis:
     """Then nothing can be said of its drafts."""
-    share = 100 * (text.likeliest.value or 0.0)
-    said = f"{share:.1f} % of the served tokens are the base's likeliest, {100 * text.expected:.1f} % are expected"
+    said = f"{100 * (text.likeliest.value or 0.0):.1f} % of the served tokens are the base's likeliest"
     found.findings.append(said)
     if text.prompts_alike is not None and text.prompts_alike < _MOSTLY:
         what = f"{100 * (1 - text.prompts_alike):.0f} % of the prompts are other tokens there"

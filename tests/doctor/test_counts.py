@@ -29,7 +29,7 @@ def test_greedy_counts_are_what_the_loop_counts(
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
         results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded[:8]]
         along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
-        (pattern,) = expected_counts(generator.base, [engine], along, STEPS, batch=8)
+        (pattern,) = expected_counts(generator.base, [engine], along, STEPS)
         counts = [played(result).counted for result in results]
         assert pattern.by_step is not None
         by_step = [[made.get(f"accepted_{step}", 0) for step in range(STEPS)] for made in counts]
@@ -45,7 +45,7 @@ def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
 
     def counts(*positions: int, tokens: int = 10, stops: tuple[int, ...] = ()) -> tuple[float, list[float] | None]:
         told = Counters(rounds=5, drafted=15, accepted=sum(positions), positions=positions)
-        found = served_counts([Sample(text, Answer("", tokens, 1, None, 0.0, counted=told), own=True)], STEPS, stops)
+        found = served_counts([Sample(text, True, Answer("", tokens, 1, None, 0.0, counted=told))], STEPS, stops)
         assert found is not None and found.tokens.tolist() == [9] and found.rounds.tolist() == [5]
         return float(found.accepted[0]), found.by_step[0].tolist() if found.by_step is not None else None
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from mtp_extract.doctor.counts import SOUND, Counts, compare, sure
-from mtp_extract.doctor.faults import FAULTS, Reference
+from mtp_extract.doctor.counts import Counts, compare, sure
+from mtp_extract.doctor.faults import FAULTS, SOUND, Expected
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving, TextFit
 from mtp_extract.doctor.run import hold_against
 from mtp_extract.doctor.verdict import judge
@@ -52,8 +52,7 @@ def rates() -> Mapping[str, np.ndarray]:
 def judged(rates: Mapping[str, np.ndarray], served: Counts, *, steps_told: bool = True) -> Diagnosis:
     expected = {name: expectation(rate) for name, rate in rates.items()}
     found = undiagnosed()
-    known = Reference(expected.pop(SOUND), LITERT, expected)
-    hold_against(found, known, served if steps_told else replace(served, by_step=None))
+    hold_against(found, Expected(expected, LITERT), served if steps_told else replace(served, by_step=None))
     return judge(found)
 
 
@@ -97,9 +96,9 @@ def test_twins_are_not_told_apart(rates: Mapping[str, np.ndarray]) -> None:
 
 
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
-    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), 1.0, None))
+    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), None))
     served = simulated(rates[next(iter(FAULTS))], np.random.default_rng(1))
-    hold_against(found, Reference(expectation(rates[SOUND]), LITERT), served)
+    hold_against(found, Expected({SOUND: expectation(rates[SOUND])}, LITERT), served)
     verdict = judge(found)
     assert (verdict.outcome, verdict.suspect) == ("another text", None)
     assert "mtp-tune" in " ".join(verdict.next)
