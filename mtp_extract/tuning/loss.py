@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,83 +92,70 @@ class Rows:
     cap: float | None = None  # c of the soft cap c · tanh(x / c) on the drafter's logits
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
-    def gradient(self, rows: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of ``rows``, in order of position, with their ``states``: the derivative by their logits F32 [rows, V], their
-        loss [], and how well each agrees [rows].
-        """
-        log_p = None
-        if self.objective.keys() != {"ce"}:
-            # Before the drafter's logits are there: making the base's takes several times their memory.
-            once, back = torch.unique_consecutive(self.where[rows], return_inverse=True)
-            log_p = torch.log_softmax(self._tempered(self.logits(once).to(rows.device).float()), dim=-1)
-            log_p = log_p[back] if len(once) < len(rows) else log_p
-        logits, bent = (states @ head.T).float(), None
-        if self.cap is not None:
-            bent = logits.div_(self.cap).tanh_()
-            logits = bent * self.cap
-        logits = self._tempered(logits)
-        total, gradients, agreements = torch.zeros((), device=states.device), list[Tensor](), list[Tensor]()
-        for left, (name, share) in enumerate(self.objective.items(), 1 - len(self.objective)):
-            gradient = logits.clone() if left else logits
-            aim = self.choices[self.where[rows]] if log_p is None or name == "ce" else log_p
-            loss, agreement = _GRADIENTS[name](gradient, aim)
-            weights = share * torch.full((len(rows),), self.weight, device=states.device)
-            weights = weights * self.choosing[rows] if name == "ce" else weights
-            total += loss @ weights
-            gradients.append(gradient.mul_((weights / self.temperature)[:, None]))
-            agreements.append(agreement)
-        whole = gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1])
-        return whole if bent is None else whole.mul_(bent.square_().neg_().add_(1)), total, agreements[0]
 
-    def _tempered(self, logits: Tensor) -> Tensor:
-        return logits if self.temperature == 1 else logits.div_(self.temperature)
+@dataclass(frozen=True)
+class Gradient:
+    """The loss of N rows, and its derivatives."""
+
+    loss: Tensor  # F32 [], the weighted sum
+    # F32 [N], 1 where the argmax is the base's, else 0; or, where ``kl`` or ``tv`` comes first, the probability that a
+    # draft drawn here is accepted
+    agreement: Tensor
+    states: Tensor  # [N, width], the derivative by the states
+    head: Tensor | None  # [V, width], that by the head; None where the head is not trained
 
 
-def chunked_loss(
-    states: Tensor, head: Tensor, rows: Rows, logits_at_once: int = LOGITS_AT_ONCE
-) -> tuple[Tensor, Tensor]:
-    """The weighted sum of the losses of ``rows``, which has a gradient; and how well each row agrees.
+@torch.no_grad()
+def gradient_of(rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE) -> Gradient:
+    """The loss of ``rows`` and its gradient.
 
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
         logits_at_once: most logits held in one piece (numbers, not bytes).
-
-    Returns:
-        A number, and F32 [N]: 1 where the argmax is the base's, else 0; or, where ``kl`` or ``tv`` comes first, the
-        probability that a draft drawn here is accepted.
     """
-    total, agreement = _Chunked.apply(states, head, rows, logits_at_once)  # type: ignore[no-untyped-call]  # untyped in torch
-    return total, agreement
+    loss, agreement = torch.zeros((), device=states.device), torch.zeros(len(states), device=states.device)
+    of_states = torch.zeros_like(states)
+    of_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
+    for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, logits_at_once // len(head))):
+        gradient, part, agreement[piece] = _of_logits(rows, piece, states[piece], head)
+        loss += part
+        of_states[piece] = gradient.to(head.dtype) @ head
+        if of_head is not None:
+            of_head.addmm_(gradient.T, states[piece].float())
+        # Before the next piece, which takes as much.
+        del gradient
+    return Gradient(loss, agreement, of_states, None if of_head is None else of_head.to(head.dtype))
 
 
-class _Chunked(torch.autograd.Function):
-    """The gradient is made in the forward, piece by piece, where the logits are at hand."""
+def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
+    their loss [], and how well each agrees [n].
+    """
 
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, head: Tensor, rows: Rows, logits_at_once: int) -> tuple[Tensor, Tensor]:
-        of_states, of_head = ctx.needs_input_grad[:2]
-        total, agreement = torch.zeros((), device=states.device), torch.zeros(len(states), device=states.device)
-        states_grad = torch.zeros_like(states) if of_states else None
-        head_grad = torch.zeros_like(head, dtype=torch.float32) if of_head else None
-        for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, logits_at_once // len(head))):
-            gradient, loss, agreement[piece] = rows.gradient(piece, states[piece], head)
-            total += loss
-            if states_grad is not None:
-                states_grad[piece] = gradient.to(head.dtype) @ head
-            if head_grad is not None:
-                head_grad.addmm_(gradient.T, states[piece].float())
-            del gradient
-        ctx.gradients, ctx.head_dtype = (states_grad, head_grad), head.dtype
-        ctx.mark_non_differentiable(agreement)
-        return total, agreement
+    def tempered(logits: Tensor) -> Tensor:
+        return logits if rows.temperature == 1 else logits.div_(rows.temperature)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        states_grad, head_grad = ctx.gradients
-        # Whoever keeps the loss shall not keep these: of the head, one is as large as the head in F32.
-        del ctx.gradients
-        by = gradients[0]
-        of_states = None if states_grad is None else states_grad.mul_(by.to(states_grad.dtype))
-        of_head = None if head_grad is None else head_grad.mul_(by).to(ctx.head_dtype)
-        return of_states, of_head, None, None
+    where, log_p = rows.where[piece], None
+    if rows.objective.keys() != {"ce"}:
+        # Before the drafter's logits are there: making the base's takes several times their memory.
+        once, back = torch.unique_consecutive(where, return_inverse=True)
+        log_p = torch.log_softmax(tempered(rows.logits(once).to(piece.device).float()), dim=-1)
+        log_p = log_p[back] if len(once) < len(piece) else log_p
+    logits, bent = (states @ head.T).float(), None
+    if rows.cap is not None:
+        bent = logits.div_(rows.cap).tanh_()
+        logits = bent * rows.cap
+    logits, loss, made = tempered(logits), torch.zeros((), device=states.device), list[tuple[Tensor, Tensor]]()
+    for left, (name, share) in enumerate(rows.objective.items(), 1 - len(rows.objective)):
+        gradient = logits.clone() if left else logits
+        aim = rows.choices[where] if log_p is None or name == "ce" else log_p
+        losses, agreement = _GRADIENTS[name](gradient, aim)
+        weights = share * torch.full((len(piece),), rows.weight, device=states.device)
+        weights = weights * rows.choosing[piece] if name == "ce" else weights
+        loss += losses @ weights
+        made.append((gradient.mul_((weights / rows.temperature)[:, None]), agreement))
+    (whole, agreement), *others = made
+    for gradient, _ in others:
+        whole.add_(gradient)
+    return whole if bent is None else whole.mul_(bent.square_().neg_().add_(1)), loss, agreement

@@ -3,6 +3,8 @@
 A step is: some texts, some anchors in each (positions to draft from), K of the drafter's own steps from every anchor,
 and a loss against what the base says at the position that each step aims at. All that is random depends on the seed and
 the number of the step alone, so a run that was stopped resumes exactly where it was.
+
+Where accelerate starts several processes, each takes a share of every step's texts, and of those that are measured.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.drafter.protocol import KV, BaseState, Fed, Needs
+from mtp_extract.drafter.protocol import BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluate.agreement import groups
 from mtp_extract.evaluate.base_model import free_memory
@@ -35,7 +37,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.latents import Latents
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, chunked_loss, objective_for
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, gradient_of, objective_for
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.writing import written_whole
@@ -54,45 +56,28 @@ _OF_FREE_MEMORY = 0.5  # for what the base computes over the texts
 
 # What the base computes over texts
 
-
-@dataclass(frozen=True)
-class TextStates:
-    """What the base computes over one text of L tokens, in main memory."""
-
-    text: Text
-    hidden: Tensor  # [L, width], after the final norm
-    shared_kv: Mapping[str, KV]  # layer type → K and V, each [KV heads, L, head_dim]
-    layers: Mapping[int, Tensor]  # layer → [L, width], the state that enters it
-    choices: Tensor  # int64 [L], the base's argmax after each token
-
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        kv = [part for pair in self.shared_kv.values() for part in pair]
-        return sum(part.nbytes for part in (self.hidden, self.choices, *self.layers.values(), *kv))
+Columns = Mapping[str, Tensor]
+"""What the base computes over a text, in main memory, a row a token: ``tokens``, ``hidden`` (after the final norm),
+``choices`` (its argmax after each), ``layer 3`` (the state that enters it), ``K`` and ``V`` of a layer type."""
 
 
 @torch.no_grad()
-def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[TextStates]:
-    """What ``base`` computes over ``texts`` in one forward, as far as ``needs`` asks for it."""
-    tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
-    full = base.full_pass(tokens.to(base.device), needs.layers)
+def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[Columns]:
+    """What ``base`` computes over each of ``texts``, in one forward, as far as ``needs`` asks for it."""
+    tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(base.device)
+    full = base.full_pass(tokens, needs.layers)
     rows = torch.split(full.hidden.flatten(0, 1), max(1, LOGITS_AT_ONCE // base.vocab_size))
     choices = torch.cat([base.logits(part).argmax(-1) for part in rows]).view(tokens.shape)
-
-    def own(part: Tensor) -> Tensor:
-        # A copy: what is kept of one text does not hold the whole pass.
-        return part.to("cpu", copy=True)
-
-    found = []
-    for row, text in enumerate(texts):
-        n, kv = len(text.tokens), dict[str, KV]()
-        for kind in needs.shared_kv:
-            keys, values = full.shared_kv[kind]
-            kv[kind] = own(keys[row, :, :n]), own(values[row, :, :n])
-        layers = {layer: own(states[row, :n]) for layer, states in full.layers.items()}
-        found.append(TextStates(text, own(full.hidden[row, :n]), kv, layers, own(choices[row, :n])))
-    return found
+    columns = {"tokens": tokens, "hidden": full.hidden, "choices": choices}
+    columns |= {f"layer {layer}": states for layer, states in full.layers.items()}
+    for kind in needs.shared_kv:
+        keys, values = full.shared_kv[kind]
+        columns |= {f"K of {kind}": keys.transpose(1, 2), f"V of {kind}": values.transpose(1, 2)}
+    # Copies: what is kept of one text does not hold the whole pass.
+    return [
+        {name: part[row, : len(text.tokens)].to("cpu", copy=True) for name, part in columns.items()}
+        for row, text in enumerate(texts)
+    ]
 
 
 class States:
@@ -105,7 +90,7 @@ class States:
     def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int) -> None:
         self._base, self._needs = base, needs
         self._left = int(_OF_FREE_MEMORY * free_memory(torch.device("cpu")))
-        self._kept: dict[tuple[Text, ...], list[TextStates]] = {}
+        self._kept: dict[tuple[Text, ...], list[Columns]] = {}
         groups: list[list[Text]] = []
         for text in sorted(dict.fromkeys(texts), key=lambda text: len(text.tokens)):
             size = len(groups[-1]) if groups else batch
@@ -114,19 +99,16 @@ class States:
             groups[-1].append(text)
         self._group_of = {text: tuple(group) for group in groups for text in group}
 
-    def of(self, texts: Sequence[Text]) -> list[TextStates]:
+    def of(self, texts: Sequence[Text]) -> list[Columns]:
         """Of each of ``texts``, all of which were given before."""
-        groups = dict.fromkeys(self._group_of[text] for text in texts)
-        found = {item.text: item for group in groups for item in self._states(group)}
+        found = dict[Text, Columns]()
+        for group in dict.fromkeys(self._group_of[text] for text in texts):
+            if (items := self._kept.get(group)) is None:
+                items = states_of(self._base, self._needs, group)
+                if (size := sum(part.nbytes for item in items for part in item.values())) <= self._left:
+                    self._kept[group], self._left = items, self._left - size
+            found |= zip(group, items, strict=True)
         return [found[text] for text in texts]
-
-    def _states(self, group: tuple[Text, ...]) -> list[TextStates]:
-        if group in self._kept:
-            return self._kept[group]
-        items = states_of(self._base, self._needs, group)
-        if (size := sum(item.bytes for item in items)) <= self._left:
-            self._kept[group], self._left = items, self._left - size
-        return items
 
 
 # Rounds
@@ -142,32 +124,28 @@ class Batch:
     anchors: Tensor  # int64 [B, A]
     real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
+    @classmethod
+    def of(cls, items: Sequence[Columns], needs: Needs, anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
+        """The texts of ``items``, on ``device``."""
+        padded = {name: pad_sequence([item[name] for item in items], batch_first=True).to(device) for name in items[0]}
+
+        def heads(name: str) -> Tensor:  # [B, KV heads, L, head_dim]
+            return padded[name].transpose(1, 2).contiguous()
+
+        tokens = padded["tokens"]
+        fed = Fed(
+            tokens,
+            torch.arange(tokens.shape[1], device=device).expand_as(tokens),
+            padded["hidden"],
+            {layer: padded[f"layer {layer}"] for layer in needs.layers},
+            {kind: (heads(f"K of {kind}"), heads(f"V of {kind}")) for kind in needs.shared_kv},
+        )
+        lengths = torch.tensor([len(item["tokens"]) for item in items], device=device)
+        return cls(fed, lengths, padded["choices"], anchors.to(device), real.to(device))
+
     def after(self, step: int) -> Tensor:
         """int64 [B, A]: the position ``step`` after each anchor, or the last of the longest text."""
         return (self.anchors + step).clamp(max=self.fed.tokens.shape[1] - 1)
-
-
-def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
-    """``items`` side by side, on ``device``, with ``anchors`` and ``real`` [B, A]."""
-
-    def padded(parts: Sequence[Tensor]) -> Tensor:
-        return pad_sequence(list(parts), batch_first=True).to(device)
-
-    def heads(kind: str, which: int) -> Tensor:  # [B, KV heads, L, head_dim]
-        rows = padded([item.shared_kv[kind][which].transpose(0, 1) for item in items])
-        return rows.transpose(1, 2).contiguous()
-
-    tokens = padded([torch.tensor(item.text.tokens) for item in items])
-    slots = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    layers = {layer: padded([item.layers[layer] for item in items]) for layer in items[0].layers}
-    shared_kv = {kind: (heads(kind, 0), heads(kind, 1)) for kind in items[0].shared_kv}
-    return Batch(
-        Fed(tokens, slots, padded([item.hidden for item in items]), layers, shared_kv),
-        torch.tensor([len(item.text.tokens) for item in items], device=device),
-        padded([item.choices for item in items]),
-        anchors.to(device),
-        real.to(device),
-    )
 
 
 def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -228,80 +206,73 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     return torch.stack(found)
 
 
-class StepLoss(nn.Module):
-    """One step's loss, as the module that accelerate divides among processes."""
+class Drafts(nn.Module):
+    """Rounds of the drafter with what is trained in it: the module that accelerate divides among processes."""
 
-    def __init__(self, plan: TuningPlan, latents: Latents, drafter: Network, base: Base) -> None:
+    def __init__(self, latents: Latents, drafter: Network, steps: int) -> None:
         super().__init__()
-        self.latents, self.rounds = latents, Rounds(drafter, plan.draft_steps)
-        # In a tuple, so that the base is no part of the module.
-        self._base, self._plan = (base,), plan
+        self.latents, self.rounds = latents, Rounds(drafter, steps)
 
-    def forward(self, batch: Batch, convention: Convention, weight: float) -> tuple[Tensor, Tensor]:
-        """``weight`` times the sum over anchors and steps; and [2], the sum of the rows' agreement, and the rows."""
-        plan, drafter, base = self._plan, self.rounds.drafter, self._base[0]
-        weights = self.latents.weights(drafter.lm_head.weight.dtype)
-        replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
-        states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
-        where, choices, hidden = aims(batch, plan.draft_steps), batch.choices.flatten(), batch.fed.hidden.flatten(0, 1)
-        choosing = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
-        cap, tokens = None, None
-        if isinstance(drafter, Eagle3Drafter):
-            # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
-            choices, tokens = drafter.rows(choices), drafter.targets
-            choosing = choosing & (choices[where] >= 0).int().cumprod(0).bool()
-        else:
-            cap = drafter.config.final_logit_softcap
-        objective = objective_for(plan.objective, plan.temperature)
-        within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
+    def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> tuple[Tensor, Tensor]:
+        """States as of :class:`Rounds`, [K, B, A, width], and the head that reads them, [V, width]."""
+        own = self.rounds.drafter.lm_head.weight
+        weights = self.latents.weights(own.dtype)
+        replaced = {f"drafter.{path}": weight for path, weight in weights.items()}
+        states = functional_call(self.rounds, replaced, (batch, embed, convention))
+        return states, weights.get("lm_head.weight", own)
 
-        @torch.no_grad()
-        def base_logits(positions: Tensor) -> Tensor:
-            # A head may have far fewer tokens than the base, and a piece of its logits more rows.
-            parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
-            made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
-            found = made if tokens is None else [logits[:, tokens] for logits in made]
-            return found[0] if len(found) == 1 else torch.cat(found)
 
-        temperature, head = plan.temperature or 1.0, weights.get("lm_head.weight", drafter.lm_head.weight)
-        rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
-        loss, agreement = chunked_loss(states[within], head, rows, LOGITS_AT_ONCE)
-        return loss, torch.stack((agreement.sum(), within.sum()))
+def aimed(plan: TuningPlan, base: Base, drafter: Network, batch: Batch, weight: float) -> tuple[Tensor, Rows]:
+    """bool [K, B, A], which steps of ``batch`` count; and what their rows, each of this ``weight``, are trained for."""
+    where, choices, hidden = aims(batch, plan.draft_steps), batch.choices.flatten(), batch.fed.hidden.flatten(0, 1)
+    choosing = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
+    cap, tokens = None, None
+    if isinstance(drafter, Eagle3Drafter):
+        # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
+        choices, tokens = drafter.rows(choices), drafter.targets
+        choosing = choosing & (choices[where] >= 0).int().cumprod(0).bool()
+    else:
+        cap = drafter.config.final_logit_softcap
+    objective = objective_for(plan.objective, plan.temperature)
+    within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
+
+    def base_logits(positions: Tensor) -> Tensor:
+        # A head may have far fewer tokens than the base, and a piece of its logits more rows.
+        parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
+        made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
+        found = made if tokens is None else [logits[:, tokens] for logits in made]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    temperature = plan.temperature or 1.0
+    rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
+    return within, rows
 
 
 # Measuring
 
 
 def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
-    """How many drafts stand on ``texts``, as the pair's plan has them served: divided among processes, then joined."""
-    plan, number, processes = pair.plan, pair.accelerator.process_index, pair.accelerator.num_processes
-    own = texts[number::processes]
-    part = measure(pair.base, drafter, own, plan.draft_steps, temperature=plan.temperature, batch=plan.batch)
-    gathered: list[Measured] = gather_object([replace(part, text=part.text * processes + number)])
-    return _in_order(gathered)
-
-
-def measure(
-    base: Base, drafter: Network, texts: Sequence[Text], steps: int, *, temperature: float, batch: int
-) -> Measured:
-    """Draft ``steps`` tokens after every anchor of ``texts``, ``batch`` of them at a time.
+    """How many drafts of ``drafter`` stand after every anchor of ``texts``, as the pair's plan has them served.
 
     Args:
-        texts: the base's own, written at ``temperature``; those without an anchor that has all targets are left out.
-        temperature: 0 for greedy serving.
+        texts: the base's own, as it is served; those without an anchor that has all targets are left out.
     """
-    none = torch.zeros(0, dtype=torch.long)
-    parts = [Measured.over(none, none, torch.zeros(0, steps, dtype=torch.double))]
-    usable = [index for index, text in enumerate(texts) if len(text.anchors) >= steps]
-    for group in groups([len(texts[index].tokens) for index in usable], batch):
-        rows = torch.tensor([usable[position] for position in group])
+    plan, base, accelerator = pair.plan, pair.base, pair.accelerator
+    none, parts = torch.zeros(0, dtype=torch.long), list[Measured]()
+    parts.append(Measured.over(none, none, torch.zeros(0, plan.draft_steps, dtype=torch.double)))
+    own = range(accelerator.process_index, len(texts), accelerator.num_processes)
+    usable = [index for index in own if len(texts[index].anchors) >= plan.draft_steps]
+    for group in groups([len(texts[index].tokens) for index in usable], plan.batch):
+        rows = torch.tensor([usable[place] for place in group])
         chosen = [texts[row] for row in rows.tolist()]
-        if temperature:
-            part = _sampled(base, drafter, chosen, steps, temperature)
+        if plan.temperature:
+            part = _sampled(base, drafter, chosen, plan.draft_steps, plan.temperature)
         else:
-            part = of_agreement(teacher_forced(base, drafter, chosen, steps, logits_at_once=LOGITS_AT_ONCE))
+            part = of_agreement(teacher_forced(base, drafter, chosen, plan.draft_steps, logits_at_once=LOGITS_AT_ONCE))
         parts.append(replace(part, text=rows[part.text]))
-    return _in_order(parts)
+    found = Measured.joined(gather_object(parts))
+    # Anchors of a text, which is in one part, stay in order.
+    return found.where(torch.argsort(found.text, stable=True))
 
 
 @torch.no_grad()
@@ -315,7 +286,7 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
     # All anchors, in order.
     anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
     device = drafter.lm_head.weight.device
-    batch = collate(states_of(base, drafter.needs, texts), anchors, real, device)
+    batch = Batch.of(states_of(base, drafter.needs, texts), drafter.needs, anchors, real, device)
     states, where = Rounds(drafter, steps)(batch, base.embed, LITERT), aims(batch, steps)
     whole, following = counting(batch, steps, greedy=False).all(dim=0), batch.fed.tokens.flatten()
     hidden = batch.fed.hidden.flatten(0, 1)
@@ -332,12 +303,6 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
     stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * overlaps
     text = torch.arange(len(texts))[:, None].expand_as(real)
     return Measured.over(text[whole], anchors[whole], *(one.permute(1, 2, 0)[whole] for one in (stands, along)))
-
-
-def _in_order(parts: Sequence[Measured]) -> Measured:
-    """Several as one, in order of text; anchors of a text, which is in one part, stay in order."""
-    found = Measured.joined(parts)
-    return found.where(torch.argsort(found.text, stable=True))
 
 
 # The loop
@@ -368,14 +333,13 @@ class Progress:
 
 
 def train(
-    plan: TuningPlan,
     pair: Pair,
     corpus: Corpus,
     latents: Latents,
     tell: Show = silent,
     stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train ``latents``; where that was finished before, they stay as they are.
+    """Train ``latents`` as the pair's plan says; where that was finished before, they stay as they are.
 
     The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
     stopped.
@@ -388,12 +352,13 @@ def train(
         OutputError: the state cannot be written.
         MtpExtractError: the loss is not finite.
     """
-    steps, drafter, accelerator = plan.optimizer_steps, pair.drafter, pair.accelerator
+    plan, drafter, accelerator = pair.plan, pair.drafter, pair.accelerator
+    steps, every = plan.optimizer_steps, max(1, plan.optimizer_steps // EVALUATIONS)
     states = States(pair.base, drafter.needs, corpus.trained, plan.batch)
     optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
-    step_loss, optimizer = accelerator.prepare(StepLoss(plan, latents, drafter, pair.base), optimizer)
-    fingerprint = _fingerprint(plan, pair, corpus)
+    drafts, optimizer = accelerator.prepare(Drafts(latents, drafter, plan.draft_steps), optimizer)
+    fingerprint = _fingerprint(pair, corpus)
     run = _resumed(plan, fingerprint, latents, optimizer)
 
     def evaluate() -> None:
@@ -413,27 +378,23 @@ def train(
     if not run.history:
         evaluate()
     while run.done < steps and run.stale < PATIENCE:
-        factor = rate(run.done, steps)
         for group, highest in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = highest * factor
-        loss, agreement = step_loss(*_batch(plan, states, corpus.kinds, run.done, accelerator))
-        accelerator.backward(loss)
+            group["lr"] = highest * rate(run.done, steps)
+        loss, agreement = _backward(pair, drafts, *_batch(pair, states, corpus.kinds, run.done))
         accelerator.clip_grad_norm_(latents.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         run.done += 1
-        parts = accelerator.gather(torch.cat((loss.detach()[None], agreement))[None])
-        mean, (right, rows) = float(parts[:, 0].mean()), parts[:, 1:].sum(dim=0).tolist()
-        if not math.isfinite(mean):
+        if not math.isfinite(loss):
             raise MtpExtractError(
-                f"expected a finite loss, found {mean} at step {run.done}; use a lower learning rate",
+                f"expected a finite loss, found {loss} at step {run.done}; use a lower learning rate",
                 remedies=("learning_rate",),
             )
-        run.history.append({"step": run.done, "loss": mean, "agreement": right / max(1, rows)})
-        if run.done % max(1, steps // EVALUATIONS) == 0 or run.done == steps:
+        run.history.append({"step": run.done, "loss": loss, "agreement": agreement})
+        if run.done % every == 0 or run.done == steps:
             evaluate()
             save()
-        tell(f"step {run.done} of {steps}, loss {mean:.3f}", run.done, steps)
+        tell(f"step {run.done} of {steps}, loss {loss:.3f}", run.done, steps)
         # All processes must leave the loop together.
         asked = torch.tensor([stop()], device=accelerator.device)
         if run.done < steps and bool(accelerator.gather(asked).any()):
@@ -445,19 +406,33 @@ def train(
     return run
 
 
-def _batch(
-    plan: TuningPlan, states: States, kinds: Sequence[Sequence[Text]], step: int, accelerator: Any
-) -> tuple[Batch, Convention, float]:
+def _backward(pair: Pair, drafts: Any, batch: Batch, convention: Convention, weight: float) -> tuple[float, float]:
+    """Make the gradients of a step, each anchor of this ``weight``; its mean loss, and how well its rows agree."""
+    states, head = drafts(batch, pair.base.embed, convention)
+    within, rows = aimed(pair.plan, pair.base, pair.drafter, batch, weight)
+    counted = states[within]
+    made = gradient_of(rows, counted, head)
+    of_head = [] if made.head is None else [(head, made.head)]
+    ends, gradients = zip((counted, made.states), *of_head, strict=True)
+    torch.autograd.backward(ends, gradients)
+    told = torch.stack((made.loss, made.agreement.sum(), within.sum()))
+    losses, right, count = pair.accelerator.gather(told[None]).T
+    return float(losses.mean()), float(right.sum()) / max(1, int(count.sum()))
+
+
+def _batch(pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: int) -> tuple[Batch, Convention, float]:
     """This process's part of step ``step``: texts; a position convention; an anchor's weight.
 
     Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
     """
+    plan, accelerator = pair.plan, pair.accelerator
     chosen = [_drawn(kinds, plan.seed, step * plan.batch + place) for place in range(plan.batch)]
     here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
     drawn = [random_anchors([chosen[place]], ANCHORS, _random(plan.seed, 2, step, place)) for place in here]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     convention = int(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
-    batch = collate(states.of([chosen[place] for place in here]), anchors, real, accelerator.device)
+    items = states.of([chosen[place] for place in here])
+    batch = Batch.of(items, pair.drafter.needs, anchors, real, accelerator.device)
     total = sum(min(ANCHORS, len(text.anchors)) for text in chosen)
     return batch, (LITERT, TRANSFORMERS)[convention], accelerator.num_processes / total
 
@@ -481,10 +456,10 @@ def _random(*parts: int) -> torch.Generator:
 # The state between runs
 
 
-def _fingerprint(plan: TuningPlan, pair: Pair, corpus: Corpus) -> str:
+def _fingerprint(pair: Pair, corpus: Corpus) -> str:
     """Of everything that the result depends on; a state with another one is ignored."""
     texts = [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)]
-    everything = [pair.origin.sums, pair.base_fingerprint, plan.mode, plan.recipe, texts]
+    everything = [pair.origin.sums, pair.base_fingerprint, pair.plan.mode, pair.plan.recipe, texts]
     return sha256(json.dumps(everything).encode()).hexdigest()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.beside import beside
 from helpers.random_pairs import PROMPTS, random_base, random_drafter
 
 from mtp_extract.drafter.load import load_drafter
@@ -27,7 +28,8 @@ from mtp_extract.evaluate.measured import (
 )
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
-from mtp_extract.tuning.train import measure
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.train import measured as measured_of
 
 K = 3
 
@@ -67,7 +69,8 @@ def test_sampled_rounds_are_expected_of_the_loop() -> None:
     results = [generator.generate((1, 2, 3), seed=seed, **options) for seed in range(100)]
     taken = torch.tensor([len(whole_rounds(one)) for one in results], dtype=torch.double)
     texts = [text_of(one) for one in results]
-    measured = measure(generator.base, drafter, texts, K, temperature=temperature, batch=64)
+    plan = TuningPlan(None, "base", draft_steps=K, temperature=temperature, batch=64)
+    measured = measured_of(beside(plan, generator.base, drafter), drafter, texts)
     blind = Measured.over(measured.text, measured.anchor, measured.stands)
 
     def apart(found: Measured) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.beside import beside
 from helpers.random_pairs import random_base, random_drafter
 from helpers.threads import one_thread
 
@@ -96,11 +97,8 @@ def trained(
     stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Trained without a directory: on texts that are there, beside a base that is loaded."""
-    from accelerate import Accelerator
-
-    parts: dict[str, Any] = {"plan": plan, "base": base, "drafter": drafter, "base_fingerprint": ""}
-    pair: Any = SimpleNamespace(**parts, accelerator=Accelerator(cpu=True), origin=SimpleNamespace(sums={}))
-    return train(plan, pair, Corpus(kinds, watched, (), 0), latents, stop=stop)
+    pair = beside(plan, base, drafter, base_fingerprint="", origin=SimpleNamespace(sums={}))
+    return train(pair, Corpus(kinds, watched, (), 0), latents, stop=stop)
 
 
 @pytest.fixture(scope="session")

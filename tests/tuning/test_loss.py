@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_extract.tuning.loss import OBJECTIVES, Rows, chunked_loss
+from mtp_extract.tuning.loss import OBJECTIVES, Gradient, Rows, gradient_of
 
 ROWS, POSITIONS, WIDTH, VOCABULARY, WEIGHT = 37, 11, 8, 50, 0.3
 
@@ -43,9 +43,7 @@ def plain(name: str, given: dict[str, Any], cap: float | None, temperature: floa
     return WEIGHT * each.sum()
 
 
-def chunked(
-    name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int
-) -> tuple[Tensor, Tensor]:
+def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int) -> Gradient:
     asked: list[Tensor] = []
 
     def logits(positions: Tensor) -> Tensor:
@@ -53,7 +51,8 @@ def chunked(
         return given["base"][positions]
 
     aims = (given["where"], given["base"].argmax(-1), logits, WEIGHT, given["choosing"])
-    found = chunked_loss(given["states"], given["head"], Rows(*aims, OBJECTIVES[name], cap, temperature), at_once)
+    rows = Rows(*aims, OBJECTIVES[name], cap, temperature)
+    found = gradient_of(rows, given["states"], given["head"], at_once)
     if name != "ce" and at_once > ROWS * VOCABULARY:
         positions = torch.cat(asked)
         assert positions.tolist() == given["where"].unique().tolist(), "the base's logits, once for every position"
@@ -71,12 +70,11 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
         values["head"].requires_grad_()
     expected = plain(name, exact, cap, temperature)
     expected.backward()
-    found, _ = chunked(name, given, cap, temperature, at_once)
-    (3 * found).backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    for key in ("states", "head"):
-        largest = exact[key].grad.abs().max()
-        assert (given[key].grad / 3 - exact[key].grad).abs().max() < 1e-5 * largest, key
+    found = chunked(name, given, cap, temperature, at_once)
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for key, gradient in (("states", found.states), ("head", found.head)):
+        assert gradient is not None
+        assert (gradient - exact[key].grad).abs().max() < 1e-5 * exact[key].grad.abs().max(), key
 
 
 def test_agreement() -> None:
@@ -84,23 +82,17 @@ def test_agreement() -> None:
     logits = given["states"] @ given["head"].T
     choices = given["base"].argmax(-1)[given["where"]]
     for name in ("ce", "mixed"):
-        _, hits = chunked(name, given, None, 1.0, 200)
+        hits = chunked(name, given, None, 1.0, 200).agreement
         assert torch.equal(hits.bool(), logits.argmax(-1) == choices)
         assert 0 < hits.mean() < 1
     p, q = given["base"].softmax(-1)[given["where"]], logits.softmax(-1)
     for name in ("kl", "tv"):
-        _, overlap = chunked(name, given, None, 1.0, 200)
+        overlap = chunked(name, given, None, 1.0, 200).agreement
         torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1))
 
 
-def test_a_loss_that_is_kept_holds_no_gradient() -> None:
-    """A training has its last loss at hand while it makes the next one: of the head, each would be as large as that."""
-    given = made()
-    given["head"].requires_grad_()
-    total, _ = chunked("ce", given, None, 1.0, 200)
-    total.backward()
-    held = [part for value in vars(total.grad_fn).values() for part in (value if isinstance(value, tuple) else [value])]
-    assert not [part for part in held if isinstance(part, Tensor)]
+def test_a_head_that_is_not_trained_has_no_gradient() -> None:
+    assert chunked("mixed", made(), None, 1.0, 200).head is None
 
 
 def test_nothing_of_the_rows_size_exists() -> None:
@@ -126,5 +118,5 @@ def test_nothing_of_the_rows_size_exists() -> None:
     counts = 1.0, torch.ones(rows, dtype=torch.bool)
     with Watching():
         for objective in OBJECTIVES.values():
-            chunked_loss(states, head, Rows(*aimed, *counts, objective, 30.0), 20 * VOCABULARY)[0].backward()
+            gradient_of(Rows(*aimed, *counts, objective, 30.0), states, head, 20 * VOCABULARY)
     assert 20 * VOCABULARY <= largest <= rows * WIDTH

@@ -9,7 +9,7 @@ from torch import Tensor
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tuning.train import Batch, Rounds, aims, collate, counting, random_anchors, states_of
+from mtp_extract.tuning.train import Batch, Rounds, aims, counting, random_anchors, states_of
 
 from .conftest import Tiny
 
@@ -20,7 +20,7 @@ def every_anchor(tiny: Tiny, texts: list[Text]) -> Batch:
     states = states_of(tiny.base, tiny.drafter.needs, texts)
     most = max(len(text.anchors) for text in texts)
     anchors, real = random_anchors(texts, most, torch.Generator().manual_seed(0))
-    return collate(states, anchors, real, torch.device("cpu"))
+    return Batch.of(states, tiny.drafter.needs, anchors, real, torch.device("cpu"))
 
 
 def drafted(tiny: Tiny, convention: Convention) -> Text:
