@@ -6,7 +6,7 @@ that repeat others are left out, and anchors are told apart by whether a trained
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -22,17 +22,18 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.intervals import LEAST_TEXTS, repeats
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.progress import Show, silent
-from mtp_extract.evaluate.prompts import FEW, Prompt, shipped_prompts, spread
+from mtp_extract.evaluate.prompts import FEW, Prompt, encode_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.served import TextServer, agreement
-from mtp_extract.tuning.text import Writer, people_texts
+from mtp_extract.tuning.served import agreement, connected
+from mtp_extract.tuning.text import Tokens, Writer, branched, people_texts
 
 T = TypeVar("T")
 
-TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
-"""Trained on; measured during training, to keep the best; measured before and after, to save or refuse."""
+TRAINED, WATCHED, HELD_OUT, SHIPPED = "trained", "watched", "held out", "shipped"
+"""Trained on; measured during training, to keep the best; measured before and after, to save or refuse; and, where the
+prompts are a user's, measured like these to see whether other workloads get worse."""
 
 SEEN_LENGTH = 8
 """Tokens of a sequence that training has seen or not: the last drafts of a round that fit, the pending token and those
@@ -60,10 +61,7 @@ class Corpus:
     kinds: tuple[tuple[Text, ...], ...]
     watched: tuple[Text, ...]  # to be measured on the way
     held_out: tuple[tuple[Prompt, Text], ...]  # to be measured before and after, with the prompt or text by people
-    # so many of the held-out texts, the first ones, are of the workloads that are trained on; the others show whether a
-    # workload that is not trained on gets worse
-    own: int
-    repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
+    own: int  # so many of the held-out texts, the first ones, are of the workloads that are trained on
     text_from: Mapping[str, Any] | None = None  # who wrote the texts if not the base, and how far it would have
 
     @property
@@ -123,41 +121,41 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     Raises:
         MtpExtractError: too few prompts or texts, or a server has another base.
     """
-    plan, steps, by_people = pair.plan, pair.plan.draft_steps, pair.plan.text is not None
-    sides, guards = divided(plan)
-    server = TextServer.of(plan) if plan.text_from is not None else None
-    writer = Writer(pair, plan, server)
-    # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
-    guards = writer.fitting(guards)
-    if not plan.given:
-        sides = {side: writer.fitting(items) for side, items in sides.items()}
-    asked = [*(() if by_people else chain.from_iterable(sides.values())), *guards]
-    lines = iter(found := writer.lines(asked, tell))
-
-    def written(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
-        return [(item, next(lines).as_text) for item in items]
-
-    texts = {side: people_texts(items, writer) if by_people else written(items) for side, items in sides.items()}
-    shipped, text_from = written(guards), None
-    if server is not None or by_people:
-        by = _texts(chain.from_iterable(texts.values())) if by_people else [line.as_text for line in found]
-        text_from = agreement(pair.base, by, plan.temperature, server)
-    kinds = [_texts(_enough(TRAINED, new_texts(texts[TRAINED], steps), steps))]
-    if not by_people:
-        kinds += _further_kinds(writer, sides[TRAINED], tell)
+    plan, steps, by_people, text_from = pair.plan, pair.plan.draft_steps, pair.plan.text is not None, None
+    sides = divided(plan)
+    asked = [(side, item) for side, items in sides.items() if side == SHIPPED or not by_people for item in items]
+    prompts = encode_prompts([item for _, item in asked], pair.codec, chat_template=plan.chat_template)
+    with connected(plan) as server:
+        contents = {tokens: item.content for tokens, (_, item) in zip(prompts, asked, strict=True)}
+        writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
+        # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
+        fitting = [
+            (side, item, tokens)
+            for (side, item), tokens in zip(asked, prompts, strict=True)
+            if writer.fits(len(tokens)) or (plan.given and side != SHIPPED)
+        ]
+        texts = dict[str, list[tuple[Prompt, Text]]]()
+        for (side, item, _), text in zip(fitting, writer.texts([one[2] for one in fitting], tell), strict=True):
+            texts.setdefault(side, []).append((item, text))
+        if by_people:
+            texts |= {side: people_texts(items, writer) for side, items in sides.items() if side != SHIPPED}
+        if server is not None or by_people:
+            by = [text for side, pairs in texts.items() if side != SHIPPED for _, text in pairs]
+            text_from = agreement(pair.base, by, plan.temperature, server)
+        kinds = [_texts(_enough(TRAINED, texts, steps))]
+        if not by_people:
+            trained = [tokens for side, _, tokens in fitting if side == TRAINED]
+            kinds += _further_kinds(writer, trained, tell)
     # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
     learned = [*chain.from_iterable(kinds)]
-    watched = _enough(WATCHED, new_texts(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
-    learned += _texts(watched)
-    own = _enough(HELD_OUT, new_texts(texts[HELD_OUT], steps, learned), steps)
-    candidates = [*texts[HELD_OUT], *shipped]
-    held_out = new_texts(candidates, steps, learned)
-    again = sum(len(text.anchors) >= steps for _, text in candidates) - len(held_out)
-    return Corpus(tuple(filter(None, kinds)), _texts(watched), tuple(held_out), len(own), again, text_from)
+    watched = _texts(_enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED])
+    own = _enough(HELD_OUT, texts, steps, [*learned, *watched])
+    shipped = new_texts(texts.get(SHIPPED, []), steps, [*learned, *watched, *_texts(own)])
+    return Corpus(tuple(filter(None, kinds)), watched, (*own, *shipped), len(own), text_from)
 
 
-def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
-    """By side; and shipped prompts that are not trained on, which show whether other workloads get worse.
+def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
+    """The prompts, or texts by people, by side.
 
     Raises:
         MtpExtractError: too few prompts.
@@ -176,22 +174,20 @@ def divided(plan: TuningPlan) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
             remedies=("prompts", "text"),
         )
     known = held | {item.key for item in sides[TRAINED]}
-    shipped = shipped_prompts(FEW) if plan.given else ()
+    shipped = [item for item in (shipped_prompts(FEW) if plan.given else ()) if item.key not in known]
     # Of another name, as a user's own workload may be called "code" too.
-    return sides, [replace(item, workload=f"{item.workload} (shipped)") for item in shipped if item.key not in known]
+    return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
 
 
-def _further_kinds(writer: Writer, items: Sequence[Prompt], tell: Show) -> list[tuple[Text, ...]]:
+def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Iterator[tuple[Text, ...]]:
     """What is learned beside the text as ``writer`` has it: text at the other temperature, and text within that."""
-    plan, steps = writer.plan, writer.plan.draft_steps
-    other = replace(writer, plan=replace(plan, temperature=0.0 if plan.temperature else 1.0))
-    drawn = [line.as_text for line in other.lines(items, tell)]
+    steps = writer.pair.plan.draft_steps
+    other = replace(writer, temperature=0.0 if writer.temperature else 1.0)
+    drawn = other.texts(prompts, tell)
     # What stands in a prompt is as good to learn from as what the base drew.
-    kinds = [[replace(text, prompt_length=1) for text in drawn]]
-    if not plan.temperature and writer.server is None:
-        short, places = writer.branches(drawn)
-        kinds.append([line.as_text for line in short.lines(places, tell, "positions within these")])
-    return [_texts(new_texts([(None, text) for text in kind], steps)) for kind in kinds]
+    yield _texts(new_texts([(None, replace(text, prompt_length=1)) for text in drawn], steps))
+    if not writer.temperature and writer.server is None:
+        yield _texts(new_texts([(None, text) for text in branched(writer, drawn, tell)], steps))
 
 
 def new_texts(pairs: Sequence[tuple[T, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[T, Text]]:
@@ -205,8 +201,11 @@ def _texts(pairs: Iterable[tuple[Any, Text]]) -> tuple[Text, ...]:
     return tuple(text for _, text in pairs)
 
 
-def _enough(side: str, pairs: list[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
-    """``pairs``, if they are as many as ``side`` needs."""
+def _enough(
+    side: str, texts: Mapping[str, list[tuple[Prompt, Text]]], steps: int, seen: Sequence[Text] = ()
+) -> list[tuple[Prompt, Text]]:
+    """The new texts of ``side``, if they are as many as it needs."""
+    pairs = new_texts(texts.get(side, []), steps, seen)
     if len(pairs) < _LEAST[side]:
         raise MtpExtractError(
             f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(pairs)}: the "

@@ -1,17 +1,15 @@
-"""Text of a server that has the base, and how far any text is what the base at hand would write."""
+"""A server that has the base and writes its text; and how far any text is what the base at hand would write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from mtp_extract.errors import PairError, ServerError, escape
-from mtp_extract.serving.client import Prompt, Question, Server
-from mtp_extract.speculate.codec import Codec
+from mtp_extract.serving.client import Server
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE
@@ -28,9 +26,11 @@ _LOOKED_AT = 32  # texts
 
 
 @contextmanager
-def _connected(plan: TuningPlan) -> Iterator[Server]:
-    """The server that ``plan`` names; its errors name the arguments of a plan."""
-    assert plan.text_from is not None
+def connected(plan: TuningPlan) -> Iterator[Server | None]:
+    """The server that ``plan`` names, if it names one; its errors name the arguments of a plan."""
+    if plan.text_from is None:
+        yield None
+        return
     try:
         with Server(plan.text_from, model=plan.text_model, key=plan.text_key) as server:
             yield server
@@ -38,58 +38,8 @@ def _connected(plan: TuningPlan) -> Iterator[Server]:
         raise ServerError(str(error), remedies=tuple(_ARGUMENTS.get(name, name) for name in error.remedies)) from None
 
 
-@dataclass(frozen=True)
-class TextServer:
-    """What a server of text says of itself. It applies its own chat template and its own sampling."""
-
-    kind: str
-    version: str | None
-    model: str
-
-    @classmethod
-    def of(cls, plan: TuningPlan) -> TextServer:
-        """The one that ``plan`` names.
-
-        Raises:
-            ServerError: it cannot be reached, or is no server of models.
-        """
-        with _connected(plan) as server:
-            return cls(server.kind.name, server.version, server.model)
-
-    def answers(
-        self, plan: TuningPlan, prompts: Sequence[Prompt], seeds: Sequence[int], codec: Codec, vocabulary: int
-    ) -> list[tuple[tuple[int, ...], str | None]]:
-        """Tokens and text that it writes after each prompt, all of them asked at once.
-
-        It leaves out the marks around thoughts, so nobody knows which tokens they were: then there is text only where
-        it gives its tokens.
-
-        Raises:
-            ServerError: there is no answer.
-            PairError: it writes tokens that the base at hand, with so large a ``vocabulary``, does not have.
-        """
-        with _connected(plan) as server:
-            questions = []
-            for prompt, seed in zip(prompts, seeds, strict=True):
-                more = {"temperature": plan.temperature, "seed": seed, **server.kind.ids}
-                questions.append(Question(prompt, plan.new_tokens, plan.chat_template, more))
-            answers, found = server.ask(questions, len(questions)), list[tuple[tuple[int, ...], str | None]]()
-        for answer in answers:
-            tokens, given = answer.token_ids or (), answer.token_ids is not None
-            if (most := max(tokens, default=0)) >= vocabulary:
-                raise PairError(
-                    f"expected {escape(self.model)} to write tokens below {vocabulary}, found {most}: it has another "
-                    "base. Name that one.",
-                    remedies=("base",),
-                )
-            if not given and not answer.reasoning:
-                tokens = codec.continued(answer.text)
-            found.append((tokens, answer.text))
-        return found
-
-
 @torch.no_grad()
-def agreement(base: Base, texts: Sequence[Text], temperature: float, server: TextServer | None) -> dict[str, Any]:
+def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Server | None) -> dict[str, Any]:
     """How far ``texts``, by a server or by people, are what ``base`` would write, over some of them.
 
     Returns:
@@ -104,22 +54,21 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Tex
     hits, surprise, positions = 0, 0.0, 0
     for text in chosen:
         hidden = base.full_pass(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
-        following = torch.tensor(text.continuation, device=base.device)
-        rows = max(1, LOGITS_AT_ONCE // base.vocab_size)
+        following, rows = torch.tensor(text.continuation, device=base.device), max(1, LOGITS_AT_ONCE // base.vocab_size)
         for part, tokens in zip(torch.split(hidden, rows), torch.split(following, rows), strict=True):
             logits = base.logits(part)
             likely = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-            entropy = -(likely.exp() * likely).sum(-1)
             hits += int((logits.argmax(-1) == tokens).sum())
-            surprise += float((-likely.gather(1, tokens[:, None])[:, 0] - entropy).sum())
+            surprise -= float(likely.gather(1, tokens[:, None]).sum() - (likely.exp() * likely).sum())
             positions += len(tokens)
-    found = asdict(server) if server else {"kind": "people", "version": None, "model": None}
-    found |= {"texts": len(chosen), "positions": positions, "agreement": None, "surprise": None}
+    by = (server.kind.name, server.version, server.model) if server else ("people", None, None)
+    found: dict[str, Any] = dict(zip(("kind", "version", "model"), by, strict=True))
+    found |= {"texts": len(chosen), "positions": positions}
     if not positions:
         return found
-    share, mean = hits / positions, surprise / positions
-    found |= {"surprise": mean} if temperature else {"agreement": share}
-    if server is not None and (mean > MOST_SURPRISE if temperature else share < LEAST_AGREEMENT):
+    name, value = ("surprise", surprise / positions) if temperature else ("agreement", hits / positions)
+    found[name] = value
+    if server is not None and (value > MOST_SURPRISE if temperature else value < LEAST_AGREEMENT):
         bound = f"at most {MOST_SURPRISE} nats a token" if temperature else f"at least {LEAST_AGREEMENT:.0%} of tokens"
         raise PairError(
             f"expected texts of the base at hand ({bound}), found others. {in_words(found)} Serve this base, with its "
@@ -132,8 +81,7 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Tex
 def in_words(found: Mapping[str, Any]) -> str:
     """What :func:`agreement` found, in a sentence."""
     where = f"{found['positions']} tokens of {found['texts']} texts that {escape(found['kind'])} wrote"
-    if found["agreement"] is not None:
+    if "agreement" in found:
         return f"The base at hand would have written {found['agreement']:.1%} of {where}."
-    if found["surprise"] is None:
-        return f"There were {where}."
-    return f"The {where} are {found['surprise']:+.3f} nats a token less likely to the base at hand than its own."
+    surprise = f"{found.get('surprise', 0):+.3f}"
+    return f"The {where} are {surprise} nats a token less likely to the base at hand than its own."

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -20,12 +21,11 @@ import torch
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.evaluate.agreement import base_texts, groups
 from mtp_extract.evaluate.progress import Show, silent
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts
+from mtp_extract.evaluate.prompts import Messages, Prompt, encode_prompts
 from mtp_extract.io.files import read_regular
+from mtp_extract.serving.client import Question, Server
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
-from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.served import TextServer
 from mtp_extract.tuning.writing import written_whole
 
 BRANCHES = 3
@@ -45,130 +45,118 @@ class Line(msgspec.Struct, frozen=True):
     tokens: Tokens
     text: str | None  # of the continuation
 
-    @property
-    def as_text(self) -> Text:
-        """For a drafter."""
-        return Text(self.tokens, self.prompt_length)
-
 
 @dataclass(frozen=True)
 class Writer:
-    """The pair's base, or a server, writing as ``plan`` says."""
+    """The pair's base, or a server that has it, writing."""
 
     pair: Pair
-    plan: TuningPlan
-    server: TextServer | None = None
+    temperature: float
+    new_tokens: int  # most of them of a text
+    server: Server | None = None
+    contents: Mapping[Tokens, str | Messages] = field(default_factory=dict)  # of each prompt, as a server is asked it
 
-    def lines(self, items: Sequence[Prompt | Tokens], tell: Show = silent, what: str = "prompts") -> list[Line]:
-        """What follows each of ``items``: what is not stored yet is written, by all processes, a share each.
+    def texts(self, prompts: Sequence[Tokens], tell: Show = silent, what: str = "prompts") -> list[Text]:
+        """What follows each of ``prompts``: what is not stored yet is written, by all processes, a share each.
 
         Args:
             tell: called after every batch.
-            what: ``items`` are, in words.
+            what: ``prompts`` are, in words.
 
         Raises:
             CheckpointError: a file of text is damaged.
             OutputError: the folder cannot be written.
-            PairError: a prompt cannot be encoded, or does not fit the base's context.
+            PairError: a prompt does not fit the base's context.
         """
-        if not items:
+        if not prompts:
             return []
-        plan, accelerator, folder = self.plan, self.pair.accelerator, self.plan.kept_in / "text"
-        by = f"{self.server.kind}'s {escape(self.server.model)}" if self.server else "the base"
-        self.pair.say(f"continuing {len(items)} {what} with {by} at temperature {plan.temperature:g}")
-        prompts = self.encoded(items)
-        pairs = list({prompt: (item, prompt) for item, prompt in zip(items, prompts, strict=True)}.values())
-        lengths = [len(prompt) for _, prompt in pairs]
-        self.check_length(max(lengths), plan.new_tokens, ("prompts", "new_tokens"))
-        batches = [[pairs[index] for index in group] for group in groups(lengths, plan.batch)]
+        accelerator, folder = self.pair.accelerator, self.pair.plan.kept_in / "text"
+        by = f"{self.server.kind.name}'s {escape(self.server.model)}" if self.server else "the base"
+        self.pair.say(f"continuing {len(prompts)} {what} with {by} at temperature {self.temperature:g}")
+        self.check_length(max(map(len, prompts)), self.new_tokens, ("prompts", "new_tokens"))
+        names = {prompt: self._name(prompt) for prompt in prompts}
+        once = list(names)
+        batches = [[once[index] for index in group] for group in groups(list(map(len, once)), self.pair.plan.batch)]
         batches = batches[accelerator.process_index :: accelerator.num_processes]
         stored, done, total = _stored(folder), 0, sum(map(len, batches))
         for batch in batches:
-            if missing := {name for _, prompt in batch if (name := self._name(prompt)) not in stored}:
-                lines = [line for line in self._written(batch) if line.name in missing]
-                with written_whole(folder / f"{_number(sorted(missing)):012x}.jsonl") as file:
-                    file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            if missing := {names[prompt] for prompt in batch} - stored.keys():
+                # All of them, since what a batch draws depends on all of its prompts.
+                lines = (
+                    Line(names[prompt], len(prompt), (*prompt, *tokens), text)
+                    for prompt, (tokens, text) in zip(batch, self._continued(batch), strict=True)
+                )
+                with written_whole(folder / f"{min(missing)}.jsonl") as file:
+                    file.writelines(msgspec.json.encode(line) + b"\n" for line in lines if line.name in missing)
             done += len(batch)
             tell(f"text {done} of {total}", done, total)
         accelerator.wait_for_everyone()
         stored = _stored(folder)
-        return [stored[self._name(prompt)] for prompt in prompts]
+        found = (stored[names[prompt]] for prompt in prompts)
+        return [Text(line.tokens, line.prompt_length) for line in found]
 
-    def encoded(self, items: Sequence[Prompt | Tokens]) -> list[Tokens]:
-        """Of each, what the base is fed."""
-        prompts = [item for item in items if isinstance(item, Prompt)]
-        found = iter(encode_prompts(prompts, self.pair.codec, chat_template=self.plan.chat_template))
-        return [next(found) if isinstance(item, Prompt) else item for item in items]
+    def fits(self, prompt: int, new: int | None = None) -> bool:
+        """Whether so many tokens, and ``new`` ones after them, fit the base's context; by default all new ones."""
+        return prompt + (self.new_tokens if new is None else new) <= self.context
 
-    def fitting(self, items: Sequence[Prompt]) -> list[Prompt]:
-        """Those after which all new tokens fit the base's context."""
-        room = self._context - self.plan.new_tokens
-        return [item for item, prompt in zip(items, self.encoded(items), strict=True) if len(prompt) <= room]
-
-    def branches(self, texts: Sequence[Text]) -> tuple[Writer, list[Tokens]]:
-        """What writes half as many tokens after random positions of ``texts``, and what it is to continue there.
-
-        Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from
-        within text that was drawn it has more.
-        """
-        short, found = replace(self.plan, new_tokens=max(2, self.plan.new_tokens // 2)), []
-        for text in texts:
-            places = range(text.prompt_length, int(min(len(text.tokens), self._context - short.new_tokens + 1)))
-            draw = torch.Generator().manual_seed(_number([self.plan.seed, *text.tokens]))
-            chosen = torch.randperm(len(places), generator=draw)[:BRANCHES].sort().values.tolist()
-            found += [text.tokens[: places[index]] for index in chosen]
-        return replace(self, plan=short), found
-
-    def check_length(self, given: int, new: int, remedies: tuple[str, ...]) -> None:
-        """Raise PairError where ``given`` tokens and ``new`` ones after them do not fit the base's context."""
-        if given + new > self._context:
+    def check_length(self, prompt: int, new: int, remedies: tuple[str, ...]) -> None:
+        """Raise PairError where they do not."""
+        if not self.fits(prompt, new):
             raise PairError(
-                f"expected prompts that fit the base's {self._context} tokens, found one of {given}, and {new} new "
+                f"expected prompts that fit the base's {self.context} tokens, found one of {prompt}, and {new} new "
                 "ones; give shorter prompts",
                 remedies=remedies,
             )
 
-    def _written(self, batch: Sequence[tuple[Prompt | Tokens, Tokens]]) -> list[Line]:
-        """What follows each of ``batch``, whose rows draw other numbers from one seed."""
-        plan, base, codec, prompts = self.plan, self.pair.base, self.pair.codec, [prompt for _, prompt in batch]
-        names = list(map(self._name, prompts))
-        if self.server is not None:
-            contents = [item.content for item, _ in batch if isinstance(item, Prompt)]
-            seeds = [int(name[:7], 16) for name in names]
-            found = self.server.answers(plan, contents, seeds, codec, base.vocab_size)
-        else:
-            made = base_texts(
-                base,
-                prompts,
-                new_tokens=plan.new_tokens,
-                batch=len(prompts),
-                temperature=plan.temperature,
-                seed=_number([self._seed, *prompts]),
-            )
-            found = [(tokens, codec.decode(tokens)) for tokens in made]
-        return [
-            Line(name, len(prompt), (*prompt, *tokens), text)
-            for name, prompt, (tokens, text) in zip(names, prompts, found, strict=True)
-        ]
+    def _continued(self, prompts: Sequence[Tokens]) -> list[tuple[Tokens, str | None]]:
+        """Tokens and text of what follows each of a batch, whose rows draw other numbers from one seed.
+
+        A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there are tokens
+        only where it gives them.
+
+        Raises:
+            ServerError: there is no answer.
+            PairError: a server writes tokens that the base at hand does not have.
+        """
+        base, codec, server = self.pair.base, self.pair.codec, self.server
+        if server is None:
+            batch, seed = len(prompts), _number([self._seed, *prompts])
+            drawn: dict[str, Any] = {"new_tokens": self.new_tokens, "temperature": self.temperature, "seed": seed}
+            made = base_texts(base, prompts, batch=batch, **drawn)
+            return [(tokens, codec.decode(tokens)) for tokens in made]
+        questions, found = list[Question](), list[tuple[Tokens, str | None]]()
+        for prompt in prompts:
+            more = {"temperature": self.temperature, "seed": int(self._name(prompt)[:7], 16), **server.kind.ids}
+            questions.append(Question(self.contents[prompt], self.new_tokens, self.pair.plan.chat_template, more))
+        for answer in server.ask(questions, len(questions)):
+            tokens = answer.token_ids or (() if answer.reasoning else codec.continued(answer.text))
+            if (most := max(tokens, default=0)) >= base.vocab_size:
+                raise PairError(
+                    f"expected {escape(server.model)} to write tokens below {base.vocab_size}, found {most}: it has "
+                    "another base. Name that one.",
+                    remedies=("base",),
+                )
+            found.append((tokens, answer.text))
+        return found
 
     @property
-    def _context(self) -> float:
+    def context(self) -> float:
         """Most tokens of a text."""
         return getattr(self.pair.base.config, "max_position_embeddings", None) or math.inf
 
     @property
     def _seed(self) -> int:
         """Greedy text has none."""
-        return self.plan.seed if self.plan.temperature > 0 else 0
+        return self.pair.plan.seed if self.temperature > 0 else 0
 
     @cached_property
     def _made_with(self) -> list[object]:
         """What a text depends on besides its prompt."""
-        made_with: list[object] = [self._seed, self.pair.base_fingerprint, self.plan.new_tokens, self.plan.temperature]
+        made_with: list[object] = [self._seed, self.pair.base_fingerprint, self.new_tokens, self.temperature]
         if self.server is None:
             return [*made_with, list(self.pair.base.stop_token_ids)]
         # The base at hand has the tokenizer that made tokens of the text.
-        return [*made_with, self.server.kind, self.server.model, self.plan.chat_template]
+        return [*made_with, self.server.kind.name, self.server.model, self.pair.plan.chat_template]
 
     def _name(self, prompt: Tokens) -> str:
         return sha256(json.dumps([self._made_with, prompt]).encode()).hexdigest()[:32]
@@ -198,8 +186,23 @@ def _number(parts: Sequence[object]) -> int:
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
+def branched(writer: Writer, texts: Sequence[Text], tell: Show) -> list[Text]:
+    """What ``writer`` writes, half as many tokens, after random positions of ``texts``.
+
+    Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
+    text that was drawn it has more.
+    """
+    short, places = replace(writer, new_tokens=max(2, writer.new_tokens // 2)), list[Tokens]()
+    for text in texts:
+        ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - short.new_tokens + 1)))
+        draw = torch.Generator().manual_seed(_number([writer.pair.plan.seed, *text.tokens]))
+        chosen = torch.randperm(len(ends), generator=draw)[:BRANCHES].sort().values.tolist()
+        places += [text.tokens[: ends[index]] for index in chosen]
+    return short.texts(places, tell, "positions within these")
+
+
 def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, Text]]:
-    """Each item, a text by people or a prompt with their answer, in windows of ``new_tokens``.
+    """Each item, a text by people or a prompt with their answer, in windows of ``writer.new_tokens``.
 
     Drafts aim at every token of a text but BOS, each window standing alone. With a prompt they aim at the answer's
     tokens, and each window has before it all that was there: the prompt as ``writer`` would encode it, and the answer
@@ -209,10 +212,11 @@ def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, 
         PairError: a text cannot be encoded, messages have no answer, or an answer does not fit the base's context.
         MtpExtractError: messages where no chat template is applied.
     """
-    codec, length, found = writer.pair.codec, writer.plan.new_tokens, list[tuple[Prompt, Text]]()
+    codec, length, found = writer.pair.codec, writer.new_tokens, list[tuple[Prompt, Text]]()
     for item in items:
         if item.completion is not None:
-            (given,), tokens = writer.encoded([item]), codec.continued(item.completion)
+            (given,) = encode_prompts([item], codec, chat_template=writer.pair.plan.chat_template)
+            tokens = codec.continued(item.completion)
             writer.check_length(len(given), len(tokens), ("text",))
         elif isinstance(item.content, str):
             (encoded,) = encode_prompts([item], codec, chat_template=False)
