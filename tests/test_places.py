@@ -64,9 +64,10 @@ def insert_base(source: Path, bundle: Path, out: Path) -> None:
 
 
 def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
-    TuningPlan(directory, base, out, work, overwrite=True).check()
+    plan = TuningPlan(directory, base, out, work, overwrite=True)
+    plan.check()
     origin = ReadDirectory.of(directory)
-    write_made(origin, origin.checkpoint, out, "tuning", TUNING, overwrite=True, inputs=(directory,))
+    write_made(origin, origin.checkpoint, plan, "tuning", TUNING)
 
 
 def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:

@@ -21,8 +21,10 @@ from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.formats import format_named
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
+from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning.pair import Pair
 
 _ROPE_THETA = 1e6  # of the base's full layers; the head has one frequency base, and rotates all of it
 _LEAST_DEEP = 9  # layers of a base of which engines' default, 2, n // 2 and n − 3, is a low, a middle and a high one
@@ -96,8 +98,27 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
     return list((logarithms / max(tokens, 1)).exp().tolist())
 
 
+def new_head(pair: Pair, texts: Sequence[Text]) -> None:
+    """Write an untrained head into the folder of the work, and put it beside the pair's base; see :func:`head_of`.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently.
+    """
+    plan, directory = pair.plan, pair.plan.kept_in / "untrained-eagle3-head"
+    if pair.accelerator.is_main_process:
+        name = None if Path(plan.base).is_dir() else plan.base
+        head = head_of(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
+        files = arrange(format_named(EAGLE3), head, head.dtype).files
+        # What an earlier training left there is replaced.
+        with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
+            for file in files:
+                write_file(stage, file)
+    pair.accelerator.wait_for_everyone()
+    pair.take(ReadDirectory.of(directory))
+
+
 @torch.no_grad()
-def new_head(
+def head_of(
     base: Base, texts: Sequence[Text], draft_vocab_size: int, name: str | None, dtype: str, seed: int
 ) -> Checkpoint:
     """A head of random weights for ``base``, its LM head and final norm the base's; its norm makes states alike.
@@ -126,15 +147,3 @@ def new_head(
         else:
             tensors[role.name] = of_array((torch.randn(shape, generator=generator) * shape[1] ** -0.5).numpy())
     return Checkpoint(EAGLE3, config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")
-
-
-def write_head(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write ``checkpoint`` for a training to load; what an earlier training left there is replaced.
-
-    Raises:
-        OutputError: it cannot be written, or reads back differently.
-    """
-    files = arrange(format_named(EAGLE3), checkpoint, checkpoint.dtype).files
-    with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
-        for file in files:
-            write_file(stage, file)

@@ -20,7 +20,6 @@ from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Rol
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Weight, of_array, of_codes, row_ranges
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.litertlm.storage import Integers
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ MODES: Mapping[str, Mode] = MappingProxyType(
 )
 """By name. Norms and factors are trained in each."""
 
-MEASURED_WIDTH = 64
-"""Of the drafter for which the learning rates of :data:`MODES` were measured."""
+_MEASURED_WIDTH = 64  # of the drafter for which the learning rates were measured
 
 
 class Latents(nn.Module):
@@ -65,31 +63,31 @@ class Latents(nn.Module):
         self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: as stored, and its root mean square
         self._grids: dict[str, Grid] = {}  # of a matrix that is trained on its grid
         origins: dict[object, str] = {}
+        # An ordered head is not trained here: choosing clusters passes no gradient.
+        kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
         for role in shapes_of(checkpoint.config):
-            # An ordered head is not trained here: choosing clusters passes no gradient.
-            kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
             if role.name in idle or role.name in HEAD_ROLES or role.kind not in kinds:
                 continue
-            tensor = checkpoint.tensors[role.name]
+            weight = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
-            key = origins.setdefault(tensor.origin or role.name, role.name.replace(".", "/"))
+            key = origins.setdefault(weight.origin or role.name, role.name.replace(".", "/"))
             self._roles.setdefault(key, []).append(role)
             if key in self.values:
                 continue
             # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
-            latent = torch.from_numpy(tensor.array()).to(device, copy=True)
+            latent = torch.from_numpy(weight.array()).to(device, copy=True)
             if role.kind != MATRIX:
                 self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
                 latent = torch.zeros_like(latent)
             elif mode.matrices == "grid":
-                self._grids[key] = Grid(role.name, tensor, device)
+                self._grids[key] = Grid(role.name, weight, device)
             self.values[key] = nn.Parameter(latent)
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
         matrices = [value for key, value in self.values.items() if key not in self._starts]
         others = [value for key, value in self.values.items() if key in self._starts]
-        rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / self.checkpoint.config.hidden_size
+        rate = learning_rate or self.mode.learning_rate * _MEASURED_WIDTH / self.checkpoint.config.hidden_size
         norms = learning_rate or self.mode.norms_learning_rate
         return [{"params": params, "lr": lr} for params, lr in ((matrices, rate), (others, norms)) if params]
 
@@ -114,11 +112,11 @@ class Latents(nn.Module):
     @torch.no_grad()
     def results(self) -> dict[str, Tensor]:
         """A copy of what was made, by name of latent: codes, int8 or uint8, where it is on a grid, else the latent."""
-        found = {}
-        for key, value in self.values.items():
-            grid = self._grids.get(key)
-            found[key] = grid.codes(value).to("cpu", grid.dtype) if grid else value.detach().to("cpu", copy=True)
-        return found
+        made = {key: (value, self._grids.get(key)) for key, value in self.values.items()}
+        return {
+            key: grid.codes(value).to("cpu", grid.dtype) if grid else value.detach().to("cpu", copy=True)
+            for key, (value, grid) in made.items()
+        }
 
     @torch.no_grad()
     def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
@@ -127,18 +125,12 @@ class Latents(nn.Module):
         for key, result in results.items():
             old = tensors[self._roles[key][0].name]
             if key in self._grids:
-                made = _coded(result.numpy(), old)
+                made: Weight = self._grids[key].weight(result)
             else:
-                weight = self._weight(key, result.to(self.values[key].device)).cpu().numpy()
-                made = old if np.array_equal(weight, old.array()) else of_array(weight)
+                numbers = self._weight(key, result.to(self.values[key].device)).cpu().numpy()
+                made = old if np.array_equal(numbers, old.array()) else of_array(numbers)
             tensors.update({role.name: made for role in self._roles[key]})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
-
-
-def _coded(codes: Integers, old: Weight) -> Weight:
-    """``codes`` on the grid of ``old``."""
-    assert old.scheme is not None
-    return of_codes(codes, old.scheme, old.steps, old.origin)
 
 
 class Grid:
@@ -148,37 +140,39 @@ class Grid:
         MtpExtractError: the matrix called ``name`` has no stored integers.
     """
 
-    def __init__(self, name: str, tensor: Weight, device: torch.device | str) -> None:
-        if (scheme := tensor.scheme) is None:
+    def __init__(self, name: str, stored: Weight, device: torch.device | str) -> None:
+        if (scheme := stored.scheme) is None:
             raise MtpExtractError(
                 f"{name}: expected the stored integers of every matrix, found floats alone. Extract the drafter with "
                 "its codes, or train norms or floats",
                 remedies=("mode=norms", "mode=float"),
             )
-        steps, low = tensor.steps, scheme.lowest
+        steps, low = stored.steps, scheme.lowest
         # A symmetric quantizer leaves the least code out, and engines may rely on that.
         symmetric = scheme.signed and not steps.zero_point.any()
-        unused = symmetric and all(int(tensor.codes(*rows).min()) > low for rows in row_ranges(tensor))
+        unused = symmetric and all(int(stored.codes(*rows).min()) > low for rows in row_ranges(stored))
         self.low, self.high = low + unused, low + (1 << scheme.bits) - 1
         self.dtype = torch.int8 if scheme.signed else torch.uint8  # of stored codes
-        self.block, self.factor = steps.block, steps.factor  # elements of a row that share a step; a divisor
-        self.size = torch.from_numpy(np.array(steps.size)).to(device)  # F32 [rows, blocks]
-        self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)  # F32 [rows, blocks]
+        self.stored, self.scheme, self.steps = stored, scheme, steps
+        self.size = torch.from_numpy(np.array(steps.size)).to(device)[..., None]  # F32 [rows, blocks, 1]
+        self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)[..., None]
 
     def codes(self, values: Tensor) -> Tensor:
         """F32, the nearest codes of ``values``, in their shape."""
-        blocks = values.view(len(values), -1, self.block)
-        # Where the step is 0, every code stands for 0.
-        size = torch.where(self.size == 0, 1, self.size)[..., None]
-        # In place: of the matrix of the LM head, a copy is 268 MB.
-        codes = (blocks * self.factor).div_(size).round_().add_(self.zero_point[..., None])
-        return codes.clamp_(self.low, self.high).view(values.shape)
+        blocks = values.view(len(values), -1, self.steps.block)
+        # Where the step is 0, every code stands for 0. In place: of the matrix of the LM head, a copy is 268 MB.
+        codes = (blocks * self.steps.factor).div_(torch.where(self.size == 0, 1, self.size))
+        return codes.round_().add_(self.zero_point).clamp_(self.low, self.high).view(values.shape)
 
     def floats(self, codes: Tensor) -> Tensor:
         """As :meth:`mtp_extract.checkpoint.weight.Steps.floats`, to the bit."""
-        blocks = codes.view(len(codes), -1, self.block)
-        found = (blocks - self.zero_point[..., None]).mul_(self.size[..., None]).view(codes.shape)
-        return found if self.factor == 1 else (found.double() / self.factor).float()
+        blocks = codes.view(len(codes), -1, self.steps.block)
+        found = (blocks - self.zero_point).mul_(self.size).view(codes.shape)
+        return found if self.steps.factor == 1 else (found.double() / self.steps.factor).float()
+
+    def weight(self, codes: Tensor) -> Weight:
+        """``codes``, int8 or uint8, in place of the stored ones."""
+        return of_codes(codes.numpy(), self.scheme, self.steps, self.stored.origin)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -15,7 +15,6 @@ from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint
-    from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tuning.corpus import Corpus
     from mtp_extract.tuning.latents import Latents
     from mtp_extract.tuning.pair import Pair
@@ -57,76 +56,62 @@ def run_tuning(
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.io.address import public_name
     from mtp_extract.tuning.corpus import divided, gather
-    from mtp_extract.tuning.ordered import check_dense, make_head, refusals
+    from mtp_extract.tuning.eagle3 import new_head
+    from mtp_extract.tuning.ordered import check_ordered, dense, make_head, refusals
     from mtp_extract.tuning.pair import Pair
     from mtp_extract.tuning.served import in_words
+    from mtp_extract.tuning.train import measured
     from mtp_extract.tuning.verdict import Comparisons
     from mtp_extract.tuning.writing import locked, write_made
 
     # Too few prompts are no reason to load a base.
     divided(plan)
     pair = Pair(plan, say)
+    first, ordered = pair.accelerator.is_main_process, plan.mode == ORDERED
     # What cannot be written is refused before anything is kept.
-    if plan.mode == ORDERED:
-        check_dense(pair)
+    if ordered:
+        check_ordered(pair)
     elif plan.mode != EAGLE3:
-        _latents(plan, pair)
-    first = pair.accelerator.is_main_process
+        _latents(pair)
     # The first of several processes locks the folder for all.
     with memory_guard("tuning"), locked(plan.kept_in) if first else nullcontext():
         corpus = gather(pair, tell)
-        if plan.mode == ORDERED:
-            made, about, both = make_head(pair, corpus, tell)
-        else:
-            made, about, both = _tuned(plan, pair, corpus, tell, stop)
-        comparisons = Comparisons.of(corpus, *both)
-        refused = tuple(refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
+        if plan.mode == EAGLE3:
+            new_head(pair, corpus.trained)
+        held_out = [text for _, text in corpus.held_out]
+        pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
+        drafter = pair.drafter_of(dense(pair.origin.checkpoint)) if ordered else pair.drafter
+        before = measured(pair, drafter, held_out)
+        made, about = make_head(pair, drafter, corpus, tell) if ordered else _trained(pair, corpus, tell, stop)
+        pair.say("measuring what was made on the held-out texts")
+        comparisons = Comparisons.of(corpus, before, measured(pair, pair.drafter_of(made), held_out))
+    refused = tuple(refusals(about["kinds"], comparisons) if ordered else comparisons.refused())
     texts = {side: len(getattr(corpus, side)) for side in ("trained", "watched", "held_out")}
     about |= {"recipe": plan.recipe, "base": public_name(plan.base), "base_xxh3": pair.base_fingerprint}
-    about |= {"texts": {**texts, "repeats": corpus.repeats}, "text_from": corpus.text_from}
+    about |= {"texts": texts, "text_from": corpus.text_from}
     about |= {"accepted": not refused, "refused": list(refused), **msgspec.to_builtins(comparisons)}
     keep = plan.force or not refused
     if keep and first:
-        key = "ordered_head" if plan.mode == ORDERED else "tuning"
-        write_made(pair.origin, made, plan.target, key, about, overwrite=plan.overwrite, inputs=plan.inputs)
+        write_made(pair.origin, made, plan, "ordered_head" if ordered else "tuning", about)
     pair.accelerator.wait_for_everyone()
     wrote = in_words(corpus.text_from) if corpus.text_from else None
     notes = (*pair.loaded.notes, wrote, comparisons.undecided())
     return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, tuple(filter(None, notes)))
 
 
-def _tuned(
-    plan: TuningPlan, pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]
-) -> tuple[Checkpoint, dict[str, Any], tuple[Measured, Measured]]:
-    """The drafter with trained weights; how it was trained, for the record; and it before and after."""
-    from mtp_extract.pipeline.conversion import ReadDirectory
-    from mtp_extract.tuning.eagle3 import new_head, write_head
-    from mtp_extract.tuning.train import measured, train
+def _trained(pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> tuple[Checkpoint, dict[str, Any]]:
+    """The drafter with trained weights; and how it was trained, for the record."""
+    from mtp_extract.tuning.train import train
 
-    if plan.mode == EAGLE3:
-        # An untrained head, in the folder of the work.
-        directory = plan.kept_in / "untrained-eagle3-head"
-        if pair.accelerator.is_main_process:
-            name = None if Path(plan.base).is_dir() else plan.base
-            head = new_head(pair.base, corpus.trained, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
-            write_head(head, directory)
-        pair.accelerator.wait_for_everyone()
-        pair.take(ReadDirectory.of(directory))
-    latents = _latents(plan, pair)
-    held_out = [text for _, text in corpus.held_out]
-    pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
-    before = measured(pair, pair.drafter, held_out)
+    latents = _latents(pair)
     pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
-    trained = train(plan, pair, corpus, latents, tell, stop)
-    tuned = latents.tuned(trained.results)
-    pair.say("measuring the tuned drafter on the held-out texts")
-    after = measured(pair, pair.drafter_of(tuned), held_out)
-    about: dict[str, Any] = {"mode": plan.mode, "numbers": latents.numbers, "steps_done": trained.done}
+    trained = train(pair, corpus, latents, tell, stop)
+    about: dict[str, Any] = {"mode": pair.plan.mode, "numbers": latents.numbers, "steps_done": trained.done}
     about |= {"best_step": trained.step, "interrupted": trained.interrupted}
-    return tuned, about, (before, after)
+    return latents.tuned(trained.results), about
 
 
-def _latents(plan: TuningPlan, pair: Pair) -> Latents:
+def _latents(pair: Pair) -> Latents:
     """What is trained.
 
     Raises:
@@ -135,15 +120,15 @@ def _latents(plan: TuningPlan, pair: Pair) -> Latents:
     from mtp_extract.tuning.latents import MODES, Latents
     from mtp_extract.tuning.writing import check_writable
 
+    plan, origin = pair.plan, pair.origin
     # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And a round of one step
     # never reads the state that the step hands on.
     idle = ("input_norm", *(["post_projection"] if plan.draft_steps == 1 else []))
     try:
-        latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+        latents = Latents(origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
     except MtpExtractError as error:
-        raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
-    advice = "Train norms or codes, or convert it to the transformers format first."
+        raise MtpExtractError(f"{escape(origin.directory)}: {error}", remedies=error.remedies) from error
     # Another number for each that is trained: what can hold it can hold what comes out.
     changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
-    check_writable(pair.origin, changed, f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
+    check_writable(origin, changed, plan.mode)
     return latents

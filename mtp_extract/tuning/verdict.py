@@ -17,14 +17,13 @@ from torch import Tensor
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.intervals import Interval, undecided
 from mtp_extract.evaluate.measured import Change, Measured, Saving, compare, saving
-from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.tuning.corpus import Corpus, seen
 
 MOST_LOST = 0.05
 """Teacher-forced tokens per round, on sequences that training has not seen."""
 
 WORST = 3
-"""Texts that are shown and recorded by name."""
+"""Texts that are shown and recorded by the beginning of their prompt."""
 
 _NAME = 40  # characters
 
@@ -60,15 +59,9 @@ class Comparison(msgspec.Struct, frozen=True):
     def of(cls, before: Measured, after: Measured, rows: Tensor, *, own: bool = True) -> Comparison:
         """At the anchors ``rows``, bool [N]."""
         before, after = before.where(rows), after.where(rows)
+        figures, loses = (Figures.of(before), Figures.of(after)), bool((after.stands < before.stands).any())
         return cls(
-            texts=before.texts,
-            anchors=len(before.anchor),
-            trained_on_its_kind=own,
-            before=Figures.of(before),
-            after=Figures.of(after),
-            change=compare(before, after),
-            rounds=saving(before, after),
-            loses=bool((after.stands < before.stands).any()),
+            before.texts, len(before.anchor), own, *figures, compare(before, after), saving(before, after), loses
         )
 
     def may_lose(self, most: float) -> bool:
@@ -82,8 +75,7 @@ class Worst(msgspec.Struct, frozen=True):
     """A held-out text with what its drafts lose: teacher-forced tokens per round."""
 
     workload: str
-    name: str
-    anchors: int
+    name: str  # how its prompt begins
     before: float
     after: float
 
@@ -99,23 +91,20 @@ class Comparisons(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
         """Of two drafters on the held-out texts of ``corpus``."""
-        items, texts, units = (
-            [item for item, _ in corpus.held_out],
-            [text for _, text in corpus.held_out],
-            units_of(corpus),
-        )
-        both = replace(before, text=units[before.text]), replace(after, text=units[after.text])
-        workloads = {}
-        for name in dict.fromkeys(item.workload for item in items):
-            indices = [index for index, item in enumerate(items) if item.workload == name]
-            rows = torch.isin(before.text, torch.tensor(indices))
-            workloads[name] = Comparison.of(*both, rows, own=indices[0] < corpus.own)
-        worst = []
-        for index in torch.unique(before.text).tolist():
+        units, by_workload, worst = units_of(corpus), dict[str, list[int]](), list[Worst]()
+        for index, (item, _) in enumerate(corpus.held_out):
+            by_workload.setdefault(item.workload, []).append(index)
             one, other = before.of([index]), after.of([index])
-            lengths = len(one.anchor), one.teacher_forced, other.teacher_forced
-            worst.append(Worst(items[index].workload, _name(items[index]), *lengths))
-        unseen = ~seen(before, texts, corpus.known)
+            if one.texts:
+                content = item.content if isinstance(item.content, str) else str(item.content[-1].get("content"))
+                name = " ".join(content.split())[:_NAME]
+                worst.append(Worst(item.workload, name, one.teacher_forced, other.teacher_forced))
+        unseen = ~seen(before, [text for _, text in corpus.held_out], corpus.known)
+        both = replace(before, text=units[before.text]), replace(after, text=units[after.text])
+        workloads = {
+            name: Comparison.of(*both, torch.isin(before.text, torch.tensor(texts)), own=texts[0] < corpus.own)
+            for name, texts in by_workload.items()
+        }
         return cls(
             Comparison.of(*both, before.text < corpus.own),
             workloads,
@@ -125,9 +114,8 @@ class Comparisons(msgspec.Struct, frozen=True):
 
     def refused(self) -> Iterator[str]:
         """Why what came after is not to be saved; nothing if it is."""
-        overall, unseen = self.overall, self.unseen
+        overall, unseen, interval = self.overall, self.unseen, self.overall.rounds.interval
         if not overall.rounds.better:
-            interval = overall.rounds.interval
             rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
             bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
             yield (
@@ -157,13 +145,6 @@ def units_of(corpus: Corpus) -> Tensor:
     """int64: of each held-out text, what intervals count. Windows of one text by people are one."""
     items = [None, *(item for item, _ in corpus.held_out)]
     return torch.tensor([*accumulate(one is not other for one, other in pairwise(items))])
-
-
-def _name(item: Prompt) -> str:
-    """Its source, if it has one of its own, and how its prompt begins."""
-    content = item.content if isinstance(item.content, str) else item.content[-1].get("content")
-    start = " ".join(str(content).split())[:_NAME]
-    return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
 
 
 def signed(change: Change) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +12,17 @@ from typing import Any, BinaryIO, cast
 
 from filelock import FileLock, Timeout
 
-from mtp_extract.checkpoint.arranged import NOTHING, Arranged, arrange
+from mtp_extract.checkpoint.arranged import NOTHING, Arranged
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.errors import OutputError, UnsupportedError, escape
-from mtp_extract.formats import EVERY, format_named
-from mtp_extract.io.place import Inputs, staged
+from mtp_extract.formats import EVERY
+from mtp_extract.io.place import staged
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.pipeline.plan import Dtype, WritingPlan
-from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
+from mtp_extract.pipeline.writing import finish, prepare, write_and_read
+from mtp_extract.tuning.plan import TuningPlan
 
 
 @contextmanager
@@ -80,82 +81,66 @@ def _unwritable(place: Path, error: OSError) -> OutputError:
     )
 
 
+def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
+    """``checkpoint`` in the format, type and with the codes that ``origin`` has.
+
+    Raises:
+        UnsupportedError: the format cannot hold it.
+    """
+    coded = any(
+        weight.scheme is not None and role not in origin.extra_codes
+        for role, weight in origin.checkpoint.tensors.items()
+    )
+    # Integers where they are not beside floats but in their place.
+    dtype = CODES if coded and CODES in EVERY[origin.layout].dtypes else origin.checkpoint.dtype
+    return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(Dtype, dtype), codes=bool(origin.extra_codes)))
+
+
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
-    kept = arrange(format_named(origin.layout), checkpoint, _dtype(origin)).kept
+    kept = arranged(origin, checkpoint).kept
     rounded = {role: one.written for role, one in kept.items() if one.rounded_to and role in checkpoint.tensors}
     return replace(checkpoint, tensors=MappingProxyType({**checkpoint.tensors, **rounded}))
 
 
-def check_writable(
-    origin: ReadDirectory,
-    like: Checkpoint,
-    what: str,
-    advice: str,
-    remedies: tuple[str, ...] = (),
-    needed: Collection[str] = (),
-) -> None:
-    """Refuse what the format of ``origin`` has no room for.
+def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
+    """Refuse a mode that makes what the format of ``origin`` has no room for.
 
     Args:
-        like: a checkpoint with all that is to be made, whatever its numbers are.
-        needed: roles that may not be left out.
+        like: a checkpoint with all that ``mode`` makes, whatever its numbers are.
 
     Raises:
         UnsupportedError: it has no room.
     """
     try:
-        kept = _arranged(origin, like).kept
-        if left_out := [one.why for role, one in kept.items() if role in needed and one.how == NOTHING]:
+        left_out = [one.why for one in arranged(origin, like).kept.values() if one.how == NOTHING]
+        if left_out:
             raise UnsupportedError(f"{left_out[0]}.")
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"{escape(origin.directory)}: expected a format with room for {what}, found {origin.layout}: {error} "
-            f"{advice}",
-            remedies=remedies,
+            f"{escape(origin.directory)}: expected a format with room for what the mode {mode} makes, found "
+            f"{origin.layout}: {error} Train norms or codes, or convert it to the transformers format first.",
+            remedies=("mode=norms", "mode=qat"),
         ) from error
 
 
-def _dtype(origin: ReadDirectory) -> Dtype:
-    """What ``origin`` is written in: integers where they are not beside floats but in their place."""
-    tensors, dtypes = origin.checkpoint.tensors, EVERY[origin.layout].dtypes
-    coded = any(tensor.scheme is not None and role not in origin.extra_codes for role, tensor in tensors.items())
-    return cast(Dtype, CODES if CODES in dtypes and coded else origin.checkpoint.dtype)
-
-
-def _arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
-    """``checkpoint`` in the format, type and with the codes that ``origin`` has."""
-    return prepare(checkpoint, origin.layout, WritingPlan(dtype=_dtype(origin), codes=bool(origin.extra_codes)))
-
-
-def write_made(
-    origin: ReadDirectory,
-    made: Checkpoint,
-    target: Path,
-    key: str,
-    about: Mapping[str, Any],
-    *,
-    overwrite: bool,
-    inputs: Inputs,
-) -> ExtractionResult:
-    """Write ``made`` to ``target``, in the format, type and with the codes that ``origin`` has.
+def write_made(origin: ReadDirectory, made: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]) -> None:
+    """Write ``made`` where ``plan`` wants it, in the format, type and with the codes that ``origin`` has.
 
     Args:
         made: ``origin`` with other weights or another head.
         key: of the record, under which ``about`` stands: "tuning", or "ordered_head".
-        inputs: what is read, and so is not replaced.
 
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    arranged = _arranged(origin, made)
-    with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
-        files, back = write_and_read(arranged, stage)
-        arranged.require_same(back)
+    held = arranged(origin, made)
+    with staged(plan.target, overwrite=plan.overwrite, inputs=plan.inputs, listed=recorded) as stage:
+        files, back = write_and_read(held, stage)
+        held.require_same(back)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(stage, back)
         own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
-        more = {**origin.told_of(arranged), key: {**about, **own}}
+        more = {**origin.told_of(held), key: {**about, **own}}
         # What was proven was proven of other weights, or another head.
-        proof = None
-        return finish(arranged, stage, target, files, origin.origin, proof, converted_from=origin.steps, more=more)
+        finish(held, stage, plan.target, files, origin.origin, None, converted_from=origin.steps, more=more)

@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.beside import beside
 from helpers.random_heads import asked_for
 from helpers.random_pairs import KINDS, base_alone, random_base
 from helpers.schemas import validator
@@ -25,15 +27,16 @@ from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning import train as train_module
-from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
+from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_for, head_of, new_head, state_sizes
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
-from mtp_extract.tuning.train import Rounds, States, collate, measure
+from mtp_extract.tuning.train import Batch, Rounds, States, measured
 
 from .conftest import trained
 
@@ -41,7 +44,7 @@ PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
-    return new_head(base, texts or [], tokens, None, "float32", 0)
+    return head_of(base, texts or [], tokens, None, "float32", 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +108,8 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
 
     states = States(base, head.needs, texts, 8)
     anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
-    batch = collate(states.of(texts), anchors, torch.ones_like(anchors, dtype=torch.bool), torch.device("cpu"))
+    real = torch.ones_like(anchors, dtype=torch.bool)
+    batch = Batch.of(states.of(texts), head.needs, anchors, real, torch.device("cpu"))
     with torch.no_grad():
         first = head.logits(Rounds(head, 2)(batch, base.embed, LITERT)[0]).argmax(-1)
     drafted = teacher_forced(base, head, texts, 1)
@@ -125,24 +129,28 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
         return found
 
     monkeypatch.setattr(base, "logits", counted)
-    watch = measure(base, head, texts, 3, temperature=0, batch=4)
+    pair = beside(plan, base, head)
+    before = measured(pair, head, texts)
     latents = Latents(checkpoint, MODES["eagle3"])
     found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
     assert 0 < most <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in found.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measure(base, network_of(latents.tuned(found.results)), texts, 3, temperature=0, batch=4)
-    assert after.teacher_forced > watch.teacher_forced + 0.2
+    after = measured(pair, network_of(latents.tuned(found.results)), texts)
+    assert after.teacher_forced > before.teacher_forced + 0.2
 
 
 def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     base = Base(random_base())
-    checkpoint = untrained(base, 24, [Text((1, 39, 38, 39), 1)])
-    write_head(checkpoint, tmp_path / "head")
-    write_head(checkpoint, tmp_path / "head")
-    assert not findings_of(tmp_path / "head")
-    found = read_checkpoint(tmp_path / "head")
-    assert found.config == checkpoint.config
+    texts, plan = [Text((1, 39, 38, 39), 1)], TuningPlan(None, "org/base", work=tmp_path, mode="eagle3", draft_vocab=24)
+    taken: list[ReadDirectory] = []
+    pair = beside(plan, base, None, loaded=SimpleNamespace(dtype="float32"), take=taken.append)
+    # What an earlier training left is replaced.
+    for _ in range(2):
+        new_head(pair, texts)
+    assert not findings_of(taken[1].directory)
+    found = read_checkpoint(taken[1].directory)
+    assert found.config == replace(untrained(base, 24, texts).config, base="org/base")
     loaded = network_of(found)
     assert isinstance(loaded, Eagle3Drafter)
     assert loaded.targets.tolist() == [*range(22), 38, 39]

@@ -1,4 +1,4 @@
-"""Two processes on a CPU, as torchrun starts them, tune as one does."""
+"""Two processes on a CPU, as torchrun starts them, tune as one does; and without matplotlib."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ FEW = 4
 
 COMMANDS = """
 import json, os, signal, sys
+# Pictures are no part of a training.
+sys.modules["matplotlib"] = None
 # What both need is imported once.
-import accelerate, matplotlib.pyplot, transformers
+import accelerate, transformers
 from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.gemma4 import modeling_gemma4
 from mtp_extract.cli.tune import main
