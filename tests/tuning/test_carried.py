@@ -101,7 +101,7 @@ def test_from_every_format(plan: Callable[..., TuningPlan], extracted: Path, tmp
     assert found.record["best_step"] == 0 or any(not torch.equal(before[path], after[path]) for path in before)
     if format_ in ("mlx", "compressed-tensors", "gemma"):
         work = tmp_path / "work"
-        with pytest.raises(UnsupportedError, match="origin: .* room for what the mode float makes"):
+        with pytest.raises(UnsupportedError, match=r"origin: .* room for what the mode float makes"):
             run_tuning(plan(tmp_path / "floats", directory=tmp_path / "origin", mode="float", work=work))
         assert not work.exists()
 

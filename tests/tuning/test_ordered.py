@@ -143,7 +143,7 @@ def test_formats_without_room_are_refused(
     make: Callable[..., Outcome], extracted: Path, tmp_path: Path, format_: str
 ) -> None:
     convert(extracted, tmp_path / "origin", format=format_)
-    with pytest.raises(UnsupportedError, match="origin: .* room for what the mode ordered makes"):
+    with pytest.raises(UnsupportedError, match=r"origin: .* room for what the mode ordered makes"):
         make(tmp_path / "out", tmp_path / "origin")
     assert not (tmp_path / "out").exists()
 
