@@ -43,7 +43,6 @@ class Line(msgspec.Struct, frozen=True):
     name: str  # of all that it depends on
     prompt_length: int
     tokens: Tokens
-    text: str | None  # of the continuation
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class Writer:
             if missing := {names[prompt] for prompt in batch} - stored.keys():
                 # All of them, since what a batch draws depends on all of its prompts.
                 lines = (
-                    Line(names[prompt], len(prompt), (*prompt, *tokens), text)
-                    for prompt, (tokens, text) in zip(batch, self._continued(batch), strict=True)
+                    Line(names[prompt], len(prompt), (*prompt, *tokens))
+                    for prompt, tokens in zip(batch, self._continued(batch), strict=True)
                 )
                 with written_whole(folder / f"{min(missing)}.jsonl") as file:
                     file.writelines(msgspec.json.encode(line) + b"\n" for line in lines if line.name in missing)
@@ -108,8 +107,8 @@ class Writer:
                 remedies=remedies,
             )
 
-    def _continued(self, prompts: Sequence[Tokens]) -> list[tuple[Tokens, str | None]]:
-        """Tokens and text of what follows each of a batch, whose rows draw other numbers from one seed.
+    def _continued(self, prompts: Sequence[Tokens]) -> list[Tokens]:
+        """What follows each of a batch, whose rows draw other numbers from one seed.
 
         A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there are tokens
         only where it gives them.
@@ -122,9 +121,8 @@ class Writer:
         if server is None:
             batch, seed = len(prompts), _number([self._seed, *prompts])
             drawn: dict[str, Any] = {"new_tokens": self.new_tokens, "temperature": self.temperature, "seed": seed}
-            made = base_texts(base, prompts, batch=batch, **drawn)
-            return [(tokens, codec.decode(tokens)) for tokens in made]
-        questions, found = list[Question](), list[tuple[Tokens, str | None]]()
+            return base_texts(base, prompts, batch=batch, **drawn)
+        questions, found = list[Question](), list[Tokens]()
         for prompt in prompts:
             more = {"temperature": self.temperature, "seed": int(self._name(prompt)[:7], 16), **server.kind.ids}
             questions.append(Question(self.contents[prompt], self.new_tokens, self.pair.plan.chat_template, more))
@@ -136,7 +134,7 @@ class Writer:
                     "another base. Name that one.",
                     remedies=("base",),
                 )
-            found.append((tokens, answer.text))
+            found.append(tokens)
         return found
 
     @property

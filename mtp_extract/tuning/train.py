@@ -222,32 +222,6 @@ class Drafts(nn.Module):
         return states, weights.get("lm_head.weight", own)
 
 
-def aimed(plan: TuningPlan, base: Base, drafter: Network, batch: Batch, weight: float) -> tuple[Tensor, Rows]:
-    """bool [K, B, A], which steps of ``batch`` count; and what their rows, each of this ``weight``, are trained for."""
-    where, choices, hidden = aims(batch, plan.draft_steps), batch.choices.flatten(), batch.fed.hidden.flatten(0, 1)
-    choosing = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
-    cap, tokens = None, None
-    if isinstance(drafter, Eagle3Drafter):
-        # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
-        choices, tokens = drafter.rows(choices), drafter.targets
-        choosing = choosing & (choices[where] >= 0).int().cumprod(0).bool()
-    else:
-        cap = drafter.config.final_logit_softcap
-    objective = objective_for(plan.objective, plan.temperature)
-    within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
-
-    def base_logits(positions: Tensor) -> Tensor:
-        # A head may have far fewer tokens than the base, and a piece of its logits more rows.
-        parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
-        made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
-        found = made if tokens is None else [logits[:, tokens] for logits in made]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    temperature = plan.temperature or 1.0
-    rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
-    return within, rows
-
-
 # Measuring
 
 
@@ -408,8 +382,28 @@ def train(
 
 def _backward(pair: Pair, drafts: Any, batch: Batch, convention: Convention, weight: float) -> tuple[float, float]:
     """Make the gradients of a step, each anchor of this ``weight``; its mean loss, and how well its rows agree."""
-    states, head = drafts(batch, pair.base.embed, convention)
-    within, rows = aimed(pair.plan, pair.base, pair.drafter, batch, weight)
+    plan, base, drafter, hidden = pair.plan, pair.base, pair.drafter, batch.fed.hidden.flatten(0, 1)
+    where, choices = aims(batch, plan.draft_steps), batch.choices.flatten()
+    choosing, cap, tokens = counting(batch, plan.draft_steps, greedy=plan.temperature == 0), None, None
+    if isinstance(drafter, Eagle3Drafter):
+        # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
+        choices, tokens = drafter.rows(choices), drafter.targets
+        choosing = choosing & (choices[where] >= 0).int().cumprod(0).bool()
+    else:
+        cap = drafter.config.final_logit_softcap
+    objective = objective_for(plan.objective, plan.temperature)
+    within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
+
+    def base_logits(positions: Tensor) -> Tensor:
+        # A head may have far fewer tokens than the base, and a piece of its logits more rows.
+        parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
+        made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
+        found = made if tokens is None else [logits[:, tokens] for logits in made]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    temperature = plan.temperature or 1.0
+    rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
+    states, head = drafts(batch, base.embed, convention)
     counted = states[within]
     made = gradient_of(rows, counted, head)
     of_head = [] if made.head is None else [(head, made.head)]
