@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from mtp_extract.cli._command import AsJson, new_app, run
-from mtp_extract.cli.terminal import doing_unless, progress_of, say_report, write_json
+from mtp_extract.cli.terminal import doing_unless, progress_lines, say_report, write_json
 from mtp_extract.serving.plan import BenchPlan
 
 
@@ -20,7 +20,7 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     from mtp_extract.report.page import plain_json
     from mtp_extract.serving.verdict import table_of
 
-    with progress_of("window", print_json) as show:
+    with progress_lines(print_json, "window") as show:
         found = bench(replace(plan, say=doing_unless(print_json), show=show))
     if print_json:
         write_json(plain_json(found))

@@ -10,7 +10,7 @@ import typer
 
 from mtp_extract.cli._command import AsJson, new_app, run_lean
 from mtp_extract.cli._written import say_proof
-from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import doing_unless, progress, progress_lines, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def command(
         if not print_json:
             _show_plan(plan)
 
-    with progress_of("batch", print_json) as show, progress(quiet=print_json) as tick:
+    with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
         made = insert(
             source,
             bundle,

@@ -11,11 +11,9 @@ import json
 import os
 import shutil
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from math import inf
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
@@ -42,20 +40,13 @@ def _line(stream: TextIO, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on stdout; on a terminal that is narrower, it goes on in the next between words, further to the right."""
-    _line(sys.stdout, _folded(text, _room()))
+    """A line on stdout."""
+    _line(sys.stdout, text)
 
 
 def say_all(text: str) -> None:
     """A line of untrusted text on stdout, all of it: a long text is not a long name."""
     say(escape(text, longest=len(text)))
-
-
-def _folded(text: str, room: float) -> str:
-    if len(text) <= room:
-        return text
-    indent = text[: len(text) - len(text.lstrip())] + "  "
-    return textwrap.fill(text, int(room), subsequent_indent=indent, replace_whitespace=False, **_WHOLE_WORDS)
 
 
 def say_notes(notes: Iterable[str]) -> None:
@@ -83,8 +74,7 @@ def write_json(value: Any) -> None:
 def error(message: str) -> None:
     """An error on stderr."""
     sys.stdout.flush()
-    room = shutil.get_terminal_size().columns if sys.stderr.isatty() else inf
-    _line(sys.stderr, _folded(f"error: {message}", room))
+    _line(sys.stderr, f"error: {message}")
     sys.stderr.flush()
 
 
@@ -125,24 +115,21 @@ def table(
         grid.add_column(Text(title), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(escape(cell, longest)) for cell in row))
-    room = _room(indent)
-    console = Console(width=int(room) if room < inf else _UNBOUNDED, file=io.StringIO(), force_terminal=False)
+    console = Console(width=_room(indent), file=io.StringIO(), force_terminal=False)
     with console.capture() as shown:
         console.print(grid)
     for line in shown.get().splitlines():
         _line(sys.stdout, (indent + line).rstrip())
 
 
-_UNBOUNDED = 1 << 16  # columns of what is no terminal
-_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
-
-
-def _room(indent: str = "") -> float:
+def _room(indent: str) -> int:
     """Characters beside ``indent`` on a line of stdout; no bound where it is no terminal and COLUMNS does not say."""
-    told = os.environ.get("COLUMNS", "")
-    if not told.isdecimal() and not sys.stdout.isatty():
-        return inf
+    if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
+        return _UNBOUNDED
     return max(shutil.get_terminal_size().columns - len(indent), 1)
+
+
+_UNBOUNDED = 1 << 16
 
 
 @contextmanager
@@ -192,26 +179,20 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
 
 
 @contextmanager
-def progress_lines(quiet: bool = False) -> Iterator[Show]:
-    """How much is done, how much there is, and a line that says so: redrawn on a terminal, else one now and then."""
+def progress_lines(quiet: bool = False, unit: str = "") -> Iterator[Show]:
+    """How much of a part is done, redrawn on a terminal, else a line now and then; ``unit`` says of what it is much."""
     shown = 0
     with _redrawn() as draw:
 
-        def update(line: str, done: int, total: int) -> None:
+        def update(part: str, done: int, total: int) -> None:
             nonlocal shown
+            line = f"{part}: {unit} {done} of {total}" if unit else part
             if quiet:
                 return
             if sys.stderr.isatty():
                 draw(done, total, escape(line))
-            elif (part := _LINES * done // total) != shown:
-                shown = part
+            elif (share := _LINES * done // total) != shown:
+                shown = share
                 doing(line)
 
         yield update
-
-
-@contextmanager
-def progress_of(unit: str, quiet: bool = False) -> Iterator[Show]:
-    """How many of the ``unit`` of a part of a measurement are done, as :func:`progress_lines`."""
-    with progress_lines(quiet) as draw:
-        yield lambda part, done, total: draw(f"{part}: {unit} {done} of {total}", done, total)

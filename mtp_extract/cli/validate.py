@@ -14,7 +14,7 @@ from mtp_extract.cli._command import AsJson, new_app, run
 from mtp_extract.cli.terminal import (
     doing_unless,
     error,
-    progress_of,
+    progress_lines,
     say,
     say_all,
     say_notes,
@@ -65,7 +65,7 @@ def command(
         else:
             _show(found)
 
-    with progress_of("batch", print_json) as show:
+    with progress_lines(print_json, "batch") as show:
         found = validate(replace(asked, say=doing_unless(print_json), show=show), tell)
     if asked.report is not None and not print_json:
         say(f"Wrote {escape(asked.report)}/: {', '.join(sorted(os.listdir(asked.report)))}")

@@ -44,18 +44,6 @@ def test_a_file_gets_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeypa
     assert [line[place - 1] for line in lines] == ["n", "7", "4", "1"]
 
 
-def test_a_line_goes_on_between_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "  found " + "by-looking at-all " * 9 + "of it"
-    monkeypatch.setenv("COLUMNS", "60")
-    terminal.say(text)
-    terminal.write_json({"text": text})
-    *lines, begin, middle, end = capsys.readouterr().out.splitlines()
-    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
-    assert max(map(len, lines)) <= 60
-    assert [line[:4] for line in lines[1:]] == ["    "] * (len(lines) - 1)
-    assert (begin, end) == ("{", "}") and text in middle
-
-
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
@@ -103,7 +91,7 @@ def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     screen = on_screen(monkeypatch)
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
-    with terminal.progress_of("batch") as show:
+    with terminal.progress_lines(unit="batch") as show:
         for part, seconds in (("text", 600.0), ("drafts", 60.0)):
             for done in range(4):
                 now += seconds
