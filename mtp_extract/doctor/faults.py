@@ -6,15 +6,15 @@ a server with that fault is expected to have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mtp_extract.doctor.counts import Counts, expected_counts
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
-from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
-from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
+from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validation.controls import CONTROLS
@@ -27,21 +27,6 @@ SOUND = "sound"
 """Name of the drafter as it is."""
 
 
-@dataclass(frozen=True)
-class Handed(Altered):
-    """A drafter that is handed another state of the base than there is."""
-
-    change: Callable[[BaseState], BaseState] = lambda base: base
-    layers: tuple[int, ...] = ()  # whose incoming states the change needs
-
-    @property
-    def needs(self) -> Needs:
-        return replace(self.drafter.needs, layers=self.layers)
-
-    def start(self, base: BaseState) -> MtpState:
-        return self.drafter.start(self.change(base), self.convention)
-
-
 def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Drafter:
     """The base's hidden state as it enters the last of its ``layers``."""
 
@@ -49,7 +34,7 @@ def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Dr
         before = replace(base.fed, hidden=base.fed.layers[layers - 1])
         return replace(base, hidden=BaseState.after(before, base.positions, base.embed).hidden.to(base.hidden))
 
-    return Handed(drafter, convention, change=change, layers=(layers - 1,))
+    return Altered(drafter, convention, change=change, layers=(layers - 1,))
 
 
 def _half(drafter: MtpDrafter, convention: Convention) -> Drafter:
@@ -63,7 +48,7 @@ def _stale(drafter: MtpDrafter, convention: Convention, lag: int) -> Drafter:
     def change(base: BaseState) -> BaseState:
         return replace(base, slot_positions={kind: slots + lag for kind, slots in base.slot_positions.items()})
 
-    return Handed(drafter, convention, change=change)
+    return Altered(drafter, convention, change=change)
 
 
 FAULTS: Mapping[str, tuple[str, str]] = {
@@ -97,7 +82,7 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
         if control.name == POSITION:
             found[POSITION] = Altered(drafter, TRANSFORMERS if convention == LITERT else LITERT)
         elif (changed := control.drafter(drafter)) is not None:
-            found[control.name] = Altered(changed, convention, control.transform)
+            found[control.name] = control.broken(changed, convention)
     found["early_state"] = _early_state(drafter, convention, layers)
     found["fp16_overflow"] = _half(drafter, convention)
     found["stale_kv"] = _stale(drafter, convention, lag)

@@ -11,10 +11,10 @@ attention logits and softmax are computed in F32.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.nn import functional
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
-from mtp_extract.drafter.protocol import KV, BaseState, Needs, picked
+from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs, picked
 
 
 class Eagle3Layer(nn.Module):
@@ -31,7 +31,7 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.config, self.rope = config, RopeConfig(config.rope_theta)
+        self.config = config
         width, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.embedding_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
@@ -44,15 +44,9 @@ class Eagle3Layer(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def read(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, [..., 2 · width], and where the residual stream begins, [..., width]."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.config.norm_before_residual else hidden
-        return torch.cat((self.embedding_norm(embedding), normed), dim=-1), residual
-
-    def angles(self, positions: Tensor) -> Angles:
-        """The rotation at ``positions``, int64 [batch, length]."""
-        return angles(positions, self.config.head_dim, self.rope)
+    def read(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """What attention reads, [..., 2 · width], of both [..., width]."""
+        return torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
 
     def keys_values(self, x: Tensor, by: Angles) -> KV:
         """K, rotated, and V, F32 [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
@@ -63,17 +57,15 @@ class Eagle3Layer(nn.Module):
         """One position of every query.
 
         Args:
-            x, residual: of :meth:`read`, [batch, queries, …].
+            x: of :meth:`read`, [batch, queries, 2 · width].
+            residual: where the residual stream begins, [batch, queries, width].
             by: the rotation of the queries.
-            cache: K and V of verified positions, each [batch, slots, KV heads, head_dim].
-            visible: bool [batch, queries, slots].
-            own: those of the round's steps up to this, [batch, queries, steps, KV heads, head_dim].
+            cache, visible, own: as of :class:`Eagle3State`; ``own`` with this step's.
 
         Returns:
             [batch, queries, width], before the final norm.
         """
-        config = self.config
-        (keys, values), (own_keys, own_values) = cache, own
+        config, (keys, values), (own_keys, own_values) = self.config, cache, own
         batch, queries, _ = x.shape
         q = turn(self.q_proj(x).view(batch, queries, -1, config.head_dim), by)
         q = q.view(batch, queries, config.num_kv_heads, -1, config.head_dim).float() * config.head_dim**-0.5
@@ -93,24 +85,30 @@ class Eagle3Layer(nn.Module):
 class Eagle3State:
     """Where a round stands."""
 
-    embed: Callable[[Tensor], Tensor]  # tokens → embedding, unscaled
+    embed: Embed  # unscaled
     hidden: Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step, what was fed back
     positions: Tensor  # int64 [batch, queries], that of the pending token less one, and one more with every step
-    cache: KV  # K and V at slots that are positions, F32 [batch, slots, KV heads, head_dim] each
+    cache: KV  # K and V of verified positions, at slots that are positions, F32 [batch, slots, KV heads, head_dim] each
     visible: Tensor  # bool [batch, queries, slots]
     own: KV | None = None
     """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
+
+    def fork(self, parents: Tensor) -> Eagle3State:
+        """As of :class:`~mtp_extract.drafter.protocol.DraftState`: each branch has K and V of its own steps."""
+        hidden, positions, visible = (picked(part, parents) for part in (self.hidden, self.positions, self.visible))
+        own = self.own and (picked(self.own[0], parents), picked(self.own[1], parents))
+        return replace(self, hidden=hidden, positions=positions, visible=visible, own=own)
 
 
 class Eagle3Drafter(DrafterNetwork):
     """The EAGLE-3 head: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
-    Made by :func:`mtp_extract.drafter.load_any`.
+    Made by :func:`mtp_extract.drafter.load.load_any`.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.rope = config, RopeConfig(config.rope_theta)
         width, base, eps = config.hidden_size, config.backbone_hidden_size, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.fc_norm = nn.ModuleList(RMSNorm(base, eps) for _ in range(FUSED)) if config.fc_norm else None
@@ -125,9 +123,7 @@ class Eagle3Drafter(DrafterNetwork):
     @property
     def layer(self) -> Eagle3Layer:
         """The one there is."""
-        layer = self.layers[0]
-        assert isinstance(layer, Eagle3Layer)
-        return layer
+        return cast(Eagle3Layer, self.layers[0])
 
     @property
     def targets(self) -> Tensor:
@@ -144,21 +140,13 @@ class Eagle3Drafter(DrafterNetwork):
 
     @property
     def needs(self) -> Needs:
-        """Three hidden states and the embedding of every token; a cache of its own."""
+        """Three hidden states of the base."""
         config = self.config
-        return Needs(
-            vocab_size=config.vocab_size,
-            width=config.backbone_hidden_size,
-            embedding=not config.own_embedding,
-            final_hidden=False,
-            layers=config.base_layers,
-            own_cache=True,
-        )
+        return Needs(config.vocab_size, config.backbone_hidden_size, layers=config.base_layers)
 
     def fuse(self, states: Mapping[int, Tensor]) -> Tensor:
         """[…, width], of the base's states, layer → […, base width]."""
-        weight = self.fc.weight
-        low_to_high = [states[layer].to(weight) for layer in self.config.base_layers]
+        low_to_high = [states[layer].to(self.fc.weight) for layer in self.config.base_layers]
         if self.input_norm is not None:
             low_to_high = list(self.input_norm(torch.cat(low_to_high, dim=-1)).chunk(FUSED, dim=-1))
         if self.fc_norm is not None:
@@ -175,47 +163,29 @@ class Eagle3Drafter(DrafterNetwork):
         embed, states = self._embedding(base.embed), self.fuse(base.fed.layers)  # [B, F, W]
         tokens, positions = base.fed.tokens.to(device), base.fed.positions.to(device) - 1
         if previous is None:
-            # The token at 0 has no state before it.
-            tokens, positions = tokens[:, 1:], positions[:, 1:]
+            tokens, positions = tokens[:, 1:], positions[:, 1:]  # the token at 0 has no state before it
         else:
             states = torch.cat((previous.hidden, states), dim=1)
-        x, _ = self.layer.read(embed(tokens), states[:, :-1])
-        cache = self.layer.keys_values(x, self.layer.angles(positions))
+        x, by = self.layer.read(embed(tokens), states[:, :-1]), self._angles(positions)
+        keys, values = self.layer.keys_values(x, by)
         if previous is not None:
-            cache = torch.cat((previous.cache[0], cache[0]), dim=1), torch.cat((previous.cache[1], cache[1]), dim=1)
-        newest = base.positions.to(device) - 1  # [B, Q]
+            keys, values = (torch.cat(both, dim=1) for both in zip(previous.cache, (keys, values), strict=True))
+        newest, slots = base.positions.to(device) - 1, torch.arange(keys.shape[1], device=device)  # [B, Q], [S]
         first = base.fed.positions[:, :1].to(device) - int(previous is not None)  # the position of states[:, 0]
-        slots = torch.arange(cache[0].shape[1], device=device)
-        return Eagle3State(
-            embed=embed,
-            hidden=picked(states, newest - first),
-            positions=newest,
-            cache=cache,
-            visible=slots < newest[..., None],
-        )
-
-    def fork(self, state: Eagle3State, parents: Tensor) -> Eagle3State:
-        """Go on from the queries ``parents``, int64 [batch, branches]: each has keys and values of its own steps."""
-        return dataclasses.replace(
-            state,
-            hidden=picked(state.hidden, parents),
-            positions=picked(state.positions, parents),
-            visible=picked(state.visible, parents),
-            own=state.own and (picked(state.own[0], parents), picked(state.own[1], parents)),
-        )
+        visible = slots < newest[..., None]
+        return Eagle3State(embed, picked(states, newest - first), newest, (keys, values), visible)
 
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
         """As :meth:`DrafterNetwork.advance`; what comes out takes the place of the fused state in the next step."""
-        layer = self.layer
-        x, residual = layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
-        by = layer.angles(state.positions)
-        keys, values = (part[:, :, None] for part in layer.keys_values(x, by))
+        x, by = self.layer.read(state.embed(token.to(state.hidden.device)), state.hidden), self._angles(state.positions)
+        keys, values = (part[:, :, None] for part in self.layer.keys_values(x, by))
         if state.own is not None:
-            keys, values = torch.cat((state.own[0], keys), dim=2), torch.cat((state.own[1], values), dim=2)
-        h = layer(x, residual, by, state.cache, state.visible, (keys, values))
+            keys, values = (torch.cat(both, dim=2) for both in zip(state.own, (keys, values), strict=True))
+        residual = x.chunk(2, dim=-1)[1] if self.config.norm_before_residual else state.hidden
+        h = self.layer(x, residual, by, state.cache, state.visible, (keys, values))
         normed: Tensor = self.final_norm(h)
         hidden = normed if self.config.norm_output else h
-        return normed, dataclasses.replace(state, hidden=hidden, positions=state.positions + 1, own=(keys, values))
+        return normed, replace(state, hidden=hidden, positions=state.positions + 1, own=(keys, values))
 
     def logits(self, h: Tensor) -> Tensor:
         """[…, vocabulary] of ``h`` […, width]; −∞ for tokens that the head cannot propose."""
@@ -226,10 +196,10 @@ class Eagle3Drafter(DrafterNetwork):
         whole[..., self.targets] = drafted
         return whole
 
-    def _embedding(self, embed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def _angles(self, positions: Tensor) -> Angles:
+        return angles(positions, self.config.head_dim, self.rope)
+
+    def _embedding(self, embed: Embed) -> Embed:
         """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""
-        weight = self.fc.weight
-        if self.embed_tokens is not None:
-            return self.embed_tokens
-        scale = self.config.backbone_hidden_size**-0.5
-        return lambda tokens: (embed(tokens).float() * scale).to(weight)
+        weight, scale = self.fc.weight, self.config.backbone_hidden_size**-0.5
+        return self.embed_tokens or (lambda tokens: (embed(tokens).float() * scale).to(weight))

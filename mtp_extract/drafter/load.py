@@ -21,42 +21,31 @@ Network = MtpDrafter | Eagle3Drafter
 """A drafter of either architecture."""
 
 
-def load_drafter(
-    directory: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> MtpDrafter:
-    """The MTP drafter in ``directory``, of whichever format, in evaluation mode.
+def load_any(
+    drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Network:
+    """The drafter that ``drafter`` holds, of whichever architecture and format, in evaluation mode.
 
     Args:
-        directory: what an extraction wrote, or an official assistant checkpoint.
+        drafter: a checkpoint, or the directory of one: what an extraction wrote, or an official assistant.
         dtype: float32 or bfloat16; None keeps the stored one, which for codes is float32.
 
     Raises:
         CheckpointError: no such files, or a tensor missing, unexpected, or of another shape.
         DrafterError: FP16 was asked for.
-        UnsupportedError: it holds an EAGLE-3 head.
     """
-    return drafter_of(read_checkpoint(directory), dtype=dtype, device=device)
-
-
-def load_any(directory: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Network:
-    """As :func:`load_drafter`, of whichever architecture."""
-    return network_of(read_checkpoint(directory), dtype=dtype, device=device)
-
-
-def drafter_of(
-    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> MtpDrafter:
-    """The MTP drafter that ``checkpoint`` holds; errors as of :func:`load_drafter`."""
-    return with_weights(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
-
-
-def network_of(
-    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> Network:
-    """The drafter that ``checkpoint`` holds, of whichever architecture; errors as of :func:`load_drafter`."""
+    checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
     if isinstance(checkpoint.config, Eagle3Config):
         return with_weights(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
-    return drafter_of(checkpoint, dtype=dtype, device=device)
+    return load_drafter(checkpoint, dtype=dtype, device=device)
+
+
+def load_drafter(
+    drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> MtpDrafter:
+    """As :func:`load_any`, of an MTP drafter; an EAGLE-3 head is an UnsupportedError."""
+    checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
+    return with_weights(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
 
 
 def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """Which of the base's K and V slots a draft query may see.
 
-A mask is a boolean tensor, True = visible, that broadcasts to [batch, queries, slots]; the model takes one
-per layer type. Runtimes disagree at the edge of the sliding window:
+Runtimes disagree at the edge of the sliding window:
 
 ===========================  ==================  ======================================================
 source                       query position      slots a sliding layer sees (``n`` = newest one visible)
@@ -9,8 +8,6 @@ source                       query position      slots a sliding layer sees (``n
 transformers 5.22            index of the token  ``n - window … n``: window + 1, counted from the last slot
 LiteRT ``mtp_drafter``       ``input_pos``       ``input_pos - window < slot <= input_pos``
 ===========================  ==================  ======================================================
-
-:func:`position_masks` gives either, also for caches whose slots are not in order of position.
 """
 
 from __future__ import annotations
@@ -27,10 +24,8 @@ from mtp_extract.architecture.config import DrafterConfig
 class Convention:
     """Where a round's queries stand. n is the position of the pending token, the last one known.
 
-    The base has seen positions up to n - 1, and a query never sees a later slot. transformers' own loop
-    leaves stale ones in view after a rejection (one at n; in sliding layers, once the context exceeds the
-    window, one for each rejected draft), as older LiteRT-LM does at n. Here a slot is either verified or
-    masked.
+    The base has seen positions up to n - 1, and a query never sees a later slot. transformers' own loop leaves stale
+    ones in view after a rejection, as older LiteRT-LM does at n. Here a slot is either verified or masked.
     """
 
     position_offset: int  # the query position is n plus this, in every step of the round
@@ -47,7 +42,7 @@ LITERT = Convention(position_offset=-1, window_extra=0)
 def position_masks(
     config: DrafterConfig, slot_positions: Mapping[str, Tensor], newest: Tensor, *, window_extra: int = 0
 ) -> dict[str, Tensor]:
-    """Masks from the absolute position each slot holds.
+    """Masks from the absolute position each slot holds; slots need not be in order of position.
 
     Args:
         config: gives the layer types and their windows.
@@ -57,14 +52,13 @@ def position_masks(
         window_extra: slots a sliding query sees beyond its window (transformers: 1).
 
     Returns:
-        layer type → bool [batch, queries, slots].
+        layer type → bool [batch, queries, slots], True = visible.
     """
     masks = {}
     for layer_type, layer in config.kv_layers.items():
         positions = slot_positions[layer_type][:, None, :]
         last = newest[:, :, None].to(positions.device)
-        visible = positions <= last
+        masks[layer_type] = positions <= last
         if layer.sliding_window is not None:
-            visible = visible & (positions > last - layer.sliding_window - window_extra)
-        masks[layer_type] = visible
+            masks[layer_type] &= positions > last - layer.sliding_window - window_extra
     return masks

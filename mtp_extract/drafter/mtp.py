@@ -12,9 +12,8 @@ are computed in F32. FP16 is refused when loading: the residual stream of Gemma 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,10 +22,22 @@ from torch.nn import functional
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
-from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn, with_weights
-from mtp_extract.drafter.protocol import KV, BaseState, Needs, picked
+from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
+from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs, picked
 
 _ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
+
+
+class DraftArguments(NamedTuple):
+    """What one draft step reads; ``drafter(*arguments)`` runs it."""
+
+    inputs: Tensor
+    """[batch, queries, 2 · base width]: the base's embedding of the last token, times the root of its width; then the
+    base's state after its final norm in the first step of a round, the drafter's projected state in later ones."""
+    shared_kv: Mapping[str, KV]  # layer type → the base's K and V
+    position_ids: Tensor  # integers [batch, queries]; the same in every step of a round
+    masks: Mapping[str, Tensor] | None
+    """Layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot."""
 
 
 class DrafterOutput(NamedTuple):
@@ -34,33 +45,6 @@ class DrafterOutput(NamedTuple):
 
     logits: Tensor
     projected: Tensor
-
-
-@dataclass(frozen=True)
-class DraftArguments:
-    """What one draft step reads; ``drafter(*arguments)`` runs it. Controls are changed copies of it."""
-
-    embedding: Tensor  # [batch, queries, base width], the base's embedding of the last token, times sqrt(base width)
-    hidden: Tensor
-    """[batch, queries, base width], the base's state after its final norm in the first step of a round, the drafter's
-    projected state in later ones."""
-    shared_kv: Mapping[str, KV]
-    """Layer type → the base's K and V, each [batch, KV heads, slots, head_dim], K already rotated."""
-    position_ids: Tensor  # integers [batch, queries]; the same in every step of a round
-    masks: Mapping[str, Tensor] | None
-    """Layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot."""
-
-    @property
-    def embedding_and_hidden(self) -> Tensor:
-        """[batch, queries, 2 · base width], the embedding first: what the pre projection reads."""
-        return torch.cat((self.embedding, self.hidden), dim=-1)
-
-    def __iter__(self) -> Iterator[object]:
-        return iter((self.embedding_and_hidden, self.shared_kv, self.position_ids, self.masks))
-
-
-Transform = Callable[[DraftArguments, int], DraftArguments]
-"""Changes the arguments of a draft step; gets them and the step, counted from 0. For controls."""
 
 
 class OrderedHead(nn.Module):
@@ -145,16 +129,15 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpState:
-    """Where a round stands. Position, K, V and what of them is visible are the same in every step of it."""
+    """Where a round stands. What the layers look at, and from where, is the same in every step of it."""
 
-    embed: Callable[[Tensor], Tensor]  # tokens → the base's scaled embedding
-    # these four as in DraftArguments
-    hidden: Tensor
-    shared_kv: Mapping[str, KV]
-    position_ids: Tensor
-    masks: Mapping[str, Tensor]
-    views: tuple[View, ...]  # the last three, as the layers use them
-    step: int = 0  # steps done
+    embed: Embed
+    hidden: Tensor  # [batch, queries, base width], as in DraftArguments
+    views: tuple[View, ...]  # of each layer
+
+    def fork(self, parents: Tensor) -> MtpState:
+        """As of :class:`~mtp_extract.drafter.protocol.DraftState`: each branch has a projected state of its own."""
+        return replace(self, hidden=picked(self.hidden, parents))
 
 
 class MtpDrafter(DrafterNetwork):
@@ -180,12 +163,7 @@ class MtpDrafter(DrafterNetwork):
         position_ids: Tensor,
         masks: Mapping[str, Tensor] | None = None,
     ) -> DrafterOutput:
-        """One draft step for every query; ``drafter(*arguments)`` of a :class:`DraftArguments`.
-
-        Args:
-            inputs: [batch, queries, 2 · base width], the scaled embedding, then the hidden state.
-            shared_kv, position_ids, masks: as of :class:`DraftArguments`.
-        """
+        """One draft step for every query; arguments as of :class:`DraftArguments`."""
         h, projected = self._network(inputs, self._views(shared_kv, position_ids, masks))
         return DrafterOutput(self.logits(h), projected)
 
@@ -208,38 +186,18 @@ class MtpDrafter(DrafterNetwork):
 
     def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
         """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype."""
-        weight = self.pre_projection.weight
-        masks = position_masks(
-            self.config, base.slot_positions, base.positions - 1, window_extra=convention.window_extra
-        )
+        weight, newest = self.pre_projection.weight, base.positions - 1
+        masks = position_masks(self.config, base.slot_positions, newest, window_extra=convention.window_extra)
         masks = {kind: mask.to(weight.device) for kind, mask in masks.items()}
-        kv = {kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.shared_kv.items()}
+        kv = {kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.fed.shared_kv.items()}
         position_ids = (base.positions + convention.position_offset).to(weight.device)
-        views = self._views(kv, position_ids, masks)
-        return MtpState(base.embed, base.hidden.to(weight), kv, position_ids, masks, views)
+        return MtpState(base.embed, base.hidden.to(weight), self._views(kv, position_ids, masks))
 
-    def advance(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
-        """One draft step without the head; in the next its own projection takes the place of the base's hidden state.
-
-        Args:
-            state, token: as of :meth:`DrafterNetwork.advance`, as what is returned.
-            transform: changes what the network reads in this step, and nothing of the next.
-        """
-        embedding, views = state.embed(token).to(state.hidden), state.views
-        read = DraftArguments(embedding, state.hidden, state.shared_kv, state.position_ids, state.masks)
-        if transform is not None:
-            read = transform(read, state.step)
-            views = self._views(read.shared_kv, read.position_ids, read.masks)
-        h, projected = self._network(read.embedding_and_hidden, views)
-        return h, dataclasses.replace(state, hidden=projected, step=state.step + 1)
-
-    def fork(self, state: MtpState, parents: Tensor) -> MtpState:
-        """Go on from the queries ``parents``, int64 [batch, branches]: each branch has a projected state of its own."""
-        return dataclasses.replace(state, hidden=picked(state.hidden, parents))
-
-    def with_config(self, config: DrafterConfig) -> MtpDrafter:
-        """A drafter of another config with these very weights: for controls, such as another scale."""
-        return with_weights(MtpDrafter, config, self.state_dict())
+    def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
+        """As :meth:`DrafterNetwork.advance`; its own projection takes the place of the base's hidden state."""
+        inputs = torch.cat((state.embed(token).to(state.hidden), state.hidden), dim=-1)
+        h, projected = self._network(inputs, state.views)
+        return h, replace(state, hidden=projected)
 
     def _network(self, inputs: Tensor, views: tuple[View, ...]) -> tuple[Tensor, Tensor]:
         """The state after the final norm, [batch, queries, width], and the projected one, [batch, queries, base width].
@@ -272,22 +230,20 @@ class MtpDrafter(DrafterNetwork):
 
 @dataclass(frozen=True)
 class Altered:
-    """An MTP drafter that is fed otherwise: by another runtime's convention, or wrongly on purpose."""
+    """An MTP drafter that is fed by another runtime's convention, or wrongly on purpose."""
 
     drafter: MtpDrafter
     convention: Convention = LITERT  # where queries stand and how far they see
-    transform: Transform | None = None  # changes what each step reads
+    change: Callable[[BaseState], BaseState] = lambda base: base  # of what every round starts from
+    every_step: Callable[[MtpState], MtpState] = lambda state: state  # of what every step reads
+    layers: tuple[int, ...] = ()  # of the base, whose incoming states ``change`` needs
 
     @property
     def needs(self) -> Needs:
-        return self.drafter.needs
+        return replace(self.drafter.needs, layers=self.layers)
 
     def start(self, base: BaseState) -> MtpState:
-        return self.drafter.start(base, self.convention)
+        return self.drafter.start(self.change(base), self.convention)
 
     def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        h, following = self.drafter.advance(state, token, self.transform)
-        return self.drafter.logits(h), following
-
-    def fork(self, state: MtpState, parents: Tensor) -> MtpState:
-        return self.drafter.fork(state, parents)
+        return self.drafter.step(self.every_step(state), token)

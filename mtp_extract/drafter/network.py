@@ -92,3 +92,7 @@ class DrafterNetwork(nn.Module, ABC):
     def with_tensors(self: _Drafter, changes: Mapping[str, Tensor]) -> _Drafter:
         """A drafter with some tensors replaced, by the name of their module, and the others shared."""
         return with_weights(type(self), self.config, {**self.state_dict(), **changes})
+
+    def with_config(self: _Drafter, config: Any) -> _Drafter:
+        """A drafter of another config with these very weights: for controls, such as another scale."""
+        return with_weights(type(self), config, self.state_dict())

@@ -7,9 +7,8 @@ branch; teacher forcing has one for every position of a text.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 KV = tuple[Tensor, Tensor]
 """K and V, each [batch, KV heads, slots, head_dim]; K already rotated."""
 
-DraftState = Any
-"""Where a round of drafting stands; only the drafter that made it looks inside."""
+Embed = Callable[[Tensor], Tensor]
+"""Tokens [...] → [..., width], the base's embedding, times the root of its width."""
 
 
 def picked(part: Tensor, queries: Tensor) -> Tensor:
@@ -34,14 +33,11 @@ class Needs:
 
     vocab_size: int  # tokens, the base's own
     width: int  # of the base's embeddings and hidden states
-    embedding: bool = True  # the base's embedding of every drafted token, times sqrt(width)
-    final_hidden: bool = True  # the state after the final norm that predicted the pending token
     layers: tuple[int, ...] = ()
     """The hidden states that enter these layers of the base, counted from 0; the number of its layers stands for what
     leaves the last one, before the final norm."""
-    shared_kv: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    shared_kv: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Layer type → (KV heads, head_dim) of the base's K and V it looks at."""
-    own_cache: bool = False  # it keeps something of its own from round to round: BaseState.previous
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Fed:
     hidden: Tensor  # [batch, fed, width], after the final norm
     layers: Mapping[int, Tensor]  # layer → [batch, fed, width], the hidden state that enters it
     # layer type → the base's K and V, slots in order of position; the last is that of the last token
-    shared_kv: Mapping[str, KV] = dataclasses.field(default_factory=dict)
+    shared_kv: Mapping[str, KV] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,25 +62,35 @@ class BaseState:
 
     positions: Tensor  # int64 [batch, queries], where the pending token stands; at least 1
     hidden: Tensor  # [batch, queries, width], the state after the final norm that predicted it
-    embed: Callable[[Tensor], Tensor]  # tokens [...] → [..., width], the base's embedding, scaled
-    shared_kv: Mapping[str, KV]  # layer type → the base's K and V, of every layer type that is needed at least
+    embed: Embed
     slot_positions: Mapping[str, Tensor]  # layer type → int64 [batch, slots], the position whose K and V a slot holds
     fed: Fed  # what the base was fed since the last round: at first the whole prompt
-    previous: DraftState = None
-    """What :meth:`Drafter.start` returned last; None in the first round, and for a drafter without a cache."""
+    previous: Any = None  # what :meth:`Drafter.start` returned last; None in the first round
 
     @classmethod
-    def after(
-        cls, fed: Fed, positions: Tensor, embed: Callable[[Tensor], Tensor], previous: DraftState = None
-    ) -> BaseState:
+    def after(cls, fed: Fed, positions: Tensor, embed: Embed, previous: Any = None) -> BaseState:
         """At pending tokens int64 [batch, queries], each right after one of those that were ``fed``."""
-        hidden = picked(fed.hidden, positions - 1 - fed.positions[:, :1])
         last = fed.positions[:, -1:]
         slots = {
             kind: last - torch.arange(keys.shape[2] - 1, -1, -1, device=last.device)
             for kind, (keys, _) in fed.shared_kv.items()
         }
-        return cls(positions, hidden, embed, fed.shared_kv, slots, fed, previous)
+        hidden = picked(fed.hidden, positions - 1 - fed.positions[:, :1])
+        return cls(positions, hidden, embed, slots, fed, previous)
+
+
+class DraftState(Protocol):
+    """Where a round of drafting stands; only the drafter that made it looks inside."""
+
+    def fork(self, parents: Tensor) -> Any:
+        """Go on from some queries of a step, from each as often as a tree branches there.
+
+        Args:
+            parents: int64 [batch, branches], for each branch the query it comes from.
+
+        Returns:
+            The state of the next step, whose queries are the branches.
+        """
 
 
 class Drafter(Protocol):
@@ -94,10 +100,10 @@ class Drafter(Protocol):
     def needs(self) -> Needs:
         """What it reads of its base."""
 
-    def start(self, base: BaseState) -> DraftState:
-        """Begin a round."""
+    def start(self, base: BaseState) -> Any:
+        """Begin a round: a :class:`DraftState`."""
 
-    def step(self, state: DraftState, token: Tensor) -> tuple[Tensor, DraftState]:
+    def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
         """One draft step.
 
         Args:
@@ -106,14 +112,4 @@ class Drafter(Protocol):
 
         Returns:
             Logits of the token that follows, [batch, queries, vocabulary], and the state of the next step.
-        """
-
-    def fork(self, state: DraftState, parents: Tensor) -> DraftState:
-        """Go on from some queries of a step, from each as often as a tree branches there.
-
-        Args:
-            parents: int64 [batch, branches], for each branch the query it comes from.
-
-        Returns:
-            The state of the next step, whose queries are the branches.
         """

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.drafter.load import Network, network_of
+from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.pipeline.conversion import ReadDirectory
@@ -85,4 +85,4 @@ class Pair:
     def drafter_of(self, checkpoint: Checkpoint) -> Network:
         """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
         written = as_written(self.origin, checkpoint)
-        return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+        return load_any(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mtp_extract.drafter.mtp import Altered, MtpDrafter, Transform
-from mtp_extract.drafter.protocol import Drafter
+from mtp_extract.drafter.masks import LITERT, Convention
+from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
+from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_agreements
 from mtp_extract.evaluate.measured import difference_over_texts, share_over_texts
 from mtp_extract.io.typed import Figure, Record
@@ -32,8 +33,15 @@ class Control:
     suspect: str  # what to look at when it scores better than the real drafter
     # the changed drafter; None in place of it when there is nothing to change
     drafter: Callable[[MtpDrafter], MtpDrafter | None] = lambda drafter: drafter
-    transform: Transform | None = None  # changes each step's arguments; gets them and the step
+    # what the drafter is fed: see Altered
+    change: Callable[[BaseState], BaseState] = lambda base: base
+    every_step: Callable[[MtpState], MtpState] = lambda state: state
+    convention: Convention = LITERT
     needs_texts: int = 1  # texts in a batch
+
+    def broken(self, changed: MtpDrafter, convention: Convention | None = None) -> Altered:
+        """The ``changed`` drafter, fed as this control says; by ``convention`` where one is given."""
+        return Altered(changed, convention or self.convention, self.change, self.every_step)
 
 
 class ControlResult(Record):
@@ -49,6 +57,11 @@ class ControlResult(Record):
     #: `below` the real drafter, `above` it, the `same` (at most 5 points either way, or no first draft is changed),
     #: `undecided` (too few texts for any of these)
     standing: Literal["below", "above", "same", "undecided"] | None = None
+
+
+def _another_text(base: BaseState) -> BaseState:
+    kv = {kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in base.fed.shared_kv.items()}
+    return replace(base, fed=replace(base.fed, shared_kv=kv))
 
 
 def _root_of_head_dim(drafter: MtpDrafter) -> MtpDrafter:
@@ -79,22 +92,20 @@ CONTROLS: tuple[Control, ...] = (
         "K and V of another text",
         "the base's K and V: which layers' they are, and whether the drafter reads them at all",
         # Slots stay where they are, so masks hold and nothing later than the query comes into view.
-        transform=lambda given, step: replace(
-            given, shared_kv={kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in given.shared_kv.items()}
-        ),
+        change=_another_text,
         needs_texts=2,
     ),
     Control(
         "zero_hidden",
         "the base's hidden state set to zero",
         "the base's hidden state: it must be the one after the final norm, at the position before the token",
-        transform=lambda given, step: replace(given, hidden=torch.zeros_like(given.hidden)),
+        every_step=lambda state: replace(state, hidden=torch.zeros_like(state.hidden)),
     ),
     Control(
         "unscaled_embedding",
         "the embedding not multiplied by the root of the base's width",
         "the embedding's scale, which must be the base's own times the root of its width",
-        transform=lambda given, step: replace(given, embedding=given.embedding / given.embedding.shape[-1] ** 0.5),
+        change=lambda base: replace(base, embed=lambda tokens: base.embed(tokens) / base.hidden.shape[-1] ** 0.5),
     ),
     Control(
         "sqrt_d_attention",
@@ -118,7 +129,7 @@ CONTROLS: tuple[Control, ...] = (
         "position_off_by_one",
         "queries one position later",
         "the query's position",
-        transform=lambda given, step: replace(given, position_ids=given.position_ids + 1),
+        convention=replace(LITERT, position_offset=LITERT.position_offset + 1),
     ),
 )
 
@@ -167,7 +178,7 @@ def draft_together(
         elif min(batch, len(usable)) < control.needs_texts:
             result.skipped = f"it needs {control.needs_texts} texts in a batch"
         else:
-            broken[control.name] = Altered(changed, transform=control.transform)
+            broken[control.name] = control.broken(changed)
     positions = sum(len(texts[index].anchors) for index in usable)
     every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // base.vocab_size))))
     asked = [*((drafter, steps, 1) for drafter in drafters), *((drafter, 1, every) for drafter in broken.values())]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import Network
 from mtp_extract.speculate.target import Base
 from mtp_extract.validation.result import Validation
@@ -17,7 +18,8 @@ def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> 
     needs, worth, base_facts = drafter.needs, found.drafters[0].worth, found.base
     assert base_facts is not None
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
-    role = "eagle3_head" if needs.own_cache else "mtp_drafter"
+    head = isinstance(drafter, Eagle3Drafter)
+    role = "eagle3_head" if head else "mtp_drafter"
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",
@@ -26,9 +28,9 @@ def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> 
         "bridge": {
             "source": "target_hidden_stream",
             "dest": "draft.backbone_stream",
-            "shape": ["T", (needs.final_hidden + len(needs.layers)) * base.width],
+            "shape": ["T", (len(needs.layers) if head else 1) * base.width],
             "layers": list(needs.layers),
-            "embedding": needs.embedding,
+            "embedding": not getattr(drafter.config, "own_embedding", False),
             "shared_kv": {kind: {"heads": heads, "head_dim": dim} for kind, (heads, dim) in needs.shared_kv.items()},
         },
         "verify": {
@@ -70,7 +72,7 @@ def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str
         "target_logits": ([fed, base.vocab_size], 4),
         "draft_backbone_stream": ([fed if needs.layers else 1, len(needs.layers) or 1, base.width], size),
         "draft_main_stream": ([1, config.hidden_size], size),
-        "draft_kv_cache": (own if needs.own_cache else [0], size),  # an MTP drafter reads the base's
+        "draft_kv_cache": (own if isinstance(drafter, Eagle3Drafter) else [0], size),  # an MTP drafter reads the base's
         "draft_logits": ([1, needs.vocab_size], 4),
         "candidate_tokens": ([fed - 1], 8),
         "accepted_tokens": ([fed], 8),

@@ -110,8 +110,7 @@ def reference_arguments(case: Case, config: DrafterConfig) -> DraftArguments:
     """What the drafter takes for ``case``, without the slots that it may not see."""
     newest, slots = torch.tensor([[case.position]]), torch.arange(case.position + 1)[None]
     return DraftArguments(
-        embedding=torch.from_numpy(case.embedding)[None, None],
-        hidden=torch.from_numpy(case.hidden)[None, None],
+        inputs=torch.from_numpy(np.concatenate((case.embedding, case.hidden)))[None, None],
         shared_kv={kind: (torch.from_numpy(k)[None], torch.from_numpy(v)[None]) for kind, (k, v) in case.kv.items()},
         position_ids=newest,
         masks=position_masks(config, dict.fromkeys(config.kv_layers, slots), newest),

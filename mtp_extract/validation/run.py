@@ -14,7 +14,7 @@ import torch
 from mtp_extract._version import __version__
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
-from mtp_extract.drafter.load import Network, drafter_of, load_any
+from mtp_extract.drafter.load import Network, load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
 from mtp_extract.evaluate.agreement import continue_greedily, figures, groups
@@ -213,7 +213,7 @@ def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, fo
     plan.say("running the drafter section in Google's interpreter")
     # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
     own = replace(checkpoint_of(source).whole(), config=drafter.config)
-    drafter = drafter_of(own, dtype=torch.float32)
+    drafter = load_drafter(own, dtype=torch.float32)
     interpreted = check_interpreter(drafter, source, samples=plan.samples)
     found.checks += (loaded, interpreted)
     found.notes += [f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None]

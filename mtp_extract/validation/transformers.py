@@ -95,7 +95,7 @@ def _outputs(model: Any, case: Case, config: DrafterConfig) -> Outputs:
     }
     only = next(iter(kv.values()))
     output = model(
-        inputs_embeds=given.embedding_and_hidden,
+        inputs_embeds=given.inputs,
         position_ids=given.position_ids,
         # It makes a mask of either kind, whether a layer has use for it or not.
         shared_kv_states={SLIDING: only, FULL: only, **kv},

@@ -25,7 +25,6 @@ from seam import MtpExtractError
 from adversary.edits import Case, Sample, sized
 from mtp_extract import extract
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.mtp import DraftArguments
 
 __all__ = ["APART", "SAME", "Verdict", "apart", "changed", "computed", "inputs_of", "original", "try_case", "written"]
 
@@ -168,9 +167,7 @@ def written(directory: Path, inputs: tuple[Arrays, ...]) -> Outputs:
             if layer.sliding_window is not None:
                 seen &= (slots <= position) & (slots > position - layer.sliding_window)
             masks[kind] = torch.from_numpy(seen).reshape(1, 1, -1)
-        embedding, hidden = torch.from_numpy(arrays["activations"]).chunk(2, dim=-1)
-        arguments = DraftArguments(embedding, hidden, kv, torch.tensor([[position]]), masks)
-        found = drafter(*arguments)
+        found = drafter(torch.from_numpy(arrays["activations"]), kv, torch.tensor([[position]]), masks)
         results.append((found.logits.numpy().reshape(-1), found.projected.numpy().reshape(-1)))
     return results
 

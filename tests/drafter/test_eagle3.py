@@ -18,9 +18,10 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.errors import DrafterError, PairError
-from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.trees import Tree
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))
@@ -109,7 +110,7 @@ def known(head: Eagle3Config, tokens: Tensor, states: dict[int, Tensor], table: 
     fed = Fed(tokens, positions, torch.empty(*tokens.shape, 0), states)
     ends = more.pop("ends")
     scale = head.backbone_hidden_size**0.5
-    return BaseState(ends, torch.empty(0), lambda t: table[t] * scale, {}, {}, fed, **more)
+    return BaseState(ends, torch.empty(0), lambda t: table[t] * scale, {}, fed, **more)
 
 
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=len(FLAGS))))
@@ -184,7 +185,8 @@ def test_a_round_is_drafted_from_the_text_alone(model: Any) -> None:
     assert (at_once.drafts == stepping.drafts).float().mean() > 0.99
 
 
-def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any) -> None:
+@pytest.mark.parametrize("drafts", [3, Tree.parse("2x2x1")], ids=str)
+def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any, drafts: Drafts) -> None:
     """With drafts that are accepted and rejected in turn, the cache holds what the base verified, and nothing else."""
     head = random_head(head_config())
     seen: list[tuple[int, int]] = []
@@ -198,7 +200,7 @@ def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any) -> None
     def helped(state: Any, token: Tensor) -> tuple[Tensor, Any]:
         """Drafts the base's next token now and then, so that rounds end at different places."""
         logits, following = step(state, token)
-        at = int(state.positions) + 1
+        at = int(state.positions[0, 0]) + 1
         if state.own is None:
             seen.append((at, int(logits.argmax())))
         if at % 4 and at + 1 < len(text):
@@ -207,7 +209,7 @@ def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any) -> None
         return logits, following
 
     head.step = helped  # type: ignore[method-assign]
-    result = SpeculativeGenerator(model, head).generate(prompt, max_new_tokens=30, drafts=3, stop_token_ids=[])
+    result = SpeculativeGenerator(model, head).generate(prompt, max_new_tokens=30, drafts=drafts, stop_token_ids=[])
     assert result.tokens == text[len(prompt) :]
     assert 0 < result.accepted < result.drafted
     compared = [(expected[at], first) for at, first in seen if at in expected]

@@ -52,5 +52,5 @@ def test_the_window_counts_from_input_pos(sample_directories: dict[str, Path]) -
     for shift in (-1, 1):
         masks = dict(arguments.masks)
         masks["sliding_attention"] = masks["sliding_attention"].roll(shift, -1)
-        logits = drafter(arguments.embedding_and_hidden, arguments.shared_kv, arguments.position_ids, masks).logits
+        logits = drafter(arguments.inputs, arguments.shared_kv, arguments.position_ids, masks).logits
         assert np.abs(logits.numpy() - expected["logits"]).max() > 1e-3

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter.masks import LITERT
-from mtp_extract.drafter.mtp import Altered, DraftArguments, MtpDrafter, MtpState
+from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState
 from mtp_extract.speculate.target import Base
 
@@ -31,7 +31,6 @@ class _Handing:
         self.drafter, self.change = drafter, change
         self.needs = dataclasses.replace(drafter.needs, layers=layers)
         self.step: Callable[[Any, Tensor], Any] = drafter.step
-        self.fork = drafter.fork
 
     def start(self, base: BaseState) -> Any:
         return self.drafter.start(self.change(base), LITERT)
@@ -52,13 +51,13 @@ def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
     def change(state: BaseState) -> BaseState:
         if not int(state.fed.positions[0, 0]):
             last["before"] = last.get("now")
-        last["now"] = state.shared_kv
+        last["now"] = state.fed.shared_kv
         if last["before"] is None:
             return state
         # As many slots as there are, over and over where the other text has fewer.
         at = {k: torch.arange(keys.shape[2]) % last["before"][k][0].shape[2] for k, (keys, _) in last["now"].items()}
         kv = {kind: (k[:, :, at[kind]], v[:, :, at[kind]]) for kind, (k, v) in last["before"].items()}
-        return dataclasses.replace(state, shared_kv=kv)
+        return dataclasses.replace(state, fed=dataclasses.replace(state.fed, shared_kv=kv))
 
     return _Handing(drafter, change)
 
@@ -85,10 +84,7 @@ def _no_scalars(drafter: MtpDrafter, base: Base) -> Any:
 
 
 def _late_query(drafter: MtpDrafter, base: Base) -> Any:
-    def later(arguments: DraftArguments, step: int) -> DraftArguments:
-        return dataclasses.replace(arguments, position_ids=arguments.position_ids + 1)
-
-    return Altered(drafter, LITERT, later)
+    return Altered(drafter, dataclasses.replace(LITERT, position_offset=LITERT.position_offset + 1))
 
 
 def _early(drafter: MtpDrafter, base: Base) -> Any:

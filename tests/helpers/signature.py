@@ -34,9 +34,8 @@ def signature_arguments(config: DrafterConfig, inputs: Mapping[str, NDArray[Any]
     for kind, layer in config.kv_layers.items():
         name = keys[layer.num_kv_heads, layer.head_dim]
         kv[kind] = given[name], given[name.replace("_k_", "_v_")].transpose(2, 3)
-    embedding, hidden = given["activations"].chunk(2, dim=-1)
     position = given["input_pos"].long().reshape(1, 1)
     mask = given["mask"].reshape(1, 1, -1)
     slots = torch.arange(mask.shape[-1])[None]
     masks = position_masks(config, dict.fromkeys(config.kv_layers, slots), position)
-    return DraftArguments(embedding, hidden, kv, position, {kind: visible & mask for kind, visible in masks.items()})
+    return DraftArguments(given["activations"], kv, position, {kind: visible & mask for kind, visible in masks.items()})

@@ -20,7 +20,7 @@ from helpers.threads import one_thread
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
-from mtp_extract.drafter.load import Network, drafter_of
+from mtp_extract.drafter.load import Network, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
@@ -79,7 +79,7 @@ class Tiny:
         plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **asked)
         idle = ("post_projection",) if plan.draft_steps == 1 else ()
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
-        drafter, kinds = drafter_of(self.checkpoint, dtype=dtype), (self.texts[:3], self.texts[3:5])
+        drafter, kinds = load_drafter(self.checkpoint, dtype=dtype), (self.texts[:3], self.texts[3:5])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_module, "EVALUATIONS", evaluations)
             patch.setattr(train_module, "ANCHORS", anchors)
@@ -118,7 +118,7 @@ def tiny() -> Tiny:
     written = base.model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=21, do_sample=False)
     # Of unlike lengths.
     texts = tuple(Text(tuple(row.tolist()[: 24 - index]), 3) for index, row in enumerate(written))
-    return Tiny(base, checkpoint, drafter_of(checkpoint), texts)
+    return Tiny(base, checkpoint, load_drafter(checkpoint), texts)
 
 
 HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")

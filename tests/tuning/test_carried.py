@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.inspect import app
-from mtp_extract.drafter.load import drafter_of
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.pipeline.check import verify
@@ -36,7 +36,7 @@ def tuned(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFact
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return drafter_of(ReadDirectory.of(directory).checkpoint, dtype=torch.float32).state_dict()
+    return load_drafter(ReadDirectory.of(directory).checkpoint, dtype=torch.float32).state_dict()
 
 
 @pytest.mark.parametrize("format_", INTEGERS)
@@ -69,7 +69,7 @@ def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None
     with planned_insertion(tuned, sample) as planned:
         planned.write(new)
     with open_bundle(new) as opened:
-        inside = drafter_of(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+        inside = load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
     for path, weight in weights(tuned).items():
         assert torch.equal(inside[path], weight), path
 
@@ -85,7 +85,7 @@ def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Callable[..., TuningPla
     with planned_insertion(tmp_path / "tuned", bundle) as planned:
         planned.write(tmp_path / "new.tflite")
     with open_bundle(tmp_path / "new.tflite") as opened:
-        inside = drafter_of(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+        inside = load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
     assert all(torch.equal(inside[name], after[name]) for name in names)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
-from mtp_extract.drafter.load import drafter_of
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.tuning.latents import MODES, Latents
 
@@ -56,7 +56,7 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
     moved(latents)
     tuned = latents.tuned(latents.results())
-    weights, drafter = latents.weights(torch.float32), drafter_of(tuned).state_dict()
+    weights, drafter = latents.weights(torch.float32), load_drafter(tuned).state_dict()
     changed = 0
     for role in shapes_of(tiny.checkpoint.config):
         if role.kind != MATRIX:

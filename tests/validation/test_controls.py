@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from helpers.agreement import measure_agreement
@@ -12,7 +10,9 @@ from msgspec import structs
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.mtp import DraftArguments, MtpDrafter
+from mtp_extract.drafter.masks import TRANSFORMERS
+from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
@@ -58,7 +58,7 @@ def made(hits: list[int], texts: int = 20) -> Agreement:
     """Positions of so many texts; 1 for a hit."""
     drafts, count = torch.tensor(hits)[:, None], len(hits)
     ones = torch.ones(count, 1).long()
-    return Agreement(torch.arange(count) % texts, torch.arange(count), drafts, ones, drafts.bool())
+    return Agreement(torch.arange(count) % texts, torch.arange(count), drafts, ones, 1 - drafts)
 
 
 def compared(real: Agreement, broken: Agreement) -> ControlResult:
@@ -106,31 +106,39 @@ def test_four_texts_decide_nothing() -> None:
     ],
 )
 def test_changes_one_argument(drafter: MtpDrafter, name: str, field: str) -> None:
+    """Of all that the first layer reads in a round of two steps, for two texts."""
     torch.manual_seed(0)
-    arguments = DraftArguments(
-        embedding=torch.randn(2, 3, 64),
-        hidden=torch.randn(2, 3, 64),
-        shared_kv={"sliding_attention": (torch.randn(2, 2, 5, 32), torch.randn(2, 2, 5, 32))},
-        position_ids=torch.tensor([[1, 2, 3]] * 2),
-        masks=None,
+    tokens, positions = torch.randint(9, (2, 7)), torch.arange(7).expand(2, 7)
+    shapes = {kind: (2, layer.num_kv_heads, 7, layer.head_dim) for kind, layer in drafter.config.kv_layers.items()}
+    kv = {kind: (torch.randn(shape), torch.randn(shape)) for kind, shape in shapes.items()}
+    table = torch.randn(9, 64)
+    known = BaseState.after(
+        Fed(tokens, positions, torch.randn(2, 7, 64), {}, kv), torch.tensor([[3], [5]]), lambda tokens: table[tokens]
     )
-    transform = BY_NAME[name].transform
-    assert transform is not None
     assert BY_NAME[name].drafter(drafter) is drafter
-    changed = transform(arguments, 0)
-    for other in dataclasses.fields(arguments):
-        if other.name != field:
-            assert getattr(changed, other.name) is getattr(arguments, other.name)
-    if field == "shared_kv":
-        before, after = arguments.shared_kv["sliding_attention"], changed.shared_kv["sliding_attention"]
-        assert all(torch.equal(after[i][0], before[i][1]) and torch.equal(after[i][1], before[i][0]) for i in (0, 1))
-    else:
-        expected = {
-            "hidden": torch.zeros_like(arguments.hidden),
-            "embedding": arguments.embedding / 8,
-            "position_ids": arguments.position_ids + 1,
-        }[field]
-        assert torch.equal(getattr(changed, field), expected)
+    read: list[list[dict[str, torch.Tensor]]] = []
+    for one in (Altered(drafter), BY_NAME[name].broken(drafter)):
+        state, token, seen = one.start(known), tokens[:, :1], list[dict[str, torch.Tensor]]()
+        for _ in range(2):
+            keys, values, bias, angles = state.views[0]
+            assert bias is not None
+            given = {"shared_kv": torch.stack((keys, values)), "position_ids": angles.sine, "masks": bias}
+            seen.append({"hidden": one.every_step(state).hidden, "embedding": state.embed(token), **given})
+            _, state = one.step(state, token)
+        read.append(seen)
+    expected = {
+        "hidden": torch.zeros_like,
+        "embedding": lambda before: before / 8,
+        "shared_kv": lambda before: before.roll(1, 1),
+    }
+    for number, (before, after) in enumerate(zip(*read, strict=True)):
+        for other in before:
+            if other == "position_ids" == field:
+                assert torch.equal(after[other], drafter.start(known, TRANSFORMERS).views[0].angles.sine)
+            elif other == field:
+                assert torch.equal(after[other], expected[field](before[other]))
+            elif other != "hidden" or not number:  # what the second step starts from depends on the first
+                assert torch.equal(after[other], before[other])
 
 
 @pytest.mark.parametrize(
@@ -164,8 +172,8 @@ def test_the_base_reads_a_batch_once(
 ) -> None:
     """Whatever drafts beside it, and however many controls."""
     read: list[int] = []
-    full_pass = Base.full_pass
-    monkeypatch.setattr(Base, "full_pass", lambda *given: read.append(len(given[1])) or full_pass(*given))
+    feed = Base.feed
+    monkeypatch.setattr(Base, "feed", lambda *given: read.append(len(given[1])) or feed(*given))
     told: list[int] = []
     together = draft_together(
         generator.base, [generator.drafter] * 2, continuations, 2, batch=4, done=lambda: told.append(len(read))

@@ -17,7 +17,7 @@ from seam import model_of
 
 import mtp_extract
 from mtp_extract.bundle import Shard
-from mtp_extract.drafter.load import drafter_of
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.litertlm.tflite import TensorType
@@ -103,7 +103,7 @@ def test_the_sample_agrees(drafter: MtpDrafter, source: Shard) -> None:
 def test_every_way_of_quantizing(name: str) -> None:
     with mtp_extract.open(variant(name)) as opened:
         source = opened.drafter(SLIDING_WINDOW if name in REFUSED else None)
-        found = measured(drafter_of(checkpoint_of(source).whole(), dtype=torch.float32), source)
+        found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
     assert found.agrees
     assert found.as_it_is.correlation > 0.9
 
@@ -148,7 +148,7 @@ def with_window(config: Any, window: int) -> Any:
 
 def tensor_names() -> list[str]:
     with mtp_extract.open(first_bundle()) as opened:
-        found = drafter_of(checkpoint_of(opened.drafter()).whole(), dtype=torch.float32).state_dict()
+        found = load_drafter(checkpoint_of(opened.drafter()).whole(), dtype=torch.float32).state_dict()
     # The last layer's scalar changes nothing: a norm follows.
     return [name for name in found if name != "layers.3.layer_scalar"]
 
@@ -194,7 +194,7 @@ def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
     roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
     misread = dataclasses.replace(source, walk=dataclasses.replace(source.walk, roles=roles))
-    found = measured(drafter_of(checkpoint_of(misread).whole(), dtype=torch.float32), misread)
+    found = measured(load_drafter(checkpoint_of(misread).whole(), dtype=torch.float32), misread)
     assert not found.agrees
     assert found.in_floats.logits > 1e-2
 
@@ -212,7 +212,7 @@ def test_floats_that_are_not_the_files_are_refuted(
         return codes if packing.bits == 8 else codes.reshape(-1, 2)[:, ::-1].reshape(-1)
 
     monkeypatch.setattr(Packing, "unpack", swapped)
-    found = measured(drafter_of(checkpoint_of(source).whole(), dtype=torch.float32), source)
+    found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
     assert found.in_floats.logits < IN_FLOATS
     assert found.as_it_is.correlation < 0.5
     assert not found.agrees
