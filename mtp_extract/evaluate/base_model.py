@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +11,15 @@ from typing import Any
 
 import torch
 
-from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape, few
+from mtp_extract.errors import MtpExtractError, PairError, escape, few
 from mtp_extract.evaluate.extras import quiet_transformers, require
-from mtp_extract.io.http_library import FaultError, faults
+from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import files_of
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _WEIGHTS = re.compile(r"model.*\.safetensors")
 _HEADROOM = 1.15  # weights, and what a forward needs with them
-_PATIENCE = 20.0  # seconds
 _MOST_LAYERS = 1024
+_DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
 
@@ -50,47 +48,54 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
 
     Raises:
         PairError: no such directory, a drafter, no model or no tokenizer in it, or a tensor is missing.
-        HubError: the Hub cannot be reached, or has no such model, or wants a token.
+        SourceError: the Hub cannot be reached, has no such model, wants a token, or the model is larger than memory.
         MtpExtractError: too little memory, or a device that is not there.
     """
     require("torch", "transformers", "accelerate")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
     placed = _placed(device)
-    where, revision, weights = _located(name)
-    found = {"revision": revision} if revision else {}
+    room = int(free_memory(placed) / _HEADROOM)
+    directory = Path(checkpoint_here(name, largest=room))
+    if not directory.is_dir():
+        raise PairError(
+            f"expected a directory or a Hub id such as google/gemma-4-E4B-it, found {escape(name)}, which is neither"
+        )
+    if not (directory / "config.json").is_file():
+        raise PairError(
+            f"expected a model's config.json in {escape(name)}, found none; give the base model's directory"
+        )
+    size = sum(file.stat().st_size for file in files_of(directory) if _WEIGHTS.fullmatch(file.name))
+    if size > room:  # before the machine starts to swap
+        raise MtpExtractError(
+            f"too little memory on {placed or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
+            f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
+            remedies=("device",),
+        )
     with _explained(name, "model"):
-        stored, _ = PretrainedConfig.get_config_dict(where, **found)
+        stored, _ = PretrainedConfig.get_config_dict(directory)
         layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
         # Before transformers sees it: a config of a billion layers keeps it busy for hours.
         if not 0 < layers <= _MOST_LAYERS:
             raise ValueError(f"{escape(layers)} layers")
-        config = AutoConfig.from_pretrained(where, **found)
+        config = AutoConfig.from_pretrained(directory)
     if str(config.model_type).endswith("_assistant"):
         raise PairError(
             f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
             "drafts for"
         )
-    needed, free = math.ceil(weights * _HEADROOM), free_memory(placed)
-    if free < needed:  # before the machine starts to swap
-        raise MtpExtractError(
-            f"too little memory on {placed or 'all GPUs'}: the base needs about {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free. Close other programs, use another device, or a machine with more",
-            remedies=("device",),
-        )
     half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
     with memory_guard("loading the base"), quiet_transformers():
         with _explained(name, "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(where, **found)
+            tokenizer = AutoTokenizer.from_pretrained(directory)
         with _explained(name, "model"):
             # What has another shape is refused below, by name; transformers would say that its log tells.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                where,
+                directory,
                 dtype=torch.bfloat16 if half else "auto",
                 device_map="auto" if placed is None else {"": placed},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                **found,
             )
     model, info = loaded
     # transformers would have filled these with random numbers.
@@ -113,72 +118,21 @@ def _placed(device: str) -> torch.device | None:
     Raises:
         MtpExtractError: it is not there.
     """
-    count = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     if device == "auto":
-        device = "balanced" if count > 1 else "cuda:0" if count else "cpu"
-    if device == "balanced" and count:
+        device = "balanced" if gpus > 1 else "cuda:0" if gpus else "cpu"
+    if device == "balanced" and gpus:
         return None
     try:
-        kind = torch.device(device)
-        if kind.type in ("cpu", "cuda", "mps"):
-            torch.empty(0, device=kind)
-            return kind
-    except (AssertionError, RuntimeError):  # as torch raises for what it does not know, or does not have
+        if _DEVICE.fullmatch(device):
+            return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError):  # as torch raises for what it does not have
         pass
     raise MtpExtractError(
         f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}; let it be "
         "chosen",
         remedies=("device=auto",),
     )
-
-
-def _located(name: str) -> tuple[str, str | None, int]:
-    """A directory or a repository of the Hub; a revision of that; and bytes of its weights' files, 0 for unknown.
-
-    The Hub is asked once, rather than for every file; out of reach, what its cache holds is a directory.
-
-    Raises:
-        PairError: there is no such directory, or no model in it.
-        HubError: there is no such model, it is gated, or the Hub cannot be reached and nothing is cached.
-    """
-    if Path(name).is_dir():
-        return name, None, _checked_directory(Path(name))
-    if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
-        raise PairError(
-            f"expected a directory or a Hub id such as google/gemma-4-E4B-it, found {escape(name)}, which is neither"
-        )
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-
-    repository, _, given = name.partition("@")
-    revision = given or None
-    try:
-        with faults(repository):
-            found = HfApi().model_info(repository, revision=revision, timeout=_PATIENCE, files_metadata=True)
-    except (FaultError, SourceError) as error:
-        cached = try_to_load_from_cache(repository, "config.json", revision=revision)
-        if isinstance(cached, str) and (isinstance(error, FaultError) or constants.HF_HUB_OFFLINE):
-            return str(Path(cached).parent), None, _checked_directory(Path(cached).parent)
-        where = "" if str(error).startswith(repository) else f"{repository} is no directory here, and "
-        raise HubError(
-            f"{where}{str(error).rstrip('.')}. To do without the Hub, give a local directory as the base",
-            remedies=("base",),
-        ) from error
-    return repository, revision, sum(f.size or 0 for f in found.siblings or () if _WEIGHTS.fullmatch(f.rfilename))
-
-
-def _checked_directory(directory: Path) -> int:
-    """Bytes of its weights' files."""
-    if not (directory / "config.json").is_file():
-        raise PairError(
-            f"expected a model's config.json in {escape(directory)}, found none; give the base model's directory"
-        )
-    files = files_of(directory)
-    # transformers would take them for missing, or wait for them.
-    if odd := [file.name for file in files if file.exists() and not file.is_file()]:
-        raise PairError(
-            f"expected regular files in {escape(directory)}, found {few(odd)}; put the files themselves there"
-        )
-    return sum(file.stat().st_size for file in files if _WEIGHTS.fullmatch(file.name))
 
 
 def free_memory(device: torch.device | None) -> int:

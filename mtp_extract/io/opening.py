@@ -164,17 +164,18 @@ def is_checkpoint(place: str | os.PathLike[str]) -> bool:
     return os.path.isdir(place) or (os.fspath(place).endswith(_GGUF) and os.path.isfile(place))
 
 
-def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) -> str:
+def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, largest: int = _LARGEST) -> str:
     """The path of a checkpoint: of one on the Hub that in the Hub's cache, into which it is fetched; else ``source``.
 
     On the Hub it is a repository or folder with a ``config.json``, or with one ``mtp-*.gguf``, or a ``.gguf``.
 
     Args:
         or_bundle: ``source`` may also mean a bundle, and stays as it is where it does.
+        largest: bytes to be fetched at most.
 
     Raises:
-        SourceError: the Hub has none of that name, or more than one; or it is too large for a drafter; or the address
-            is of another site.
+        SourceError: the Hub has none of that name, or more than one; or it is too large; or the address is of another
+            site.
     """
     # A Path has lost one of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
@@ -191,12 +192,12 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
         sizes = _sizes(address, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
-        return str(_fetched(address, sizes))
+        return str(_fetched(address, sizes, largest))
     except SourceError as error:
         raise _or_no_path(text, error) from None
 
 
-def _fetched(address: HubAddress, sizes: dict[str, int]) -> Path:
+def _fetched(address: HubAddress, sizes: dict[str, int], largest: int) -> Path:
     """The checkpoint that ``address`` names, in the Hub's cache: a directory, or a GGUF.
 
     Args:
@@ -215,10 +216,10 @@ def _fetched(address: HubAddress, sizes: dict[str, int]) -> Path:
     else:
         found = f"{len(drafters)}: {few(drafters)}" if drafters else few(sorted(inside)) or "no files"
         raise SourceError(f"{address.name}: expected a {_CONFIG} or one mtp-*.gguf, found {found}. Name what is meant.")
-    if (size := sum(sizes[path] for path in files)) > _LARGEST:
+    if (size := sum(sizes[path] for path in files)) > largest:
         raise SourceError(
-            f"{address.name}: expected a drafter's checkpoint, found {size / 1e9:.1f} GB, which is more than any "
-            "has. Name the drafter's folder or file."
+            f"{address.name}: expected at most {largest / 1e9:.1f} GB, found {size / 1e9:.1f} GB: more than a drafter "
+            "has, or than the memory holds. Name the folder or file that is meant, or a smaller model."
         )
     return _snapshot(address, allow_patterns=[*map(glob.escape, files)]) / place
 

@@ -98,13 +98,10 @@ def test_what_begins_alike_is_another(published: HubServer) -> None:
         checkpoint_here("org/several/mtp-m-Q8")
 
 
-def test_a_base_is_not_fetched(published: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_extract.io.opening._LARGEST", 1000)
+def test_what_is_too_large_is_not_fetched(published: HubServer) -> None:
     published.requests.clear()
-    with pytest.raises(
-        SourceError, match=r"expected a drafter's checkpoint, found 0\.0 GB, which is more than any has"
-    ):
-        checkpoint_here(REPO)
+    with pytest.raises(SourceError, match=r"expected at most 0\.0 GB, found 0\.0 GB: more than a drafter has"):
+        checkpoint_here(REPO, largest=1000)
     assert not [request for request in published.requests if "/resolve/" in request.path]
 
 
