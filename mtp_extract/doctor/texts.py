@@ -20,7 +20,7 @@ from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.serving.client import Answer, Question, Server
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, chances_of_base
+from mtp_extract.speculate.teacher import Text, likeliest_of_base
 
 Tokens = tuple[int, ...]
 _FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
@@ -158,7 +158,7 @@ def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextF
     rows = []
     for group in groups([len(sample.text.tokens) for sample in chosen], BATCH):
         texts = [chosen[row].text for row in group]
-        likeliest = chances_of_base(generator.base, texts, 1.0)[0]
+        likeliest = likeliest_of_base(generator.base, texts)
         for row, text, found in zip(group, texts, likeliest.double(), strict=True):
             part = found[max(1, text.prompt_length) - 1 : len(text.tokens) - 1]
             rows.append((torch.full((len(part),), row), part))

@@ -17,9 +17,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.intervals import Interval, repeats
@@ -28,11 +28,12 @@ from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.codec import count
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Along, Text, ranks_of_text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Text, read_texts, teacher_forced
 
-Found = TypeVar("Found", Agreement, Along)
 Done = Callable[[], object]
 """Called after each batch."""
+
+_TOP = 5
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ def base_texts(
         batch: prompts at a time.
         temperature: 0 is greedy.
         seed: of the random numbers, with the number of the batch.
-        done: called after each batch.
     """
     drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     stops, device, found = frozenset(base.stop_token_ids), base.device, dict[int, tuple[int, ...]]()
@@ -148,7 +148,7 @@ def continue_greedily(
     batch: int,
     done: Done = lambda: None,
 ) -> Continuations:
-    """The base's own text after each prompt, whose token ids are ``encoded``. ``done`` is called after each batch."""
+    """The base's own text after each prompt, whose token ids are ``encoded``."""
     written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, done=done)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
     return Continuations(tuple(prompts), tuple(texts))
@@ -160,13 +160,14 @@ def measure_agreements(
     continuations: Continuations,
     *,
     batch: int,
+    along: bool = False,
     done: Done = lambda: None,
 ) -> list[Agreement]:
     """Teacher forcing over all texts, a batch at a time, which the base reads once for all drafters.
 
     Args:
         drafters: each with its draft steps and a number n: it drafts at every n-th position of a text, from the first.
-        done: called after each batch.
+        along: as of :func:`~mtp_extract.speculate.teacher.teacher_forced`.
 
     Returns:
         One for each drafter; ``text`` indexes ``continuations``.
@@ -174,47 +175,39 @@ def measure_agreements(
     Raises:
         PairError: no text is long enough to draft from.
     """
-
-    def measure(texts: Sequence[Text]) -> list[Agreement]:
-        full = read_texts(base, texts, [drafter.needs for drafter, _, _ in drafters])
-        found = [teacher_forced(base, one, texts, steps, every=every, full=full) for one, steps, every in drafters]
-        done()
-        return found
-
-    return _over_all(continuations, batch, measure)
-
-
-def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Along:
-    """How likely the drafter thinks the base's own tokens, after every token of its text.
-
-    Raises:
-        PairError: no text is long enough to draft from.
-    """
-    return _over_all(continuations, batch, lambda texts: [ranks_of_text(base, drafter, texts, steps)])[0]
-
-
-def _over_all(
-    continuations: Continuations, batch: int, measure: Callable[[Sequence[Text]], list[Found]]
-) -> list[Found]:
     usable = continuations.usable or tuple(range(len(continuations.texts)))
-    parts: list[list[Found]] = []
+    parts: list[list[Agreement]] = [[] for _ in drafters]
     for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
         rows = torch.tensor([usable[position] for position in group])
-        found = measure([continuations.texts[row] for row in rows.tolist()])
-        parts.append([dataclasses.replace(part, text=rows[part.text]) for part in found])
-    return [type(own[0]).joined(own) for own in zip(*parts, strict=True)]
+        texts = [continuations.texts[row] for row in rows.tolist()]
+        full = read_texts(base, texts, [drafter.needs for drafter, _, _ in drafters])
+        for part, (drafter, steps, every) in zip(parts, drafters, strict=True):
+            found = teacher_forced(base, drafter, texts, steps, along=along, every=every, full=full)
+            part.append(dataclasses.replace(found, text=rows[found.text]))
+        done()
+    return [Agreement.joined(part) for part in parts]
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workload:
     """What ``agreement`` comes to, over all texts or those of these indices."""
     part = agreement if texts is None else agreement.of(texts)
-    rounds, steps = of_agreement(part), list[Step]()
-    for step in range(part.steps):
-        found = {}
-        for name, (hit, among) in part.counted(step).items():
-            interval = share_over_texts(part.text[among], hit[among])
-            found[name] = figure(part.rate(name, step), int(among.sum()), interval)
-        steps.append(Step(step + 1, **found))
+    hit, near, aimed = part.drafts == part.targets, part.ranks < _TOP, part.targets >= 0
+
+    def share(hits: Tensor, among: Tensor) -> Figure:
+        counted = hits[among]
+        value = float(counted.double().mean()) if len(counted) else math.nan
+        return figure(value, len(counted), share_over_texts(part.text[among], counted))
+
+    steps = [
+        Step(
+            step + 1,
+            top1=share(hit[:, step], aimed[:, step]),
+            top5=share(near[:, step], aimed[:, step]),
+            conditional=share(hit[:, step], aimed[:, step] & hit[:, :step].all(dim=1)),
+        )
+        for step in range(part.steps)
+    ]
+    rounds = of_agreement(part)
     forced = figure(rounds.teacher_forced, len(rounds.anchor), rounds.interval)
     return Workload(len(set(part.text.tolist())), len(part.anchor), forced, steps)
 

@@ -70,8 +70,7 @@ class Measured(OfTexts):
     def tokens_per_round_interval(self) -> Interval | None:
         """Of tokens a round, 95 % over texts; None with too few."""
         steps = self.stands.shape[1]
-        hits = self.begins * (self.advance - 1) / steps
-        found = share_interval(*_by_text(self.text, hits, self.begins))
+        found = share_interval(*_by_text(self.text, self.begins * (self.advance - 1) / steps, self.begins))
         return found and found.scaled(steps, 1.0)
 
     @property
@@ -132,9 +131,8 @@ def compare(before: Measured, after: Measured) -> Change:
 
 def of_agreement(agreement: Agreement) -> Measured:
     """Greedy serving: the drafts that the base's own text confirms."""
-    whole = (agreement.targets >= 0).all(dim=1)
-    stands = (agreement.drafts == agreement.targets).double().cumprod(dim=1)
-    return Measured.over(agreement.text[whole], agreement.anchor[whole], stands[whole])
+    whole = agreement.where((agreement.targets >= 0).all(dim=1))
+    return Measured.over(whole.text, whole.anchor, (whole.drafts == whole.targets).double().cumprod(dim=1))
 
 
 def _begins(text: Tensor, along: Tensor) -> Tensor:

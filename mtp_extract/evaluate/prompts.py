@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -97,22 +97,17 @@ def require_texts(prompts: Iterable[Prompt]) -> None:
         _ = prompt.text
 
 
-class _Message(msgspec.Struct, omit_defaults=True):
+class _Said(TypedDict):
     """One message of a chat, as OpenAI writes it; other fields are not read."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
+    content: str | list[dict[str, Any]] | None
 
-    def __post_init__(self) -> None:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message without content")
 
-    def written(self) -> dict[str, Any]:
-        """It as a chat template takes it."""
-        return {"content": self.content, **msgspec.to_builtins(self)}
+class _Message(_Said, total=False):
+    name: str
+    tool_calls: list[Any]
+    tool_call_id: str
 
 
 class _Row(msgspec.Struct):
@@ -135,17 +130,17 @@ class _Row(msgspec.Struct):
         Raises:
             ValueError: it asks nothing.
         """
-        asked = self.messages or self.prompt or (self.turns or [""])[0]
+        asked: Any = self.messages or self.prompt or (self.turns or [""])[0]
         answer = self.completion or self.response or None
-        if isinstance(asked, list) and answer is None and asked[-1].role == "assistant":
+        if isinstance(asked, list) and answer is None and asked[-1]["role"] == "assistant":
             *asked, last = asked
-            parts = last.content if isinstance(last.content, list) else [{"text": last.content or ""}]
-            answer = "".join(str(part.get("text", "")) for part in parts) or None
-        if not asked or (isinstance(asked, str) and not asked.strip()):
+            parts = last["content"]
+            answer = "".join(str(part.get("text", "")) for part in parts) if isinstance(parts, list) else parts
+        if not (asked.strip() if isinstance(asked, str) else asked):
             raise ValueError("no prompt, no messages and no turns in which something is asked")
-        content: str | Messages = asked if isinstance(asked, str) else tuple(message.written() for message in asked)
+        content = asked if isinstance(asked, str) else tuple(asked)
         source = self.question_id or self.task_id or self.source or ""
-        return Prompt(self.workload or self.category or workload, content, str(source), answer)
+        return Prompt(self.workload or self.category or workload, content, str(source), answer or None)
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
@@ -203,11 +198,5 @@ def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bo
         MtpExtractError: a prompt of messages where no chat template is applied.
         PairError: a prompt cannot be encoded.
     """
-    templated = chat_template and codec.has_template
-    bos = getattr(codec.tokenizer, "bos_token_id", None)
     contents = [prompt.content if chat_template else prompt.text for prompt in prompts]
-    encoded = [codec.encode(content, chat_template=templated) for content in contents]
-    if bos is None or templated:
-        return encoded
-    # Not every tokenizer opens a text by itself, and a base has seen none that is not opened.
-    return [tokens if tokens[0] == bos else (bos, *tokens) for tokens in encoded]
+    return [codec.encode(content, chat_template=chat_template and codec.has_template) for content in contents]

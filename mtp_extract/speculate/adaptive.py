@@ -20,15 +20,12 @@ _MEMORY = 0.95  # weight that a past round keeps with each new one
 def expected_tokens(conditional: Sequence[float]) -> float:
     """Mean tokens a round from per-step conditional acceptance: 1 + p₁ + p₁p₂ + … + p₁⋯p_K.
 
-    With the same p at every step that is (1 - p^(K+1)) / (1 - p).
-
     >>> expected_tokens([0.5, 0.5])
     1.75
     """
     total = reached = 1.0
     for rate in conditional:
-        # A step that is never reached has no rate.
-        reached = reached and reached * rate
+        reached = reached and reached * rate  # a step that is never reached has no rate
         total += reached
     return total
 
@@ -43,13 +40,10 @@ def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int
         conditional: per-step conditional acceptance.
         draft_cost: time of one step of the drafter over that of one forward of the base.
 
-    >>> best_draft_length([0.8] * 8, draft_cost=0.1)
-    6
-    >>> best_draft_length([0.1] * 8, draft_cost=0.2)
-    0
+    >>> best_draft_length([0.8] * 8, draft_cost=0.1), best_draft_length([0.1] * 8, draft_cost=0.2)
+    (6, 0)
     """
-    lengths = range(len(conditional) + 1)
-    gains = [expected_tokens(conditional[:drafts]) / (1 + drafts * draft_cost) for drafts in lengths]
+    gains = [expected_tokens(conditional[:k]) / (1 + k * draft_cost) for k in range(len(conditional) + 1)]
     return gains.index(max(gains))
 
 
@@ -71,13 +65,9 @@ class AdaptiveDrafts:
 
 
 class RunningLength:
-    """The K of the next round: :func:`best_draft_length` of the running conditional acceptance.
+    """The K of the next round, ``value``: :func:`best_draft_length` of the running ``conditional`` acceptance.
 
     The rate of a step that has seen few drafts is drawn towards that of all steps.
-
-    Attributes:
-        value: K.
-        conditional: estimated conditional acceptance of each step, up to the largest K.
     """
 
     def __init__(self, policy: AdaptiveDrafts) -> None:
@@ -94,7 +84,7 @@ class RunningLength:
         self._verify_ms = _MEMORY * self._verify_ms + verify_ms
         pooled = (sum(self._held) + _PRIOR * _START) / (sum(self._tried) + _PRIOR)
         self.conditional = [(h + _PRIOR * pooled) / (t + _PRIOR) for h, t in zip(self._held, self._tried, strict=True)]
-        ratio = self.policy.cost_ratio
-        if ratio is None:
-            ratio = self._step_ms / self._verify_ms if self._verify_ms else 0.0
-        self.value = max(1, best_draft_length(self.conditional, draft_cost=ratio))
+        cost = self.policy.cost_ratio
+        if cost is None:
+            cost = self._step_ms / self._verify_ms if self._verify_ms else 0.0
+        self.value = max(1, best_draft_length(self.conditional, draft_cost=cost))

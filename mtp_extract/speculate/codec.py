@@ -26,8 +26,9 @@ class Codec:
     def encode(self, prompt: Prompt, *, chat_template: bool = False) -> tuple[int, ...]:
         """Token ids of ``prompt``.
 
-        Ids are taken as given. Text is what the tokenizer makes of it or, with ``chat_template``, what a user says in a
-        chat. Messages are written by the chat template, up to where the answer begins.
+        Ids are taken as given. Text begins with the BOS token, whether or not the tokenizer puts it there: a base has
+        seen none without it. With ``chat_template`` text is what a user says in a chat. Messages are written by the
+        chat template, up to where the answer begins.
 
         Raises:
             PairError: text without a tokenizer, messages without a template or such as it refuses, an empty prompt, or
@@ -36,11 +37,10 @@ class Codec:
         if isinstance(prompt, str) and chat_template:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
-            # A text that a template wrote has its BOS token already.
-            opened = prompt.startswith(getattr(self.tokenizer, "bos_token", None) or "\0")
-            tokens = self._tokens(prompt, special=not opened)
+            tokens, bos = self.continued(prompt), getattr(self.tokenizer, "bos_token_id", None)
+            tokens = tokens if bos is None or tokens[:1] == (bos,) else (bos, *tokens)
         elif any(isinstance(part, Mapping) for part in prompt):
-            tokens = self._tokens(self._written(prompt), special=False)
+            tokens = self.continued(self._written(prompt))
         else:
             tokens = self._checked(prompt)
         if not tokens:
@@ -48,21 +48,18 @@ class Codec:
         return tokens
 
     def continued(self, text: str) -> tuple[int, ...]:
-        """Token ids of text that goes on after other text: no BOS token opens it.
+        """Token ids of text that goes on after other text: no BOS token is added.
 
         Raises:
             PairError: there is no tokenizer, or it makes a token that the base does not have.
         """
-        return self._tokens(text, special=False)
+        if self.tokenizer is None:
+            raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")
+        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         """Text of generated tokens, special ones left out; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def _tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
-        if self.tokenizer is None:
-            raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")
-        return self._checked(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _written(self, messages: Sequence[Any]) -> str:
         if not self.has_template:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
-from mtp_extract.errors import DrafterError, MtpExtractError
+from mtp_extract.drafter.protocol import BaseState, Drafter
+from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.codec import Codec, Prompt, count
 from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, draw, judge
@@ -123,14 +123,8 @@ class SpeculativeGenerator:
         """
         tokens = self.codec.encode(prompt, chat_template=chat_template)
         stops = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
-        first, *rounds = self.rounds(
-            tokens,
-            max_new_tokens=max_new_tokens,
-            drafts=drafts,
-            sampling=Sampling(temperature, top_k, top_p),
-            stop_token_ids=stops,
-            seed=seed,
-        )
+        sampling = Sampling(temperature, top_k, top_p)
+        first, *rounds = self.rounds(tokens, max_new_tokens, drafts, sampling, stops, seed)
         new = tuple(token for r in (first, *rounds) for token in r.tokens)
         reason = "stop" if new[-1] in stops else "length"
         return Generation(tokens, new, self.codec.decode(new), reason, tuple(rounds), first.verify_ms)
@@ -139,7 +133,6 @@ class SpeculativeGenerator:
     def rounds(
         self,
         prompt: Sequence[int],
-        *,
         max_new_tokens: int = 256,
         drafts: Drafts = 3,
         sampling: Sampling | None = None,
@@ -155,72 +148,53 @@ class SpeculativeGenerator:
             DrafterError: a token cannot be drawn, as logits are no numbers.
         """
         base, drafter, left = self.base, self.drafter, count("max_new_tokens", max_new_tokens, least=1)
-        sampling, device = sampling or Sampling(), base.device
+        sampling, device, layers = sampling or Sampling(), base.device, drafter.needs.layers
         stops = frozenset(base.stop_token_ids if stop_token_ids is None else stop_token_ids)
         random = torch.Generator(device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
-        adaptive = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        most = self._checked(4 if isinstance(drafts, AdaptiveDrafts) else drafts)
+        running = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
+        chain = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
+        whole = chain if isinstance(chain, Tree) else Tree((1,) * count("drafts", chain, least=0))
+        drawn: list[Tensor] = []  # of each draft of a chain, the distribution it was drawn from
+
+        def choose(logits: Tensor, width: int) -> Tensor:
+            if sampling.greedy or whole.width > 1:
+                return logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
+            drawn.append(sampling.probabilities(logits))
+            return draw(drawn[-1], random).clamp(min=0)
+
         cache, start = base.new_cache(), self._clock()
-        fed = base.feed(torch.tensor([list(prompt)], device=device), cache, drafter.needs.layers)
+        fed = base.feed(torch.tensor([list(prompt)], device=device), layers, cache)
         fed, previous = base.keep(cache, fed, range(len(prompt))), None
         new = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
         yield Round(tuple(new), 0, 0, 0.0, 1e3 * (self._clock() - start))
         while (left := left - len(new)) and new[-1] not in stops:
             start = middle = self._clock()
-            nodes, q, tree = torch.tensor([new[-1:]], device=device), list[Tensor](), None
+            nodes = torch.tensor([new[-1:]], device=device)
             # Of the tokens that are left, one is the base's own.
-            if left > 1 and (now := adaptive.value if adaptive else most):
-                state = drafter.start(BaseState.after(fed, fed.positions[:, -1:] + 1, base.embed, previous))
-                previous = state if drafter.needs.own_cache else None
-                if isinstance(now, Tree):
-                    tree = now.to_depth(left - 1)
-                    nodes = grow(drafter, state, nodes, tree)
-                else:
-                    nodes, q = self._chain(state, nodes, min(now, left - 1), sampling, random)
+            tree = whole.to_depth(min(left - 1, running.value if running else whole.depth))
+            if tree.depth:
+                previous = drafter.start(BaseState.after(fed, fed.positions[:, -1:] + 1, base.embed, previous))
+                nodes = grow(drafter, previous, nodes, tree, choose)
                 middle = self._clock()
-            fed = base.feed(nodes, cache, drafter.needs.layers, tree=tree)
+            fed = base.feed(nodes, layers, cache, tree=tree)
             logits = base.logits(fed.hidden[0])
-            if tree is None:
-                accepted, following = judge(logits, nodes[0, 1:], q, sampling, random)
+            if drawn:
+                accepted, following = judge(sampling.probabilities(logits), nodes[0, 1:], drawn, random)
                 held, *tokens, last = _to_host(torch.cat((accepted[None], nodes[0, 1:], following[None])))
-                way, new = list(range(held + 1)), [*tokens[:held], last]
+                way, new = [*range(held + 1)], [*tokens[:held], last]
+                drawn.clear()
             else:
                 # The base chooses a token after every node, and the tree is followed as long as it holds that token.
                 both = _to_host(torch.cat((nodes[0], sampling.choose(logits, random))))
                 tokens, choices = both[: nodes.shape[1]], both[nodes.shape[1] :]
                 way = tree.followed(tokens, choices)
-                new = [*(tokens[node] for node in way[1:]), choices[way[-1]]]
+                new = [choices[node] for node in way]
             fed = base.keep(cache, fed, way)
             draft_ms, verify_ms = 1e3 * (middle - start), 1e3 * (self._clock() - middle)
-            drafted, stands = tree.depth if tree else nodes.shape[1] - 1, len(way) - 1
-            if adaptive:
-                adaptive.observe(drafted, stands, draft_ms, verify_ms)
-            ends = next((place + 1 for place, token in enumerate(new) if token in stops), len(new))
-            new = new[:ends]
-            yield Round(tuple(new), drafted, min(stands, ends), draft_ms, verify_ms)
-
-    def _chain(
-        self, state: DraftState, pending: Tensor, steps: int, sampling: Sampling, random: torch.Generator
-    ) -> tuple[Tensor, list[Tensor]]:
-        """``pending`` and ``steps`` drafts after it, int64 [1, n]; and the distributions these were drawn from."""
-        tokens, q = [pending], list[Tensor]()
-        for _ in range(steps):
-            logits, state = self.drafter.step(state, tokens[-1])
-            scores = logits[0].to(self.base.device)
-            if sampling.greedy:
-                tokens.append(scores.argmax(-1)[None])
-            else:
-                q.append(sampling.probabilities(scores))
-                tokens.append(draw(q[-1], random)[None].clamp(min=0))
-        return torch.cat(tokens, dim=1), q
-
-    def _checked(self, drafts: int | Tree) -> int | Tree:
-        if isinstance(drafts, Tree) and drafts.width > self.base.vocab_size:
-            raise MtpExtractError(
-                f"expected a tree of at most {self.base.vocab_size} drafts for one place, as many as the base has "
-                f"tokens, found {drafts.width}; make it narrower"
-            )
-        return drafts if isinstance(drafts, Tree) else count("drafts", drafts, least=0)
+            if running:
+                running.observe(tree.depth, len(way) - 1, draft_ms, verify_ms)
+            new = new[: next((place + 1 for place, token in enumerate(new) if token in stops), len(new))]
+            yield Round(tuple(new), tree.depth, min(len(way) - 1, len(new)), draft_ms, verify_ms)
 
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""

@@ -20,7 +20,7 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.codec import count
 
 _NO_TOKENS: Any = None  # the text so far, which these warpers do not look at
-_COLDEST = torch.finfo(torch.float32).tiny  # F32 does not divide by less
+_COLDEST = 1e-5  # logits of Gemma 4 are below 30: at less the likeliest token has all of the probability
 
 NOT_DRAWN = -1
 """In place of a token, where weights are no numbers."""
@@ -49,19 +49,18 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether nothing is random."""
-        return self.temperature == 0
+        return self.temperature < _COLDEST
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution that tokens are drawn from: F32 [n, vocabulary], of ``logits`` of the same shape.
 
-        By transformers' own warpers: temperature, then top-k, then top-p.
+        By transformers' own warpers: temperature, then top-k, then top-p. Not where greedy.
         """
-        warp = LogitsProcessorList([TemperatureLogitsWarper(max(float(self.temperature), _COLDEST))])
+        warp = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
         warp += [TopKLogitsWarper(self.top_k)] if self.top_k else []
         warp += [TopPLogitsWarper(float(self.top_p))] if self.top_p and self.top_p < 1 else []
         scores: Any = logits.float()
-        # With the largest at 0, a small temperature makes only unlikely tokens infinite.
-        warped: Tensor = warp(_NO_TOKENS, scores - scores.amax(-1, keepdim=True))
+        warped: Tensor = warp(_NO_TOKENS, scores)
         return warped.softmax(-1)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> Tensor:
@@ -80,21 +79,14 @@ def draw(weights: Tensor, random: torch.Generator) -> Tensor:
     return torch.where((total > 0) & total.isfinite(), token, NOT_DRAWN)
 
 
-def judge(
-    logits: Tensor, drafts: Tensor, q: Sequence[Tensor], sampling: Sampling, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def judge(p: Tensor, drafts: Tensor, q: Sequence[Tensor], random: torch.Generator) -> tuple[Tensor, Tensor]:
     """How many drafts of a chain stand, and the token after them: int64 [] each.
 
     Args:
-        logits: [K + 1, vocabulary], the base's after the pending token and after each draft.
+        p: [K + 1, vocabulary], the base's distribution after the pending token and after each draft.
         drafts: int64 [K].
-        q: of each draft, [1, vocabulary], the distribution it was drawn from; none where greedy.
+        q: of each draft, [1, vocabulary], the distribution it was drawn from.
     """
-    if sampling.greedy:
-        choices = logits.argmax(-1)
-        accepted = (choices[:-1] == drafts).cumprod(0).sum()
-        return accepted, choices[accepted]
-    p = sampling.probabilities(logits)
     own = torch.cat((*q, torch.zeros_like(p[:1])))  # after the last draft nothing was drawn that could be rejected
     index = drafts[:, None]
     chance = torch.rand(len(drafts), 1, generator=random, device=p.device)

@@ -15,8 +15,6 @@ from mtp_extract.drafter.protocol import Drafter, Fed, Needs
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.speculate.trees import Tree
 
-_ATTENTIONS = ("sdpa", "eager")  # those that take an explicit mask
-
 
 class Base:
     """A Gemma 4 model of transformers (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``).
@@ -25,7 +23,7 @@ class Base:
     hidden state after the final norm comes without storing every layer's.
 
     Args:
-        model: the loaded model. Its attention implementation must be ``sdpa`` (the default) or ``eager``.
+        model: the loaded model. Its attention implementation must be ``sdpa``, the default.
 
     Attributes:
         device: where token ids go.
@@ -44,11 +42,10 @@ class Base:
                 f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}; load it "
                 "with AutoModelForCausalLM, and give the base model, not the drafter"
             )
-        self._attention = getattr(config, "_attn_implementation", "sdpa")
-        if self._attention not in _ATTENTIONS:
+        if (attention := getattr(config, "_attn_implementation", "sdpa")) != "sdpa":
             raise PairError(
-                f"expected attention implementation {' or '.join(_ATTENTIONS)}, found {escape(self._attention)}; load "
-                "the base with attn_implementation='sdpa'"
+                f"expected attention implementation sdpa, found {escape(attention)}; load the base with "
+                "attn_implementation='sdpa'"
             )
         windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
         if unknown := sorted(set(layer_types) - set(windows)):
@@ -95,18 +92,53 @@ class Base:
                 layer.sliding_window += 2
         return cache
 
-    def feed(self, tokens: Tensor, cache: DynamicCache, layers: Sequence[int] = (), *, tree: Tree | None = None) -> Fed:
-        """One forward over the tokens that follow those in ``cache``, which then holds them too.
+    def feed(
+        self,
+        tokens: Tensor,
+        layers: Sequence[int] = (),
+        cache: DynamicCache | None = None,
+        *,
+        tree: Tree | None = None,
+    ) -> Fed:
+        """One forward over ``tokens``, of whole texts or, with a cache, of those that follow what is in it.
 
         Args:
-            tokens: int64 [1, n].
-            layers: those whose incoming hidden states are wanted too.
-            tree: whose nodes the tokens are; None for tokens that follow one another.
+            tokens: int64 [batch, n], right-padded with anything: no token sees the padding.
+            layers: those whose incoming hidden states are wanted too; their number stands for what leaves the last.
+            cache: of one text; it then holds these tokens too.
+            tree: whose nodes the tokens are; in a chain, and without one, they follow one another.
+
+        Raises:
+            PairError: the base does not return its shared K and V.
         """
-        steps = range(tokens.shape[1]) if tree is None else map(len, tree.nodes)
-        positions = cache.get_seq_length() + torch.tensor([list(steps)], device=tokens.device)
-        masks = None if tree is None else self._tree_masks(cache, positions, tree)
-        return self._run(tokens, positions, layers, attention_mask=masks, past_key_values=cache, use_cache=True)
+        before = 0 if cache is None else cache.get_seq_length()
+        positions, masks = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+        if cache is not None and tree is not None and tree.width > 1:
+            positions = before + torch.tensor([tree.sees], device=tokens.device).sum(-1) - 1
+            masks = self._tree_masks(cache, positions, tree)
+        states: dict[int, Tensor] = {}
+        decoder = self.model.get_decoder()
+        with ExitStack() as hooks:
+            for layer in layers:
+                hook = [*decoder.layers, decoder.norm][layer].register_forward_pre_hook(
+                    lambda _, entering, layer=layer: states.update({layer: entering[0]})
+                )
+                hooks.callback(hook.remove)
+            output = self.model.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=masks,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                return_shared_kv_states=True,
+            )
+        kv = getattr(output, "shared_kv_states", None)
+        if kv is None:
+            raise PairError(
+                f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
+                "transformers 5.16.1 or newer"
+            )
+        return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
 
     def keep(self, cache: DynamicCache, fed: Fed, way: Sequence[int]) -> Fed:
         """Of the tokens that were ``fed`` last keep those of ``way`` alone, as if they had followed one another."""
@@ -124,53 +156,17 @@ class Base:
         kv = {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()}
         return Fed(fed.tokens[:, at], positions, fed.hidden[:, at], states, kv)
 
-    def full_pass(self, tokens: Tensor, layers: Sequence[int] = ()) -> Fed:
-        """One forward over ``tokens`` [batch, length], right-padded with anything: no token sees the padding.
-
-        ``layers`` are those whose incoming hidden states are wanted too.
-
-        Raises:
-            PairError: the base does not return its shared K and V.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return self._run(tokens, positions, layers, use_cache=False)
-
-    def _run(self, tokens: Tensor, positions: Tensor, layers: Sequence[int], **more: Any) -> Fed:
-        """The body's output, with the hidden states that enter ``layers``; what enters the final norm is the last."""
-        states: dict[int, Tensor] = {}
-        decoder = self.model.get_decoder()
-        modules = [*decoder.layers, decoder.norm]
-        with ExitStack() as hooks:
-            for layer in layers:
-                hook = modules[layer].register_forward_pre_hook(
-                    lambda _, entering, layer=layer: states.update({layer: entering[0]})
-                )
-                hooks.callback(hook.remove)
-            output = self.model.model(input_ids=tokens, position_ids=positions, return_shared_kv_states=True, **more)
-        kv = getattr(output, "shared_kv_states", None)
-        if kv is None:
-            raise PairError(
-                f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
-                "transformers 5.16.1 or newer"
-            )
-        return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
-
     def _tree_masks(self, cache: DynamicCache, positions: Tensor, tree: Tree) -> dict[str, Tensor]:
-        """Layer type → what a node sees, [1, 1, nodes, slots]: all before the tree, and what is on the way to it."""
-        device, nodes, length = positions.device, positions.shape[1], cache.get_seq_length()
-        dtype, masks = self.model.get_input_embeddings().weight.dtype, {}
+        """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, and the way to it."""
+        device, length, masks = positions.device, cache.get_seq_length(), {}
+        sees = torch.tensor(tree.sees, device=device)
         for kind, window in self.windows.items():
             layer: Any = cache.layers[self.kv_providers[kind]]
-            before = layer.get_mask_sizes(nodes)[0] - nodes
-            visible = torch.ones(nodes, before + nodes, dtype=torch.bool, device=device)
-            visible[:, before:] = torch.tensor(tree.sees, device=device)
+            before = torch.arange(length - layer.get_mask_sizes(len(sees))[0] + len(sees), length, device=device)
+            visible = torch.cat((sees.new_ones(len(sees), len(before)), sees), dim=1)
             if window is not None:
-                slots = torch.cat((torch.arange(length - before, length, device=device), positions[0]))
-                visible &= slots > positions[0][:, None] - window
-            # SDPA takes a boolean mask, the eager implementation a number to add.
-            added = torch.zeros(visible.shape, dtype=dtype, device=device)
-            added = added.masked_fill(~visible, torch.finfo(dtype).min)
-            masks[kind] = (visible if self._attention == "sdpa" else added)[None, None]
+                visible &= torch.cat((before, positions[0])) > positions[0][:, None] - window
+            masks[kind] = visible[None, None]
         return masks
 
 
@@ -205,7 +201,7 @@ def compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
         yield "a layer", layer, min(max(layer, 0), base.num_layers)
     for kind in needs.shared_kv:
         yield "layers with K and V of type", kind, kind if kind in base.kv_providers else "none"
-    shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
+    shared = base.feed(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
     for kind, (heads, width) in needs.shared_kv.items():
         if kind not in shared:
             continue

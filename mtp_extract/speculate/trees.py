@@ -1,27 +1,29 @@
 """Trees of drafts of a fixed shape: several drafts for one place, all verified in one forward of the base.
 
-A node is numbered level by level, the pending token first. A draft is named by the ranks on the way to it: ``(1, 0)``
-is the drafter's first choice after its second choice after the pending token.
+A chain is a tree with one draft for each place. Nodes are numbered level by level, the pending token first; those after
+one node, the likeliest first.
 
->>> Tree.parse("2x1").nodes
-{(): 0, (0,): 1, (1,): 2, (0, 0): 3, (1, 0): 4}
+>>> Tree.parse("2x1").parents
+[-1, 0, 0, 1, 2]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product, takewhile
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
 
 if TYPE_CHECKING:  # a command looks at the trees it is asked for before it loads anything
     from torch import Tensor
 
-    from mtp_extract.drafter.protocol import Drafter, DraftState
+    from mtp_extract.drafter.protocol import Drafter
+
+Choose = Callable[["Tensor", int], "Tensor"]
 
 _MOST_DRAFTS = 1024
 _DIGITS = 10
@@ -32,13 +34,13 @@ class Tree:
     """A tree of the same shape in every round.
 
     Raises:
-        MtpExtractError: no draft, or more than 1024.
+        MtpExtractError: more than 1024 drafts.
     """
 
-    widths: tuple[int, ...]  # of each step, the drafts after every draft of the step before
+    widths: tuple[int, ...]  # of each step, the drafts after every draft of the step before; none drafts nothing
 
     def __post_init__(self) -> None:
-        if not 0 < self.depth <= _MOST_DRAFTS or min(self.widths) < 1 or self.drafts > _MOST_DRAFTS:
+        if min(self.widths, default=1) < 1 or max(self.depth, self.drafts) > _MOST_DRAFTS:
             raise MtpExtractError(
                 f"expected a tree of at most {_MOST_DRAFTS} drafts, found "
                 f"{escape('x'.join(map(str, self.widths)))}; make it smaller, as in 4x2x1"
@@ -69,22 +71,29 @@ class Tree:
     @property
     def width(self) -> int:
         """Of the drafter's choices for one place, how many are looked at."""
-        return max(self.widths)
+        return max(self.widths, default=1)
 
     @cached_property
-    def nodes(self) -> dict[tuple[int, ...], int]:
-        """The number of each node, by the ranks on the way to it."""
-        levels = (product(*map(range, self.widths[:depth])) for depth in range(self.depth + 1))
-        return {path: number for number, path in enumerate(chain.from_iterable(levels))}
+    def parents(self) -> list[int]:
+        """Of every node, the node it comes after; -1 of the pending token."""
+        found, level = [-1], range(1)
+        for width in self.widths:
+            found += [node for node in level for _ in range(width)]
+            level = range(level.stop, len(found))
+        return found
 
     @cached_property
     def sees(self) -> list[list[bool]]:
         """[nodes][nodes]: whether the column is the row's node itself, or on the way to it."""
-        return [[row[: len(column)] == column for column in self.nodes] for row in self.nodes]
+        rows: list[list[bool]] = []
+        for node, parent in enumerate(self.parents):
+            rows.append([*rows[parent]] if node else [False] * len(self.parents))
+            rows[node][node] = True
+        return rows
 
     def to_depth(self, depth: int) -> Tree:
-        """The part that lies at most ``depth`` steps from the root; at least 1."""
-        return Tree(self.widths[:depth])
+        """The part that lies at most ``depth`` steps from the root."""
+        return self if depth >= self.depth else Tree(self.widths[:depth])
 
     def stands(self, ranks: Sequence[int]) -> int:
         """How many drafts stand where the base's next tokens have these ``ranks`` among the drafter's choices."""
@@ -98,30 +107,27 @@ class Tree:
             tokens: of each node.
             choices: the base's own token after each node.
         """
-        way, path = [0], tuple[int, ...]()
-        for width in self.widths:
-            children = ((*path, rank) for rank in range(width))
-            found = next((child for child in children if tokens[self.nodes[child]] == choices[way[-1]]), None)
-            if found is None:
-                break
-            way, path = [*way, self.nodes[found]], found
+        way = [0]
+        for node, parent in enumerate(self.parents):
+            if parent == way[-1] and tokens[node] == choices[parent]:
+                way.append(node)
         return way
 
 
-def grow(drafter: Drafter, state: DraftState, pending: Tensor, tree: Tree) -> Tensor:
+def grow(drafter: Drafter, state: Any, pending: Tensor, tree: Tree, choose: Choose) -> Tensor:
     """The tokens of the tree's nodes, int64 [1, nodes].
 
     Args:
         state: of ``drafter``, at the start of a round.
         pending: int64 [1, 1].
+        choose: drafts int64 [nodes, width] of logits [nodes, vocabulary], and the width.
     """
     import torch
 
     levels = [pending]
     for depth, width in enumerate(tree.widths, 1):
         logits, state = drafter.step(state, levels[-1])
-        best = logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1, keepdim=True)
-        levels.append(best.flatten(1).to(pending.device))
-        if depth < tree.depth:
-            state = drafter.fork(state, pending.new_tensor([[n // width for n in range(levels[-1].shape[1])]]))
+        levels.append(choose(logits[0].to(pending.device), width).view(1, -1))
+        if width > 1 and depth < tree.depth:
+            state = state.fork(torch.arange(levels[-1].shape[1], device=pending.device)[None] // width)
     return torch.cat(levels, dim=1)

@@ -91,7 +91,7 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
     """
     logarithms, tokens = torch.zeros(len(layers), dtype=torch.float64), 0
     for text in texts[:_MEASURED]:
-        states = base.full_pass(torch.tensor([text.tokens], device=base.device), layers).layers
+        states = base.feed(torch.tensor([text.tokens], device=base.device), layers).layers
         sizes = torch.stack([states[layer][0].double().square().mean(-1).sqrt().cpu() for layer in layers])
         logarithms += sizes.clamp(min=1e-6).log().sum(-1)
         tokens += len(text.tokens)

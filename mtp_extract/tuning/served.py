@@ -53,7 +53,7 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Ser
     chosen = written[:: -(-len(written) // _LOOKED_AT) or 1]
     hits, surprise, positions = 0, 0.0, 0
     for text in chosen:
-        hidden = base.full_pass(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
+        hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
         following, rows = torch.tensor(text.continuation, device=base.device), max(1, LOGITS_AT_ONCE // base.vocab_size)
         for part, tokens in zip(torch.split(hidden, rows), torch.split(following, rows), strict=True):
             logits = base.logits(part)

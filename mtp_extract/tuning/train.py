@@ -65,7 +65,7 @@ Columns = Mapping[str, Tensor]
 def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[Columns]:
     """What ``base`` computes over each of ``texts``, in one forward, as far as ``needs`` asks for it."""
     tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(base.device)
-    full = base.full_pass(tokens, needs.layers)
+    full = base.feed(tokens, needs.layers)
     rows = torch.split(full.hidden.flatten(0, 1), max(1, LOGITS_AT_ONCE // base.vocab_size))
     choices = torch.cat([base.logits(part).argmax(-1) for part in rows]).view(tokens.shape)
     columns = {"tokens": tokens, "hidden": full.hidden, "choices": choices}

@@ -16,12 +16,12 @@ from typing import Annotated
 from msgspec import Meta
 from torch import Tensor
 
-from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_ranks
+from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_agreements
 from mtp_extract.evaluate.intervals import share_interval
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
-from mtp_extract.speculate.teacher import Agreement, OfTexts
+from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.speculate.trees import Tree
 
 Place = tuple[int, int]
@@ -124,8 +124,9 @@ def standing(
     trees = {name: what for name, what in plans.items() if isinstance(what, Tree)}
     if trees:
         depth = max(tree.depth for tree in trees.values())
-        along = measure_ranks(generator.base, generator.drafter, written, depth, batch=batch)
-        ranks = _by_place(along, along.values)
+        asked = [(generator.drafter, depth, 1)]
+        (along,) = measure_agreements(generator.base, asked, written, batch=batch, along=True)
+        ranks = _by_place(along, along.ranks)
         for name, tree in trees.items():
             found[name] = {place: tree.stands(row[: tree.depth]) for place, row in ranks.items()}
     return found
@@ -171,7 +172,7 @@ def walked(
     return walks
 
 
-def _by_place(found: OfTexts, rows: Tensor) -> dict[Place, list[int]]:
+def _by_place(found: Agreement, rows: Tensor) -> dict[Place, list[int]]:
     return dict(zip(zip(found.text.tolist(), found.anchor.tolist(), strict=True), rows.tolist(), strict=True))
 
 

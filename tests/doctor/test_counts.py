@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 from helpers.counting_server import played
 
 from mtp_extract.doctor.counts import expected_counts
@@ -14,7 +12,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, chances_of_base
+from mtp_extract.speculate.teacher import Text, likeliest_of_base
 
 NEW_TOKENS, STEPS = 32, 3
 
@@ -57,15 +55,11 @@ def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
     assert counts(5, 5, 5) == (4, None), "no single round has so many"
 
 
-def test_chances_of_the_base_are_its_distribution(
-    generator: SpeculativeGenerator, encoded: list[tuple[int, ...]]
-) -> None:
-    """At one position of one text, from logits that are computed here."""
+def test_what_the_base_writes_is_its_likeliest(generator: SpeculativeGenerator, encoded: list[tuple[int, ...]]) -> None:
+    """And a token in place of one of these is not; of two texts of unlike lengths."""
     result = generator.generate(encoded[0], max_new_tokens=8, drafts=0)
-    text, base = Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)), generator.base
-    own, anchor = chances_of_base(base, [text], 2.0), text.prompt_length + 2
-    with torch.inference_mode():
-        hidden = base.full_pass(torch.tensor([text.tokens])).hidden[0]
-        p = torch.softmax(base.logits(hidden[anchor]) / 2.0, -1)[text.tokens[anchor + 1]]
-    assert own.best[0, anchor] == pytest.approx(float(p), rel=1e-5)
-    assert bool(own.likeliest[0, anchor])
+    first, own = len(result.prompt_tokens), (*result.prompt_tokens, *result.tokens)
+    other = (*own[:-2], (own[-2] + 1) % generator.base.vocab_size)
+    found = likeliest_of_base(generator.base, [Text(own, first), Text(other, first)])
+    assert found[0, first - 1 :].all()
+    assert found[1, first - 1 : len(other) - 1].tolist() == [True] * 6 + [False]

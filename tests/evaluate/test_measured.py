@@ -134,7 +134,7 @@ def test_differences_by_hand() -> None:
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
 
     def of(drafts: list[list[int]]) -> Measured:
-        return of_agreement(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).bool()))
+        return of_agreement(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).long()))
 
     before, after = of([[1, 9], [9, 2], [1, 2], [1, 2]]), of([[1, 2], [9, 2], [1, 9], [9, 9]])
     assert before.teacher_forced == pytest.approx(1 + (1 + 0 + 2) / 3)

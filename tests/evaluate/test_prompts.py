@@ -89,7 +89,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "turns and others": ("x.jsonl", '{"turns": ["a", 1]}', r"line 1: .*\$\.turns\[1\]"),
     "no chat": ("x.jsonl", '{"messages": "a"}', r"line 1: .*\$\.messages"),
     "no role": ("x.jsonl", '{"messages": [{"content": "a"}]}', "required field `role`"),
-    "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "a message without content"),
+    "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "required field `content`"),
     "an answer of messages": (
         "x.jsonl",
         '{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}',

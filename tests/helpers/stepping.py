@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
+from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Text, targets
 
@@ -28,19 +28,22 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
     first = text.anchors[0]
     layers, cache = drafter.needs.layers, base.new_cache()
     tokens = torch.tensor([text.tokens], device=base.device)
-    fed = base.keep(cache, base.feed(tokens[:, :first], cache, layers), range(first))
-    previous: DraftState = None
+    fed = base.keep(cache, base.feed(tokens[:, :first], layers, cache), range(first))
+    previous = None
     for anchor in text.anchors:
         position = torch.tensor([[anchor]])
         aim = targets([text], position, steps)
         pending = tokens[:, anchor : anchor + 1]
         state = drafter.start(BaseState.after(fed, position.to(base.device), base.embed, previous))
-        previous = state if drafter.needs.own_cache else None
-        drafts, top5, token = [], [], pending
+        previous = state
+        drafts, ranks, token = [], [], pending
         for target in aim.unbind(-1):
             logits, state = drafter.step(state, token)
             token = logits.argmax(-1)
             drafts.append(int(token))
-            top5.append(target.item() in logits[0, 0].topk(min(5, logits.shape[-1])).indices.tolist())
-        yield Agreement(torch.tensor([index]), position[0], torch.tensor([drafts]), aim[0], torch.tensor([top5]))
-        fed = base.keep(cache, base.feed(pending, cache, layers), [0])
+            likeliest = logits[0, 0].sort(descending=True, stable=True).indices.tolist()
+            drawable = target.item() >= 0 and logits[0, 0, target.item()] > -torch.inf
+            never = torch.iinfo(torch.int64).max if target.item() >= 0 else -1
+            ranks.append(likeliest.index(target.item()) if drawable else never)
+        yield Agreement(torch.tensor([index]), position[0], torch.tensor([drafts]), aim[0], torch.tensor([ranks]))
+        fed = base.keep(cache, base.feed(pending, layers, cache), [0])

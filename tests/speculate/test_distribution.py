@@ -49,7 +49,7 @@ def exact() -> Exact:
         longer: Exact = {}
         texts = torch.tensor([PROMPT + prefix for prefix in probabilities])
         with torch.inference_mode():
-            rows = SAMPLING.probabilities(base.logits(base.full_pass(texts).hidden[:, -1]))
+            rows = SAMPLING.probabilities(base.logits(base.feed(texts).hidden[:, -1]))
         for (prefix, reached), row in zip(probabilities.items(), rows, strict=True):
             for token in row.nonzero().flatten().tolist():
                 longer[(*prefix, token)] = reached * float(row[token])

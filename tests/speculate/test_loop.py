@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 import mtp_extract
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
-from mtp_extract.drafter.mtp import Altered
+from mtp_extract.drafter.mtp import Altered, MtpState
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
@@ -47,7 +47,7 @@ def test_greedy_text_is_the_base_s_own(pair: Pair, drafts: Drafts) -> None:
 BASES: dict[str, dict[str, Any]] = {
     **KINDS,
     "a window smaller than the tree": {"sliding_window": 2},
-    "eager": {"attention": "eager", "final_logit_softcapping": None},
+    "no soft cap": {"final_logit_softcapping": None},
     "K for V": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
 }
 
@@ -255,7 +255,6 @@ def test_counts_are_whole_numbers(pair: Pair, wrong: Any) -> None:
         lambda pair: AdaptiveDrafts(most=0),
         lambda pair: pair.generator.generate((2, 3), max_new_tokens=0),
         lambda pair: pair.generator.generate((2, 3), seed=0.5),
-        lambda pair: pair.generator.generate((2, 3), drafts=Tree.parse("513")),
     ],
 )
 def test_options_out_of_range(pair: Pair, make: Any) -> None:
@@ -266,11 +265,11 @@ def test_options_out_of_range(pair: Pair, make: Any) -> None:
 def test_a_control_lowers_acceptance_and_not_the_text(pair: Pair) -> None:
     """A drafter fed nonsense costs speed only."""
 
-    def no_hidden(arguments: Any, _step: int) -> Any:
-        return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
+    def no_hidden(state: MtpState) -> MtpState:
+        return dataclasses.replace(state, hidden=torch.zeros_like(state.hidden))
 
     prompt = pair.prompts()[0]
-    broken = SpeculativeGenerator(pair.base, Altered(pair.drafter, transform=no_hidden), pair.tokenizer)
+    broken = SpeculativeGenerator(pair.base, Altered(pair.drafter, every_step=no_hidden), pair.tokenizer)
     worse = broken.generate(prompt, max_new_tokens=TOKENS)
     real = pair.generator.generate(prompt, max_new_tokens=TOKENS)
     assert worse.tokens == real.tokens

@@ -64,7 +64,7 @@ def odd_base(**config: Any) -> Callable[[Pair], tuple[Any, ...]]:
         (odd_base(layer_types=["linear_attention", "full_attention"]), "found linear_attention"),
         (
             odd_base(_attn_implementation_internal="flash_attention_2"),
-            r"found flash_attention_2.*attn_implementation='sdpa'",
+            r"sdpa, found flash_attention_2.*attn_implementation='sdpa'",
         ),
         (
             lambda pair: (pair.base, pair.drafter, Large()),

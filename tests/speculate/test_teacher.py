@@ -70,21 +70,6 @@ def test_anchors_are_the_rounds_of_generation(pair: Pair) -> None:
             anchor += len(round_.tokens)
 
 
-def test_proportions_by_hand() -> None:
-    targets = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, -1]])
-    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 0]])
-    top5 = torch.tensor([[True] * 3, [True] * 3, [False, True, True], [True, True, False]])
-    agreement = Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, top5)
-    expected = {
-        "top1": [3 / 4, 3 / 4, 3 / 3],
-        "top5": [3 / 4, 4 / 4, 3 / 3],
-        "conditional": [3 / 4, 2 / 3, 1 / 1],
-    }
-    assert {figure: [agreement.rate(figure, i) for i in range(3)] for figure in expected} == expected
-    assert agreement.of([1]).drafts.tolist() == drafts[2:].tolist()
-    assert agreement.of([1]).rate("top1", 0) == 1 / 2
-
-
 def test_texts_too_short(pair: Pair) -> None:
     with pytest.raises(PairError, match="at least two generated tokens"):
         teacher_forced(pair.generator.base, pair.drafter, [Text((1, 2, 3), 2)], 2)

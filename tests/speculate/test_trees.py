@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,10 +18,19 @@ from mtp_extract.speculate.trees import Tree, grow
 TREE = Tree.parse("3x2x2")
 
 
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Of every node, the ranks on the way to it, level by level."""
+    levels = (itertools.product(*map(range, tree.widths[:depth])) for depth in range(tree.depth + 1))
+    return list(itertools.chain.from_iterable(levels))
+
+
+PATHS = paths_of(TREE)
+
+
 def test_a_tree_by_its_widths() -> None:
     tree = Tree.parse("3x2x1")
     assert (tree.drafts, tree.depth, tree.width) == (3 + 6 + 6, 3, 3)
-    assert list(tree.nodes)[:6] == [(), (0,), (1,), (2,), (0, 0), (0, 1)]
+    assert tree.parents == [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9]
     assert tree.to_depth(2) == Tree.parse("3x2")
     assert tree.to_depth(9) == tree
     assert Tree.parse("1x1").sees == [[True, False, False], [True, True, False], [True, True, True]]
@@ -49,7 +59,7 @@ def state(drafter: Any) -> Any:
     base = Base(random_base())
     cache = base.new_cache()
     with torch.inference_mode():
-        fed = base.keep(cache, base.feed(torch.arange(7)[None], cache, drafter.needs.layers), range(7))
+        fed = base.keep(cache, base.feed(torch.arange(7)[None], drafter.needs.layers, cache), range(7))
         return drafter.start(BaseState.after(fed, torch.tensor([[7]]), base.embed))
 
 
@@ -57,9 +67,11 @@ def state(drafter: Any) -> Any:
 @pytest.mark.parametrize("tree", [Tree.parse("1x1x1"), TREE], ids=["chain", "wide"])
 def test_a_tree_holds_the_drafter_s_choices(drafter: Drafter, state: Any, tree: Tree) -> None:
     """Of every draft: the choice of its rank, where the drafter goes the way to it alone."""
-    tokens = grow(drafter, state, torch.tensor([[3]]), tree)[0].tolist()
+    tokens = grow(drafter, state, torch.tensor([[3]]), tree, lambda logits, width: logits.topk(width).indices)[
+        0
+    ].tolist()
     assert tokens[0] == 3
-    for path, token in zip([*tree.nodes][1:], tokens[1:], strict=True):
+    for path, token in zip(paths_of(tree)[1:], tokens[1:], strict=True):
         at, last = state, torch.tensor([[3]])
         for rank in path:
             logits, at = drafter.step(at, last)
@@ -70,31 +82,31 @@ def test_a_tree_holds_the_drafter_s_choices(drafter: Drafter, state: Any, tree: 
 def test_the_way_down_is_the_base_s() -> None:
     """Against a walk over every node in turn; a token is its rank."""
     numbers = torch.Generator().manual_seed(0)
-    tokens = [path[-1] if path else 0 for path in TREE.nodes]
+    tokens = [path[-1] if path else 0 for path in PATHS]
     lengths = set()
     for _ in range(300):
         choices = torch.randint(0, 4, (len(tokens),), generator=numbers).tolist()
         path, expected = tuple[int, ...](), [0]
-        while (path := (*path, choices[expected[-1]])) in TREE.nodes:
-            expected.append(list(TREE.nodes).index(path))
+        while (path := (*path, choices[expected[-1]])) in PATHS:
+            expected.append(PATHS.index(path))
         assert TREE.followed(tokens, choices) == expected
         lengths.add(len(expected))
     assert lengths == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("attention", "window"), [("sdpa", 5), ("sdpa", 2), ("eager", 2)])
-def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str, window: int) -> None:
+@pytest.mark.parametrize("window", [5, 2])
+def test_what_a_tree_leaves_is_what_a_chain_leaves(window: int) -> None:
     """After a way down is kept, K, V and states are those of a plain forward over the text."""
-    base = Base(random_base(attention=attention, sliding_window=window))
+    base = Base(random_base(sliding_window=window))
     text, cache = torch.arange(5, 14)[None], base.new_cache()
-    way = [0, TREE.nodes[(2,)], TREE.nodes[2, 1]]
+    way = [0, PATHS.index((2,)), PATHS.index((2, 1))]
     with torch.inference_mode():
-        base.keep(cache, base.feed(text, cache), range(9))
+        base.keep(cache, base.feed(text, cache=cache), range(9))
         for turn in range(3):
-            nodes = torch.arange(10 + turn, 10 + turn + len(TREE.nodes))[None]
-            fed = base.feed(nodes, cache, tree=TREE)
+            nodes = torch.arange(10 + turn, 10 + turn + len(PATHS))[None]
+            fed = base.feed(nodes, cache=cache, tree=TREE)
             text = torch.cat((text, nodes[:, way]), dim=1)
-            kept, plain = base.keep(cache, fed, way), base.full_pass(text)
+            kept, plain = base.keep(cache, fed, way), base.feed(text)
             torch.testing.assert_close(kept.hidden, plain.hidden[:, -3:], atol=1e-5, rtol=1e-5)
             assert kept.positions.tolist() == [list(range(text.shape[1] - 3, text.shape[1]))]
             for kind, (keys, values) in kept.shared_kv.items():

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.load import network_of
+from mtp_extract.drafter.load import load_any
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
@@ -59,7 +59,7 @@ def test_states_and_teacher_of_every_kind(kind: str) -> None:
     with torch.inference_mode():
         expected = base.model(tokens).logits
         asked, given = given, []
-        full = base.full_pass(tokens, range(base.num_layers + 1))
+        full = base.feed(tokens, range(base.num_layers + 1))
         assert len(asked) == base.num_layers + 1 == len(full.layers)
         for layer, state in enumerate(asked):
             torch.testing.assert_close(full.layers[layer], state, rtol=1e-5, atol=1e-5)
@@ -82,10 +82,10 @@ def test_states_begin_alike() -> None:
     sizes = state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
     checkpoint = untrained(base, 32, texts)
-    head = network_of(checkpoint)
+    head = load_any(checkpoint)
     assert isinstance(head, Eagle3Drafter) and head.input_norm is not None
     with torch.inference_mode():
-        states = base.full_pass(tokens, config.base_layers).layers
+        states = base.feed(tokens, config.base_layers).layers
         normed = head.input_norm(torch.cat([states[layer] for layer in config.base_layers], dim=-1))[0, 1:]
     size = normed.unflatten(-1, (3, -1)).square().mean(-1).sqrt().median(0).values
     assert size.max() < 1.7 * size.min()
@@ -100,7 +100,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
     texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
     checkpoint = untrained(base, 32, texts)
-    head = network_of(checkpoint)
+    head = load_any(checkpoint)
     assert isinstance(head, Eagle3Drafter)
     loop = SpeculativeGenerator(base, head)
     results = [loop.generate(one, max_new_tokens=24, drafts=3, stop_token_ids=[]) for one in PROMPTS]
@@ -136,7 +136,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     assert 0 < most <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in found.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measured(pair, network_of(latents.tuned(found.results)), texts)
+    after = measured(pair, load_any(latents.tuned(found.results)), texts)
     assert after.teacher_forced > before.teacher_forced + 0.2
 
 
@@ -151,7 +151,7 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     assert not findings_of(taken[1].directory)
     found = read_checkpoint(taken[1].directory)
     assert found.config == replace(untrained(base, 24, texts).config, base="org/base")
-    loaded = network_of(found)
+    loaded = load_any(found)
     assert isinstance(loaded, Eagle3Drafter)
     assert loaded.targets.tolist() == [*range(22), 38, 39]
     assert torch.equal(loaded.lm_head.weight, base.model.lm_head.weight[loaded.targets])
@@ -163,7 +163,7 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     base = Base(random_base(tie_word_embeddings=False))
     texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
     checkpoint = untrained(base, 3, texts)
-    head = network_of(checkpoint)
+    head = load_any(checkpoint)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
         work = tmp_path / objective
         work.mkdir()

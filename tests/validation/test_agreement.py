@@ -62,9 +62,7 @@ def test_workloads_add_up(continuations: Continuations, agreement: Agreement) ->
 def test_figures_by_hand() -> None:
     drafts = torch.tensor([[1, 2], [1, 9], [9, 2], [1, 2]])
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
-    found = figures(
-        Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[True, False]] * 4))
-    )
+    found = figures(Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[4, 5]] * 4)))
     first, second = found.steps
     assert (first.top1.value, first.top1.n) == (3 / 4, 4)
     assert (first.top5.value, second.top5.value) == (1, 0)
