@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, SELECTIONS, Call, axis_of, grid_of
+from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, SELECTIONS, Call, axis_of, grid_of, ints
 from mtp_extract.graph.evaluate import LAYOUT, inputs_of, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
@@ -25,6 +25,7 @@ from mtp_extract.graph.forms import (
     Tree,
     Window,
     broadcast_shape,
+    heads_and_width,
     shape_of,
 )
 from mtp_extract.graph.positions import Positions
@@ -122,7 +123,7 @@ class AttentionReader:
             if batch or len(node.operand(1).tensor.shape) != 1:
                 raise UnreadableError("chooses otherwise in each batch, or makes axes")
             return replace(form, view=view.picked(axis_of(axis, len(view.shape)), numbers))
-        sizes = numbers.tolist()
+        sizes = ints(numbers)
         return replace(form, view=view.transposed(sizes) if kind == "TRANSPOSE" else view.broadcast(sizes))
 
     def _sliced(self, node: Node, form: Cache | Scored) -> Cache | Scored:
@@ -148,9 +149,15 @@ class AttentionReader:
         source, target = node.operand(0).tensor, node.outputs[0].tensor
         if isinstance(form, Cache) and target.type is TensorType.FLOAT32 and node.kind != "QUANTIZE":
             own = self.graph.inputs[form.name].tensor
-            stored = grid_of(own) is not None and (source.type, grid_of(source)) == (own.type, grid_of(own))
-            if source.type in FLOAT_TYPES or (stored and node.kind == "DEQUANTIZE"):
+            grid = grid_of(own)
+            if source.type in FLOAT_TYPES:
                 return form
+            if grid is not None and (source.type, grid_of(source)) == (own.type, grid):
+                if node.kind == "DEQUANTIZE":
+                    return form
+                if not grid[1]:
+                    # CAST makes the codes themselves.
+                    return replace(form, factor=form.factor / grid[0])
         raise UnreadableError(f"holds numbers inside of an attention as {target.type_name}")
 
     # Products.
@@ -162,8 +169,8 @@ class AttentionReader:
         if not isinstance(right, Cache):
             raise UnreadableError("multiplies what no attention multiplies, or the other way round")
         tensor = node.operand(1).tensor
-        if node.operand(0).tensor.type != node.outputs[0].tensor.type:
-            raise UnreadableError("makes numbers of another type")
+        if {node.operand(0).tensor.type, node.outputs[0].tensor.type} != {TensorType.FLOAT32}:
+            raise UnreadableError("computes scores, or mixes values, in another type than FLOAT32")
         if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
             raise UnreadableError(f"multiplies integers of {right.name} that have no scale")
         if isinstance(left, Scored):
@@ -235,7 +242,7 @@ class AttentionReader:
         rest = [size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)]
         if shape[slot] != self.positions.slots or max(rest, default=1) > 1 or not set(cache.view.starts) <= {slot}:
             raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
-        places = np.zeros([1] * len(batch), np.int64) if head is None else cache.view.places(batch, head)
+        places = np.zeros(cache.view.shape[:-2], np.int64) if head is None else cache.view.places(batch, head)
         return (head, slot, dimension), places
 
     def scores(self, rotated: Rotated, cache: Cache, flip: bool, flip_cache: bool) -> Scored:
@@ -287,9 +294,11 @@ class AttentionReader:
     def _outside(self, attention: Attention, factor: float, row: Ids, dimension: Ids) -> Term:
         """What heads mixed of V, as a vector of ``[heads, width]``: a value outside of attentions."""
         name, scores = attention.value, attention.scores
-        rotated, width = scores.rotated, self.graph.inputs[name].tensor.shape[attention.axes[2]]
-        if rotated.number.shape[1] != width:
-            raise UnreadableError("mixes rows of another size than it scored")
+        shapes = (self.graph.inputs[cache].tensor.shape for cache in (scores.key, name))
+        sizes = list(map(heads_and_width, shapes, (scores.axes, attention.axes)))
+        if sizes[0] != sizes[1]:
+            raise UnreadableError("mixes V of other heads or dimensions than the K it scored")
+        rotated, width = scores.rotated, sizes[0][1]
         heads = np.where(rotated.number != 0, rotated.element // width, -1).reshape(len(rotated.number), -1)
         head: Ids = heads.max(1)
         if ((heads != head[:, None]) & (heads >= 0)).any() or (head < 0).any():
@@ -337,8 +346,8 @@ class AttentionReader:
     def _reduced(self, node: Node, scored: Scored, stage: str) -> Scored:
         """The largest score, the total, or whether any slot is seen: over all slots."""
         at, view, axes = scored.slot_axis, scored.view, node.operand(1)
-        over = {axis_of(int(axis), len(view.axes)) for axis in self.graph.integers(axes)} if not axes.depends else set()
-        if over != {at} or not self._all_slots(view, at):
+        over = [] if axes.depends else ints(self.graph.integers(axes))
+        if {axis_of(axis, len(view.axes)) for axis in over} != {at} or not self._all_slots(view, at):
             raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
         keeps = bool(Call(self.graph, node).option(0, "?", False))
         return Scored(stage, scored.scores, view.without(at, keeps=keeps))

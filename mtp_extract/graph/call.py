@@ -56,13 +56,18 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
 
     Raises:
         UnsupportedError: more than one scale or zero point.
+        FormatError: a scale that is not above 0, or a zero point that is none of its codes.
     """
     quantization = tensor.quantization
-    if quantization is None or not holds_codes(tensor):
+    if quantization is None or tensor.type is None or not holds_codes(tensor):
         return None
     if quantization.scales.count != 1 or quantization.zero_points.count > 1:
         raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scales.count} scales.")
-    return float(quantization.scale[0]), int(quantization.zero_point[0]) if quantization.zero_point.size else 0
+    scale, zero_point = float(quantization.scale[0]), int([*quantization.zero_point, 0][0])
+    lowest, highest = code_range(tensor.type)
+    if not (0 < scale < math.inf and lowest <= zero_point <= highest):
+        raise FormatError(f"{tensor.label} has the scale {scale:g} and the zero point {zero_point}: it is damaged.")
+    return scale, zero_point
 
 
 def code_range(kind: TensorType) -> tuple[int, int]:
@@ -124,5 +129,11 @@ class Call:
 
 
 def ints(array: Array) -> list[int]:
-    """The integers of an operand that says shapes, axes or offsets."""
+    """The integers of an operand that says shapes, axes or offsets.
+
+    Raises:
+        FormatError: they are not INT32. LiteRT does not read a shape of another type.
+    """
+    if array.dtype != np.int32:
+        raise FormatError(f"Expected shapes, axes and offsets of INT32, found {array.dtype}.")
     return [int(n) for n in array.reshape(-1)]

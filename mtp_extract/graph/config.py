@@ -86,7 +86,7 @@ def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
     """Sliding or full, by what each layer sees; where all see everything, by the caches they read.
 
     Raises:
-        UnsupportedError: layers of one type read different caches; engines hand a drafter one pair for each type.
+        UnsupportedError: not every type of layer has one K and one V of its own, as engines hand them over.
     """
     # Newer runtimes hand the local mask in instead of building it.
     types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]
@@ -94,11 +94,10 @@ def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
     if SLIDING not in types and all({la.key, la.value} == last or not {la.key, la.value} & last for la in layers):
         # A window that is longer than the caches of the file hides nothing.
         types = [FULL if la.key in last else SLIDING for la in layers]
-    for layer_type in (SLIDING, FULL):
-        pairs = sorted({(la.key, la.value) for la, t in zip(layers, types, strict=True) if t == layer_type})
-        if len(pairs) > 1:
-            found = ", ".join(f"{escape(key)} and {escape(value)}" for key, value in pairs)
-            raise UnsupportedError(f"The {layer_type} layers read different caches: {found}; no engine expects that.")
+    pairs = sorted({(t, la.key, la.value) for la, t in zip(layers, types, strict=True)})
+    if len(pairs) > len(set(types)) or len({name for _, *names in pairs for name in names}) < 2 * len(pairs):
+        found = ", ".join(f"{escape(key)} and {escape(value)} by {t} layers" for t, key, value in pairs)
+        raise UnsupportedError(f"Engines hand each type of layer K and V of its own; here are read {found}.")
     return tuple(types)
 
 

@@ -25,7 +25,7 @@ from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import computing
 from mtp_extract.graph.expressions import Expr
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.forms import Attention, leaves_of
+from mtp_extract.graph.forms import Attention, heads_and_width, leaves_of
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
@@ -133,18 +133,18 @@ class _Drafter(Blocks):
     def _facts(self, name: str, attention: Attention, masks: Masks) -> Layer:
         scores, graph, positions = attention.scores, self.graph, self.reading.inside.positions
         query, found = scores.rotated.query, self.match(scores.rotated.query)
-        shape = graph.inputs[scores.key].tensor.shape
-        if found is None or shape[scores.axes[2]] != found.width or query.size % found.width:
+        kv_heads, width = heads_and_width(graph.inputs[scores.key].tensor.shape, scores.axes)
+        if found is None or width != found.width or query.size % width:
             raise RoleError(f"{name}: its query and its caches do not fit together.")
-        heads, kv_heads = query.size // found.width, 1 if scores.axes[0] is None else shape[scores.axes[0]]
-        rotation = rotation_of(name, scores, heads, positions)
+        heads = query.size // width
+        rotation = rotation_of(name, scores, heads, kv_heads, positions)
         frequencies, rounding = rotation.measured()
         inputs = {v.input_name for leaf in leaves_of(scores.tree) for v in ancestors(leaf) if v.input_name}
         return Layer(
             scores.key,
             attention.value,
             kv_heads,
-            found.width,
+            width,
             heads,
             masks.window(attention),
             tuple(sorted(filter(is_mask, inputs))),

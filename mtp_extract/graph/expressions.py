@@ -7,6 +7,7 @@ once, so "computes the same" is ``is``, and an expression can be taken apart fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,8 +147,8 @@ class Expressions:
         left, right, ids = self.aligned(one, other)
         factors = {left: one.factor}
         factors[right] = factors.get(right, 0.0) + sign * other.factor
-        if not all(factors.values()):
-            raise UnreadableError("adds nothing, or takes all of a value away")
+        if not all(factor and math.isfinite(factor) for factor in factors.values()):
+            raise UnreadableError("adds nothing or no number, or takes all of a value away")
         if len(factors) == 1:
             return Term(factors[left], left, ids)
         return Term(1.0, self.expr("sum", frozenset(factors.items()), size=max(left.size, right.size)), ids)

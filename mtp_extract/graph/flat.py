@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntFlag
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -143,13 +144,13 @@ class FlatGraph:
         self._spend(value)
         return read_floats(self.model, value.tensor).reshape(-1)
 
-    def integers(self, value: Value) -> npt.NDArray[np.int64]:
-        """A small integer or bool constant, flattened, as int64."""
+    def integers(self, value: Value) -> npt.NDArray[Any]:
+        """A small integer or bool constant, flattened, in its own type."""
         self._spend(value)
         dtype = _INTEGERS.get(value.tensor.type)
         if dtype is None:
             raise UnsupportedError(f"{value.label} should hold integers.")
-        return np.frombuffer(self.model.locate(value.tensor).read(), dtype).astype(np.int64)
+        return np.frombuffer(self.model.locate(value.tensor).read(), dtype)
 
     def _spend(self, value: Value) -> None:
         if value.tensor.elements > _MOST_SMALL_ELEMENTS:
@@ -173,6 +174,9 @@ class _Builder:
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
         """Add the nodes of subgraph ``index``, its inputs bound to ``arguments``; return its values by tensor."""
         graph = self.model.subgraphs[index]
+        for filled in (*graph.inputs, *(i for op in graph.operators for i in op.outputs)):
+            if filled >= 0 and self.model.has_data(tensor := self.model.tensor(index, filled)):
+                raise RoleError(f"{tensor.label} is filled by the runtime, and numbers are stored for it, too.")
         # An input that is left out is a value that nothing computes.
         values = {i: Value([self.model.tensor(index, i)]) for i in graph.inputs if i >= 0} | arguments
         for op in graph.operators:
@@ -267,9 +271,6 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
     """
     builder = _Builder(model, most_nodes)
     graph = model.subgraphs[signature.subgraph]
-    stored = [graph.tensors[i] for i in graph.inputs if i >= 0 and model.has_data(graph.tensors[i])]
-    if stored:
-        raise RoleError(f"{stored[0].label} is an input, and numbers are stored for it: the file is damaged.")
     by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
     if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
         raise RoleError(

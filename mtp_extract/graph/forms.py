@@ -36,6 +36,11 @@ CacheAxes = tuple[int | None, int, int]
 """Of a cache's shape, the axes of KV heads (None where there is one), slots and dimensions."""
 
 
+def heads_and_width(shape: Sequence[int], axes: CacheAxes) -> tuple[int, int]:
+    """KV heads and dimensions of a cache."""
+    return 1 if axes[0] is None else shape[axes[0]], shape[axes[2]]
+
+
 class Window(NamedTuple):
     """Some slots from where the position says: the number of its table of first slots, and how many."""
 

@@ -16,11 +16,21 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
-from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, SELECTIONS, Call, axis_of, computing, grid_of
+from mtp_extract.graph.call import (
+    CONVERSIONS,
+    REDUCTIONS,
+    SELECTIONS,
+    Call,
+    axis_of,
+    computing,
+    grid_of,
+    holds_codes,
+    ints,
+)
 from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
-from mtp_extract.graph.forms import Cache, Form, Rotated, Scored, shape_of
+from mtp_extract.graph.forms import Cache, Form, Rotated, shape_of
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor
@@ -134,6 +144,8 @@ class Reading:
         types |= {made.tensor.type_name for made in node.outputs} - {"BOOL"}
         if len(types) > 1:
             raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
+        if node.kind not in LAYOUT and any(holds_codes(value.tensor) for value in (*operands, *node.outputs)):
+            raise UnreadableError("computes with codes, which LiteRT's kernels do in ways of their own")
 
     def _unread(self, value: Value, why: str) -> Term:
         made = self.expressions.whole("unread", value, why, size=value.tensor.elements)
@@ -171,11 +183,9 @@ class Reading:
         if isinstance(form, Term | Rotated) and self.whole and tensor.type is not TensorType.FLOAT32 and not held:
             raise UnsupportedError(f"{value.label} holds an activation; expected FLOAT32, or codes with a scale.")
         moved = node is not None and (node.kind in LAYOUT or node.kind == "QUANTIZE")
-        if held and not moved and isinstance(form, Rotated | Scored):
-            raise UnsupportedError(f"{value.label} holds a query or a score of an attention as {tensor.type_name}.")
         if isinstance(form, Term):
             form = self._keep_term(value, replace(form, ids=form.ids.reshape(tensor.shape)))
-            if node is not None and not moved and held:
+            if held and not moved:
                 self.coarse.append(value)
         self.forms[id(value)] = form
 
@@ -232,7 +242,7 @@ class Reading:
         if value.producer is None:
             ids = np.arange(tensor.elements).reshape(tensor.shape)
             return Term(1.0, self.expressions.expr("weight", value, size=tensor.elements), ids)
-        if tensor.type not in FLOAT_TYPES or value.producer.kind in ("QUANTIZE", "GATHER"):
+        if tensor.type not in FLOAT_TYPES or value.producer.kind == "GATHER":
             return None
         (found,) = self.read(value.producer)
         return found if isinstance(found, Term) else None
@@ -293,16 +303,16 @@ class Reading:
         raise UnreadableError("is none that a drafter needs")
 
     def _converted(self, node: Node, term: Term) -> Term:
-        source, target = node.operand(0).tensor, node.outputs[0].tensor
-        if node.kind == "CAST" and not {source.type, target.type} <= FLOAT_TYPES:
-            raise UnreadableError(f"casts an activation from {source.type_name} to {target.type_name}")
         if node.kind == "QUANTIZE":
             self.coarse.append(node.outputs[0])
+        elif not _makes_floats(node):
+            types = f"{node.operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
+            raise UnreadableError(f"turns {types}, and not into the same numbers")
         return term
 
     def _summed(self, node: Node, term: Term) -> Term:
         rank = term.ids.ndim
-        if {axis_of(int(a), rank) for a in self.graph.integers(node.operand(1))} != {rank - 1} or not term.whole:
+        if {axis_of(a, rank) for a in ints(self.graph.integers(node.operand(1)))} != {rank - 1} or not term.whole:
             raise UnreadableError("sums otherwise than over the last axis")
         made = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
         keeps = Call(self.graph, node).option(0, "?", False)
@@ -326,12 +336,8 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
     tensor = value.tensor
     if not value.constant or len(tensor.shape) != 2:
         raise UnreadableError("multiplies by no matrix of constants")
-    if tensor.type not in FLOAT_TYPES:
-        scales = np.zeros(1) if tensor.quantization is None else np.abs(tensor.quantization.scale)
-        if scales.size and not (np.isfinite(scales).all() and scales.max() < LARGEST):
-            raise UnreadableError("multiplies by numbers that no drafter has")
-        if maker is None:
-            _check_codes(QuantizedTensor.of(graph.model, tensor))
+    if tensor.type not in FLOAT_TYPES and maker is None:
+        _check_codes(QuantizedTensor.of(graph.model, tensor))
     if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
         raise UnsupportedError(
             f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "

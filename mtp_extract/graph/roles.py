@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
-from mtp_extract.errors import FormatError, RoleError
+from mtp_extract.errors import RoleError
 from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.litertlm.storage import NUMBER_TYPES
@@ -112,8 +112,6 @@ def activation_of(value: Value) -> Activation | None:
     grid = grid_of(tensor)
     if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or grid is None:
         return None
-    if not 0 <= grid[0] < np.inf:
-        raise FormatError(f"{tensor.label} has a scale of {grid[0]}: the file is damaged.")
     return Activation(tensor.type_name.lower(), *grid)
 
 

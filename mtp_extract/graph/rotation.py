@@ -110,12 +110,13 @@ class Rotation:
         return found, _rounding_of(found, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
 
 
-def rotation_of(name: str, scores: Scores, heads: int, positions: Positions) -> Rotation:
+def rotation_of(name: str, scores: Scores, heads: int, kv_heads: int, positions: Positions) -> Rotation:
     """Take the rows of a layer's scores apart.
 
     Args:
         name: of the layer, for messages.
         heads: query heads.
+        kv_heads: of the caches.
 
     Raises:
         RoleError: rows are made of other elements of the query than of one head's, pair by pair, or not alike.
@@ -126,7 +127,6 @@ def rotation_of(name: str, scores: Scores, heads: int, positions: Positions) -> 
     head = np.where(used, rotated.element // width, 0).max((1, 2))
     if not np.array_equal(np.sort(head), np.arange(heads)):
         raise RoleError(f"{name}.attention: its scores are not one row a query head.")
-    kv_heads = int(scores.head.max()) + 1
     if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
         raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
     within = rotated.element - head[:, None, None] * width

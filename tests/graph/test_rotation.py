@@ -50,7 +50,7 @@ def scores(amplitude: float = 1.0, heads: int = HEADS) -> Scores:
 
 
 def rotation(found: Scores, angles: np.ndarray) -> Rotation:
-    return rotation_of("layers.0", found, HEADS, Tables(angles))  # type: ignore[arg-type]
+    return rotation_of("layers.0", found, HEADS, 2, Tables(angles))  # type: ignore[arg-type]
 
 
 @given(st.floats(100, 1e7), st.sampled_from([1.0, 0.5, 0.25]), st.floats(0.01, 4))

@@ -11,6 +11,7 @@ from adversary.edits import Case, Change
 from adversary.mutations.attention import ALONG, HEADS, MASKS, ORDER, SCORES, WINDOWS
 from adversary.mutations.blocks import GELU, NORMS, OUTPUTS, RESIDUALS
 from adversary.mutations.files import COMPOSITES, DECLARED, INPUTS, INTERFACES, NAMES, RUNTIME
+from adversary.mutations.fourth import FOURTH
 from adversary.mutations.numbers import GRIDS, NOT_SEEN, NUMBER_TYPES, OPERATORS, UNKNOWN, WEIGHTS
 from adversary.mutations.positions import KINDS, POSITIONS, ROPE, TABLES
 from adversary.mutations.quiet import LOUDNESS, MISTAKES, SMOOTH, SUBTLE
@@ -66,4 +67,5 @@ MUTATIONS: tuple[Case, ...] = (
     *THIRD_READERS,
     *WINDOWS,
     *ALONG,
+    *FOURTH,
 )

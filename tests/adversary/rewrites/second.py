@@ -13,6 +13,7 @@ from adversary.edits import (
     LOWEST,
     Case,
     Change,
+    Edit,
     Sample,
     cases,
     each,
@@ -51,8 +52,12 @@ def reshaped_input(name: str, shape: list[int]) -> Change:
     return change
 
 
-def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv") -> Change:
-    """Caches of integers or halves, brought back by DEQUANTIZE or CAST."""
+def dequantized(g: Graph, x: int) -> int:
+    return g.call("DEQUANTIZE", x, dtype=np.float32)
+
+
+def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv", back: Edit = dequantized) -> Change:
+    """Caches of integers, brought back by ``back``, or of halves, by CAST."""
 
     def coded(array: Array) -> Array:
         ends = np.iinfo(kind)
@@ -70,7 +75,7 @@ def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv") -> C
                 continue
             described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[kind]
             described.quantization = parameters(scale, zero_point)
-            g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
+            g.rewire(tensor, back(g, tensor), readers)
             g.adapt[name] = coded
 
     return change
@@ -165,7 +170,13 @@ EXACT: dict[str, dict[str, Change]] = {
 ROUNDED: dict[float, dict[str, Change]] = {
     # Numbers of half precision that a converter made floats: read, and said to be coarse.
     0.05: {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)},
-    2e-3: {"caches_fp16": caches(np.float16, 1.0), "caches_int16": caches(np.int16, 80 / 32767)},
+    2e-3: {
+        "caches_fp16": caches(np.float16, 1.0),
+        "caches_int16": caches(np.int16, 80 / 32767),
+        "caches_int16_cast_and_scaled": caches(
+            np.int16, 80 / 32767, back=lambda g, x: g.mul(g.cast(x, np.float32), np.float32(80 / 32767))
+        ),
+    },
     0.1: {},
 }
 

@@ -1,0 +1,186 @@
+"""The fourth attack: what LiteRT's kernels make of types, which heads of a cache are read, what is stored where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+from helpers.surgery import Graph
+
+from adversary.edits import (
+    Case,
+    Change,
+    Edit,
+    Sample,
+    cases,
+    chain,
+    edge,
+    over_bfloat,
+    parameters,
+    quantized,
+    through,
+    unary,
+)
+from adversary.mutations.blocks import every_eps
+
+Array = np.ndarray
+
+
+def of_codes(name: str, *others: int, scale: float = 0.05) -> Edit:
+    """An operator on codes, which LiteRT's kernel computes without their scales."""
+
+    def edit(g: Graph, x: int) -> int:
+        operands = [quantized(g, x, scale)]
+        for code in others:
+            operands.append(g.constant(np.array([code]), np.int8))
+            g.main.tensors[operands[-1]].quantization = parameters(2.1e29)
+        made = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
+        g.main.tensors[made].quantization = parameters(2 * scale if name == "NEG" else scale)
+        return g.call("DEQUANTIZE", made, dtype=np.float32)
+
+    return edit
+
+
+KERNELS: dict[str, Change] = {
+    "smaller_of_codes": edge("state", of_codes("MINIMUM", 5)),
+    "larger_of_codes": edge("state", of_codes("MAXIMUM", -5)),
+    "negative_of_codes": edge("state", chain(of_codes("NEG"), unary("NEG"))),
+}
+
+
+def shaped_by_int64(place: str) -> Change:
+    """A RESHAPE whose operand is INT64: LiteRT takes its option, which says another shape."""
+
+    def edit(g: Graph, x: int) -> int:
+        count = int(np.prod(g.shape(x)))
+        made = g.call("RESHAPE", x, np.array([1, count], np.int64), shape=[1, count])
+        g.producer(made).builtinOptions.newShape = np.array([4, count // 4], np.int32)
+        return g.reshape(g.transpose(made, [1, 0]), g.shape(x))
+
+    return edge(place, edit)
+
+
+SHAPES: dict[str, Change] = {f"{place}_by_int64": shaped_by_int64(place) for place in ("state", "0.query")}
+
+
+def rounded_weight(edit: Edit) -> Change:
+    """A norm's weight through a narrower type."""
+    return lambda g: g.insert(g.norm("layers.0.pre_ffw_norm").weight, lambda w: edit(g, w))
+
+
+def by_dequantize(g: Graph, w: int) -> int:
+    return g.call("DEQUANTIZE", g.cast(w, np.float16), dtype=np.float32)
+
+
+CONSTANTS: dict[str, Change] = {
+    "norm_weight_cast_fp16": rounded_weight(through(np.float16)),
+    "norm_weight_cast_bf16": rounded_weight(over_bfloat),
+    "norm_weight_cast_fp16_and_dequantized": rounded_weight(by_dequantize),
+}
+
+
+def activations_as_codes(scale: float) -> Change:
+    """The input itself is INT8."""
+
+    def change(g: Graph) -> None:
+        tensor = g.input("activations")
+        readers = g.readers(tensor)
+        g.main.tensors[tensor].type, g.main.tensors[tensor].quantization = schema.TensorType.INT8, parameters(scale)
+        g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
+        g.adapt["activations"] = lambda a: np.clip(np.round(a / scale), -128, 127).astype(np.int8)
+
+    return change
+
+
+def keys_as_codes(scale: float, zero_point: int = 0) -> Change:
+    def change(g: Graph) -> None:
+        tensor = g.input("kv_cache_k_3")
+        readers, described = g.readers(tensor), g.main.tensors[tensor]
+        described.type, described.quantization = schema.TensorType.INT8, parameters(scale, zero_point)
+        g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
+        finite = scale or 1.0
+        g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / finite) + zero_point, -128, 127).astype(np.int8)
+
+    return change
+
+
+GRIDS: dict[str, Change] = {
+    "activations_cut_off_at_0.6": activations_as_codes(0.005),
+    "activations_in_steps_of_1.5": activations_as_codes(1.5),
+    "keys_by_a_scale_of_0": keys_as_codes(0.0),
+    "keys_by_a_zero_point_that_is_no_code": keys_as_codes(0.02, 1000),
+}
+
+
+def more_heads(*names: str, first: int = 0) -> Change:
+    """Caches of four KV heads, of which two are read."""
+
+    def change(g: Graph) -> None:
+        for name in names:
+            tensor = g.input(f"kv_cache_{name}_2")
+            shape, readers = g.shape(tensor), g.readers(tensor)
+            g.main.tensors[tensor].shape = [1, 4, *shape[2:]]
+            g.rewire(tensor, g.slice(tensor, [0, first, 0, 0], shape), readers)
+            g.adapt[f"kv_cache_{name}_2"] = lambda a: np.concatenate([a, a], 1)
+
+    return change
+
+
+def two_batches(g: Graph) -> bool | None:
+    """K of one head twice, in an axis before it, where scores say that they have one."""
+    g.open_all()
+    key = g.input("kv_cache_k_3")
+    if g.shape(key)[1] != 1:
+        return False
+    wide = [2, *g.shape(key)[1:]]
+    g.rewire(key, g.call("BROADCAST_TO", key, np.array(wide, np.int32), shape=wide), [g.layer(1).score])
+    return None
+
+
+def one_pair_for_both(g: Graph) -> None:
+    """The second sliding layer sees everything, with the caches of the first."""
+    place = g.layer(1)
+    hidden = g.call("SELECT_V2", g.input("mask"), place.scores, -1e9, shape=g.shape(place.scores))
+    g.set_input(place.softmax, 0, hidden)
+
+
+NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
+
+
+def stored_for(tensor: Callable[[Graph], int], values: Callable[[list[int]], Array]) -> Change:
+    """Numbers are stored for what an operator computes."""
+
+    def change(g: Graph) -> None:
+        made = tensor(g)
+        g.main.tensors[made].buffer = g.buffer(values(g.shape(made)).tobytes())
+
+    return change
+
+
+def plus_0(g: Graph) -> int:
+    """The position plus 0, for the angles."""
+    readers = [op for op in g.readers(g.input("input_pos")) if g.kind(op) in ("RESHAPE", "CAST")]
+    return g.insert(g.input("input_pos"), lambda x: g.add(x, np.array([0], np.int32)), readers)
+
+
+STORED: dict[str, Change] = {
+    "position": stored_for(plus_0, lambda shape: np.full(shape, 7, np.int32)),
+    "mask": stored_for(lambda g: g.layer(0).visible, lambda shape: np.ones(shape, np.bool_)),
+    "state": stored_for(lambda g: g.normed("final_norm"), lambda shape: np.ones(shape, np.float32)),
+}
+
+FOURTH: tuple[Case, ...] = (
+    *cases("fourth: kernels of codes", KERNELS, exact=True),
+    *cases("fourth: shapes of another type", SHAPES),
+    *cases("fourth: constants", CONSTANTS, exact=True),
+    Case("fourth: constants", "infinite_epsilons", every_eps(np.inf)),
+    *cases("fourth: grids of inputs", GRIDS, Sample(40), exact=True, why="the caches' own codes are other numbers"),
+    *cases("fourth: caches", {"two_of_four_heads": more_heads("k", "v")}, why=NO_ENGINE),
+    *cases("fourth: caches", {"last_two_of_four_heads": more_heads("k", "v", first=2)}, why=NO_ENGINE),
+    *cases("fourth: caches", {"two_of_four_heads_of_values": more_heads("v")}, why=NO_ENGINE),
+    *cases("fourth: caches", {"keys_in_two_batches": two_batches}, why="LiteRT refuses to run it"),
+    *cases("fourth: caches", {"one_pair_for_both_types": one_pair_for_both}, layers=(0, 1), why=NO_ENGINE),
+    *cases("fourth: results that are stored", STORED, why="LiteRT computes with the one or the other"),
+)
+"""Cases that the interpreter cannot tell carry their reason."""
