@@ -16,7 +16,7 @@ import numpy as np
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.checkpoint.weight import Weight, row_ranges
+from mtp_extract.checkpoint.weight import Constant, Weight, filled, row_ranges
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import code_range, computing, grid_of
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
@@ -24,8 +24,7 @@ from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.reading import LARGEST
-from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor, read_floats
+from mtp_extract.litertlm.storage import read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.grids import hold_grids
 from mtp_extract.proof.rotations import hold_rotations
@@ -166,41 +165,39 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
         ProofError: a number is another one, or none that a drafter has.
         CheckpointError: a tensor has another size.
     """
-    roles = {role.role: role for role in walk.roles}
+    roles = {role.role: role for role in walk.roles if role.tensor is not None}
     for wanted, shape in shapes_of(config).items():
-        name, weight, role = wanted.name, read(wanted.name), roles.get(wanted.name)
+        name, weight = wanted.name, read(wanted.name)
+        constant = Constant.of(model, roles[name]) if name in roles else filled(shape)
         if math.prod(weight.shape) != math.prod(shape):
             raise CheckpointError(f"{name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
-        stored = _numbers_of(model, role)
-        # Of integers the scales were held when they were read.
-        integers = role is not None and role.tensor is not None and role.tensor.type not in FLOAT_TYPES
+        if _reads_codes_of(weight, constant):
+            continue
         for first, last in row_ranges(weight):
-            at, other = first * weight.columns, weight.floats(first, last).reshape(-1)
-            one = stored(at, at + other.size)
-            if (integers or float(np.abs(one).max()) < LARGEST) and np.array_equal(one, other):
-                continue
+            one, other = (w.floats(first, last).reshape(-1) for w in (constant, weight))
             wrong = ~((np.abs(one - other) <= np.float32(_ROUNDING) * np.abs(one)) & (np.abs(one) < LARGEST))
             if wrong.any():
                 where = int(wrong.argmax())
                 raise ProofError(
-                    f"{name}: the graph and the checkpoint part here: number {at + where} is {one[where]:.6g} in the "
-                    f"graph and {other[where]:.6g} in the checkpoint. Nothing is written."
+                    f"{name}: the graph and the checkpoint part here: number {first * weight.columns + where} is "
+                    f"{one[where]:.6g} in the graph and {other[where]:.6g} in the checkpoint. Nothing is written."
                 )
 
 
-def _numbers_of(model: TfliteModel, role: FoundRole | None) -> Callable[[int, int], Floats]:
-    """Numbers ``[begin, end)`` of a weight, flat: stored = factor × weight, solved for it."""
-    if role is None or role.tensor is None:
-        return lambda begin, end: np.ones(end - begin, np.float32)
-    source, factor = QuantizedTensor.of(model, role.tensor), np.float32(role.factor)
-    read = source.floats
-    if role.tensor.elements == 1:
-        whole = np.broadcast_to(source.floats(), math.prod(role.shape))
-
-        def read(begin: int = 0, end: int | None = None) -> Floats:
-            return whole[begin:end]
-
-    return read if role.factor == 1 else lambda begin, end: read(begin, end) / factor
+def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
+    """Whether ``weight`` is the codes of ``constant`` themselves, each with its own scale, and none of them huge."""
+    if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None:
+        return False
+    source, steps, storage = constant.source, weight.steps, constant.source.storage
+    if weight.source.tensor is not source.tensor or steps.factor != constant.factor or weight.folded:
+        return False
+    if storage.groups > 1 and storage.columns % steps.block:
+        return False
+    elements = np.arange(weight.rows)[:, None] * weight.columns + np.arange(0, weight.columns, steps.block)
+    places = elements // storage.columns % storage.groups
+    scales, zeros = source.scale.reshape(-1), source.zero_point.reshape(-1)
+    same = np.array_equal(steps.size, scales[places]) and np.array_equal(steps.zero_point, zeros[places])
+    return same and float(scales.max()) * (1 << weight.bits) < LARGEST
 
 
 def in_words(proof: Mapping[str, Any]) -> list[str]:

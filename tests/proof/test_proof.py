@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from seam import (
     Read,
     RoleError,
     UnsupportedError,
+    Weight,
     in_words,
     of_array,
     prove,
@@ -129,6 +131,19 @@ def test_exchanged_tensors_are_named(one: str, other: str) -> None:
     names = {one: other, other: one}
     with pytest.raises(ProofError, match=rf"^({one}|{other}): "):
         prove(variant("jax_published"), read=lambda read: lambda name: read(names.get(name, name)))
+
+
+@pytest.mark.parametrize("name", ["jax_published", "torch_blockwise32", "torch_int2"])
+def test_codes_with_the_scales_of_other_rows_are_named(name: str) -> None:
+    """A tensor that is the constant's own codes is not compared number by number; its scales are."""
+
+    def rolled(weight: Weight) -> Weight:
+        changed = copy.copy(weight)
+        changed.__dict__["steps"] = dataclasses.replace(weight.steps, size=np.roll(weight.steps.size, 1, 0))
+        return changed
+
+    with pytest.raises(ProofError, match=r"^lm_head: "):
+        prove(variant(name), read=lambda read: lambda role: rolled(read(role)) if role == "lm_head" else read(role))
 
 
 def every(change: Callable[[Floats], Floats], role: str) -> Reread:
