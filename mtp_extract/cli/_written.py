@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.report.card import is_head
+from mtp_extract.report.card import is_head, roundings
 from mtp_extract.report.serving import next_command
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def show_written(
     total = size(sum(result.files.values()))
     say(f"Wrote {where}/ ({record['layout']} format, {_holds(result)}, {total}), read back and compared")
     if (proof := record["proof"]) is not None:
-        by = " when it was extracted" if proof["inherited"] else ""
+        by = " when it was extracted" if record["converted_from"] else ""
         before = "before rounding, " if is_rounded(record) else ""
         if verbose:
             say_proof(f"Verified{by}: {before}".rstrip(" :,"), proof)
@@ -57,20 +57,18 @@ def show_written(
 
 def is_rounded(record: Mapping[str, Any]) -> bool:
     """Whether a record says that numbers were rounded, here or before."""
-    return any(step["rounded"] or step["made_codes"] for step in (*record["converted_from"], record))
+    return bool(roundings(*record["converted_from"], record))
 
 
 def _holds(result: ExtractionResult) -> str:
     """In a few words, what the weights are held as."""
-    held, made, dtype = result.held, result.record["made_codes"], result.record["dtype"]
+    held, dtype = result.held, result.record["dtype"]
     types = sorted(held.keys() - {"codes", "indices"})
     if "codes" not in held:
         # A format whose numbers are codes may have been given none.
         return " and ".join(types) if dtype == "codes" else str(dtype).upper()
-    return (
-        f"{held['codes']} of {sum(held.values())} weights as integers"
-        + (f", {made['matrices']} of them made here" if made else "")
-        + (f", the others in {' and '.join(types)}" if types else "")
+    return f"{held['codes']} of {sum(held.values())} weights as integers" + (
+        f", the others in {' and '.join(types)}" if types else ""
     )
 
 
@@ -80,11 +78,9 @@ def found_in(section: int | None, found_by: str) -> str:
     return f"{where}found by {found_by}" if found_by != "bare model" else "a bare model"
 
 
-def say_proof(claim: str, proof: Mapping[str, Any]) -> None:
-    """What was held against the bundle; ``proof`` as in ``extraction.json``."""
-    from mtp_extract.proof.proof import in_words
-
-    first, *others = in_words(proof)
+def say_proof(claim: str, proof: Sequence[str]) -> None:
+    """What was held against the bundle, in sentences; ``proof`` as in ``extraction.json``."""
+    first, *others = proof
     say(f"{claim}: {first}")
     for line in others:
         say(f"  {line}")

@@ -56,6 +56,7 @@ def command(
 
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
+    from mtp_extract.proof.proof import in_words
 
     plans: list[InsertionPlan] = []
 
@@ -86,7 +87,7 @@ def command(
         checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
         say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
         if result.proof is not None:
-            say_proof("Verified, its graph and its weights", result.proof)
+            say_proof("Verified, its graph and its weights", in_words(result.proof))
         say_notes(result.notes[len(plan.notes) :])
 
 

@@ -93,10 +93,10 @@ def _show_checkpoint(found: CheckpointInspection) -> None:
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
         for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
             if made := record.get(key):
-                before, after = (made["overall"][when]["teacher_forced"] for when in ("before", "after"))
-                lengths = f"teacher-forced tokens per round {before:.3f}, then {after:.3f}"
+                ratio, texts = made["overall"]["rounds"]["ratio"], made["overall"]["texts"]
                 mode = f" ({escape(made['mode'])})" if "mode" in made else ""
-                say(f"  {what}{mode} beside {escape(made['base'])}: {lengths}")
+                gain = f"{ratio:.3f} times the tokens per round on {texts} held-out texts"
+                say(f"  {what}{mode} beside {escape(made['base'])}: {gain}")
     else:
         say(f"{place}: without extraction.json")
     if checked is None or checked.against is None:
@@ -156,6 +156,9 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
     _show_model(drafter["model"])
     if "roles" not in drafter:
         return
+
+    from mtp_extract.proof.proof import in_words
+
     rows = [
         [r["role"], r["type"] or "implied", r["shape"], "yes" if r["name_confirms"] else "-", r["why"]]
         for r in drafter["roles"]
@@ -166,7 +169,7 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         for name, c in drafter["kv_inputs"].items()
     ]
     _titled("Caches of the base model", rows, "input", "type", "shape", "scale", "read by")
-    say_proof("Proof", drafter["proof"])
+    say_proof("Proof", in_words(drafter["proof"]))
     scores = ", ".join(f"{score:g}" for score in drafter["proof"]["largest_scores"])
     say(f"  |q · K| of each layer is at most {scores}; hidden slots lie further below than that")
     rows = [

@@ -20,9 +20,9 @@ from mtp_extract.litertlm.tflite import Tensor, TensorType
 class Activation:
     """Static quantization of an activation: ``real = scale · (code − zero_point)``."""
 
-    type: str
-    scale: float
-    zero_point: int
+    type: str  # TFLite's name
+    scale: float  # what a step of its codes is worth
+    zero_point: int  # the code that stands for 0
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import STATUSES, hide_queries, http_library
+from mtp_extract.io.typed import read
 from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in, verify
-from mtp_extract.report.card import UNSAID, CardWords, model_card
+from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 
 _AGAIN = "Run it again: it resumes"
@@ -100,7 +102,7 @@ def plan_upload(
             "published with it. Move it elsewhere."
         )
     notes: tuple[str, ...] = ()
-    report = read_object(folder / REPORT, "Validate again.") if REPORT in contents else None
+    report = _verdict(folder / REPORT) if REPORT in contents else None
     if changed_card(folder, record):
         if words != UNSAID:
             raise HubError(
@@ -109,11 +111,15 @@ def plan_upload(
             )
         notes = (f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.",)
     elif report is not None or words != UNSAID or CARD not in contents:
-        try:
-            contents[CARD] = model_card(record, report, words).encode()
-        except CheckpointError as error:
-            raise CheckpointError(f"{escape(folder)}: {error}") from error
+        contents[CARD] = model_card(record, ReadDirectory.of(folder).limits(), report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], notes
+
+
+def _verdict(path: Path) -> Verdict:
+    try:
+        return read(read_object(path, "Validate again."), Verdict)
+    except ValueError as error:
+        raise CheckpointError(f"{escape(path)}: lacks what the card states: {escape(error)}. Validate anew.") from error
 
 
 def upload(

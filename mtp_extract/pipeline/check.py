@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Container, Iterator, Mapping
@@ -14,12 +13,13 @@ from typing import Any
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.files import sha256_of_file
-from mtp_extract.checkpoint.record import FORMAT_VERSION, check_extraction
+from mtp_extract.checkpoint.record import FORMAT_VERSION, Extraction
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, reading, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.address import is_cached
 from mtp_extract.io.place import listing
+from mtp_extract.io.typed import read
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
@@ -127,7 +127,7 @@ def read_record(directory: Path) -> dict[str, Any]:
             "release of mtp-extract wrote it: extract the drafter again with this one."
         )
     try:
-        check_extraction(record)
+        read(record, Extraction)
     except ValueError as error:
         raise CheckpointError(
             f"{path}: not what mtp-extract writes: {escape(error)}. Extract it again, or fetch it again."
@@ -141,8 +141,8 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> Verification:
-    """Check ``directory`` against its record: size and SHA-256 of each file but the card, format and geometry; and that
-    nothing else lies there that an engine may read. Where it came from is not checked: that takes the bundle.
+    """Check ``directory`` against its record: size and SHA-256 of each file but the card, and its format; and that it
+    holds a drafter, and nothing else that an engine may read. Where that came from takes the bundle to check.
 
     Args:
         allowed: names of files that may be there though the record does not list them: those of a report.
@@ -164,20 +164,14 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
         elif sha256_of_file(path) != expected["sha256"]:
             wrong.append(f"{escape(name)} has other content")
-    if wrong := wrong or unexpected_in(folder, allowed) or list(_otherwise(folder, record)):
+    if not (wrong := wrong or unexpected_in(folder, allowed)):
+        found, layout = format_of(folder), record["layout"]
+        found.read(folder)
+        if found.name not in (layout, EVERY[layout].read_as):
+            wrong = [f"the layout is {found.name}, not {layout}"]
+    if wrong:
         raise CheckpointError(f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. {AGAIN}")
     return Verification(folder, record, len(listed))
-
-
-def _otherwise(folder: Path, record: dict[str, Any]) -> Iterator[str]:
-    """Where ``record`` calls what lies in ``folder`` by the name of another format, or of another drafter."""
-    found, layout = format_of(folder), record["layout"]
-    if found.name not in (layout, EVERY[layout].read_as):
-        yield f"the layout is {found.name}, not {layout}"
-        return
-    for key, value in json.loads(json.dumps(found.read(folder).config.as_json())).items():
-        if record["geometry"].get(key) != value and key != "max_position_embeddings":
-            yield f"{key} is {escape(value)}, not {escape(record['geometry'].get(key))}"
 
 
 def _entries(folder: Path) -> Iterator[Path]:

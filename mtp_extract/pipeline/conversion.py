@@ -11,14 +11,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import convert as typed
+from msgspec import to_builtins
+
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.arranged import INDICES, Arranged
+from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import holds_tensors, sha256_of_file
+from mtp_extract.checkpoint.record import CHECKPOINT, Pairs, provenance
 from mtp_extract.checkpoint.weight import same_weight
-from mtp_extract.formats import EVERY, format_of
+from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, staged
@@ -26,6 +29,7 @@ from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import RECORD, files_in, recorded, require_manifest, verify, with_record
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
+from mtp_extract.report.card import roundings
 from mtp_extract.report.files import REPORT_FILES
 
 
@@ -67,10 +71,7 @@ def convert(
     with staged(target, overwrite=overwrite, inputs=(place,), listed=recorded) as stage:
         files, back = write_and_read(made, stage, progress)
         made.require_same(back)
-        proof = read.old["proof"] if read.old is not None else None
-        proof = proof and record.proof_record(proof, inherited=True)
-        more, notes = read.told_of(made), read.notes()
-        return finish(made, stage, target, files, read.origin, proof, converted_from=read.steps, more=more, notes=notes)
+        return finish(made, stage, target, files, read.origin_of(made), read.notes())
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,14 @@ class ReadDirectory:
     Attributes:
         checkpoint: with all codes there are.
         layout: name of its format.
-        old: its record; None where it has none.
-        origin: what a record says of where everything came from.
+        record: its own; where it has none, what would stand there.
         extra_codes: roles whose codes lie in a file of their own, besides their floats.
     """
 
     directory: Path
     checkpoint: Checkpoint
     layout: str
-    old: Mapping[str, Any] | None
-    origin: Mapping[str, Any]
+    record: Mapping[str, Any]
     extra_codes: frozenset[str]
 
     @classmethod
@@ -100,62 +99,56 @@ class ReadDirectory:
             CheckpointError: it is damaged, or holds no drafter.
         """
         directory = with_record(Path(checkpoint_here(directory)))
-        old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
-        if old is None:
+        record = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
+        if record is None:
             require_manifest(directory, REPORT_FILES)
         format_ = format_of(directory)
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)
         tensors = dict(checkpoint.tensors)
         extra = frozenset(role for role, weight in tensors.items() if weight is not floats.tensors[role])
-        origin = old or _unknown_origin(directory, checkpoint)
+        record = record or _without_record(directory, checkpoint)
         # What was one stored constant is one again: formats may write it once.
-        for first, *others in origin["shared"]:
+        for first, *others in record["shared"]:
             for role in others:
                 if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
                     tensors[role] = tensors[first]
         checkpoint = replace(
             checkpoint,
             tensors=MappingProxyType(tensors),
-            activations=record.activations_of(old) if old is not None else checkpoint.activations,
-            provenance=record.provenance(origin["source"]),
+            activations=MappingProxyType(typed(record["activations"], Pairs)),
+            provenance=provenance(record["source"]),
         )
-        return cls(directory, checkpoint, format_.name, old, origin, extra)
+        return cls(directory, checkpoint, format_.name, record, extra)
 
     @cached_property
     def sums(self) -> dict[str, str]:
         """By name: SHA-256 of each file with tensors."""
         return {name: sha256_of_file(path) for name, path in _weights(self.directory).items()}
 
-    @property
-    def steps(self) -> list[Mapping[str, Any]]:
-        """The directories that the weights have been in, this one last, as a record has them."""
-        old = self.old or {}
-        step = {
-            "layout": self.layout,
-            "dtype": old.get("dtype", self.checkpoint.dtype),
-            "rounded": old.get("rounded", {}),
-            "made_codes": old.get("made_codes"),
-            "version": old["tool"]["version"] if old else None,
-            "files": self.sums,
-        }
-        return [*old.get("converted_from", []), step]
+    def origin_of(self, made: Arranged) -> dict[str, Any]:
+        """What the record of ``made``, made of this directory, says of where it came from, of a proof and of training.
 
-    def told_of(self, made: Arranged) -> dict[str, Any]:
-        """What its record says of a tuning and an ordered head; of the latter nothing where ``made`` leaves it out."""
-        ordered = any(kept.how == INDICES for kept in made.kept.values())
-        keys = ("tuning", "ordered_head") if ordered else ("tuning",)
-        return {key: self.old[key] for key in keys if self.old is not None and key in self.old}
+        Of an ordered head that ``made`` leaves out it says nothing.
+        """
+        own = {key: self.record[key] for key in ("dtype", "rounded", "rule")}
+        step = {"layout": self.layout, **own, "version": self.record["tool"]["version"], "files": self.sums}
+        kept = ["source", "known_as", "shared", "activations", "proof", "tuning"]
+        if any(one.how == INDICES for one in made.kept.values()):
+            kept.append("ordered_head")
+        origin = {key: self.record[key] for key in kept if key in self.record}
+        return {**origin, "converted_from": [*self.record["converted_from"], step]}
+
+    def limits(self) -> tuple[str, ...]:
+        """Where an engine does not do what the bundle says, as the format notes it."""
+        return arrange(format_named(self.layout), self.checkpoint, self.record["dtype"]).files[0].notes
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the directory."""
-        steps = self.steps if self.old is not None else []
-        done = {word for step in steps for word in step["rounded"]}
-        done |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
-        if not done:
+        if not (done := roundings(*self.record["converted_from"], self.record)):
             return ()
         return (
-            f"Before this, weights had been rounded ({', '.join(sorted(done))}); that is not undone; extracted in this "
+            f"Before this, weights had been rounded ({', '.join(done)}); that is not undone; extracted in this "
             "format right away, they would not have been.",
         )
 
@@ -167,14 +160,20 @@ def _weights(place: Path) -> dict[str, Path]:
     return {name: place / name for name in files_in(place) if holds_tensors(name)}
 
 
-def _unknown_origin(directory: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a record says of a directory that has none: its name, and what its geometry is known as."""
+def _without_record(directory: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a record would say of a directory that has none: its name, and what its geometry is known as."""
     known = known_drafter(checkpoint.config) if isinstance(checkpoint.config, DrafterConfig) else None
     size = sum(path.stat().st_size for path in _weights(directory).values())
-    source = {"name": name_of(directory), "size": size, "kind": record.CHECKPOINT, "version": None}
+    source = {"name": name_of(directory), "size": size, "kind": CHECKPOINT, "version": None}
     return {
+        "tool": {"version": None},
         "source": {**source, "provenance": {}, "section": None},
+        "converted_from": [],
         "known_as": known["name"] if known else None,
+        "dtype": checkpoint.dtype,
+        "rounded": [],
+        "rule": None,
         "shared": [],
-        "activations": {},
+        "activations": {role: to_builtins([*pair]) for role, pair in checkpoint.activations.items()},
+        "proof": None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
-from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.arranged import FLOATS
+from mtp_extract.checkpoint.arranged import FLOATS, Arranged
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.record import of_bundle, provenance
 from mtp_extract.checkpoint.weight import Constant, Weight, filled
 from mtp_extract.errors import CheckpointError, SourceError, escape
 from mtp_extract.formats import EVERY, format_of
@@ -23,7 +24,7 @@ from mtp_extract.io.source import Progress, Source
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
-from mtp_extract.proof.proof import Proof, prove
+from mtp_extract.proof.proof import Proof, in_words, prove
 
 
 def default_directory(source: str | os.PathLike[str]) -> Path:
@@ -91,7 +92,7 @@ def extract(
     """
     plan = WritingPlan(format, dtype, codes, quantize)
     name = plan.choose()
-    require_no_checkpoint(source)
+    _require_no_checkpoint(source)
     with (
         nullcontext(source)
         if isinstance(source, Opened)
@@ -103,22 +104,17 @@ def extract(
         opened.prefetch()
         drafter = opened.drafter(sliding_window)
         original = checkpoint_of(drafter)
-        origin = record.of_bundle(drafter, original)
-        original = replace(original, provenance=record.provenance(origin["source"]))
-        made = prepare(original, name, plan)
+        origin = of_bundle(drafter, original)
+        made = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
         with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
             files, back = write_and_read(made, stage, progress)
             made.require_same(back, floats=False)
-            # Floats are proven as they were read back; rounded ones, whose bytes were compared, before that.
-            unrounded = [role for role, kept in made.kept.items() if kept.how == FLOATS and not kept.rounded_to]
-            read = {**original.tensors, **{role: back.tensors[role] for role in unrounded}}
-            proof = prove_checkpoint(drafter, replace(back, tensors=MappingProxyType(read)))
-            proven = record.proof_record(proof, inherited=False)
-            notes = _notes(drafter, original, made.format.name)
-            return finish(made, stage, target, files, origin, proven, notes=notes)
+            proof = prove_checkpoint(drafter, _before_rounding(made, original, back))
+            origin |= {"converted_from": [], "proof": in_words(proof)}
+            return finish(made, stage, target, files, origin, _notes(drafter, made))
 
 
-def require_no_checkpoint(source: object) -> None:
+def _require_no_checkpoint(source: object) -> None:
     """Refuse what is converted, and not extracted.
 
     Raises:
@@ -134,6 +130,13 @@ def require_no_checkpoint(source: object) -> None:
             )
 
 
+def _before_rounding(made: Arranged, original: Checkpoint, back: Checkpoint) -> Checkpoint:
+    """Floats as they were read ``back``; those that were rounded, whose bytes were compared, as they were before."""
+    exact = [role for role, kept in made.kept.items() if kept.how == FLOATS and not kept.rounded_to]
+    read = {**original.tensors, **{role: back.tensors[role] for role in exact}}
+    return replace(back, tensors=MappingProxyType(read))
+
+
 def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
     """Prove that ``checkpoint`` computes what the graph of ``drafter`` computes.
 
@@ -147,18 +150,14 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
         return prove(drafter.graph, drafter.walk, checkpoint.mtp, tensors.__getitem__)
 
 
-def _notes(drafter: Shard, checkpoint: Checkpoint, layout: str) -> list[str]:
+def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
     """What a user should know of the file."""
-    notes: list[str] = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
-    if absent := [name for name in scalars if name not in checkpoint.tensors]:
-        notes.append(f"The graph has no layer scalar in {len(absent)} layers, as if it were 1; 1 was written.")
+    if absent := [name for name in scalars if name not in made.checkpoint.tensors]:
+        yield f"The graph has no layer scalar in {len(absent)} layers, as if it were 1; 1 was written."
     if not drafter.names.confirmed:
-        notes.append("The file has none of the names of Google's published files; the roles rest on the graph alone.")
-    notes += [
-        f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
-        for role, others in drafter.names.contradicted.items()
-    ]
-    if any(found.input is not None for found in drafter.walk.roles) and not EVERY[layout].activations:
-        notes.append("The graph quantizes activations statically; their scales are in extraction.json alone.")
-    return notes
+        yield "The file has none of the names of Google's published files; the roles rest on the graph alone."
+    for role, others in drafter.names.contradicted.items():
+        yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
+    if any(found.input is not None for found in drafter.walk.roles) and not EVERY[made.format.name].activations:
+        yield "The graph quantizes activations statically; their scales are in extraction.json alone."

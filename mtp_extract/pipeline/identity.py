@@ -18,24 +18,24 @@ import numpy as np
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint import record as records
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
 from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
-from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError, escape, few
+from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape, few
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.chains import Chain, how_derived, in_words
 from mtp_extract.pipeline.check import AGAIN, RECORD, Check, Verification, unexpected_in, verify, with_record
-from mtp_extract.pipeline.extraction import checkpoint_of
-from mtp_extract.proof.proof import Proof, prove
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.proof.proof import in_words as proof_in_words
+from mtp_extract.report.card import roundings
 
 NEEDED = ("config", "files", "tensors", "function")
-"""The checks without which nothing is proven. The others refute as well, and may be left out."""
+"""The checks without which nothing is proven. The record refutes as well, and may be missing."""
 
 _WHAT = {
     "config": "every number of the config that the graph fixes is the graph's",
@@ -87,60 +87,57 @@ def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
 def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> Verification:
     """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, its checks say.
 
+    Tensors are derived only where the config agrees, and the graph is proven only where they are the file's.
+
     Raises:
         CheckpointError: the directory holds no checkpoint that can be read.
         MtpExtractError: the bundle cannot be read.
     """
     original, format_ = checkpoint_of(source), format_of(directory)
-    written = format_.read(directory)
+    written, derived = format_.read(directory), dict[str, Chain]()
     differences = _apart(_meaning(original.mtp), _meaning(written.mtp))
-    config = _check("config", differences, "every number agrees")
-    try:
-        files = _check("files", unexpected_in(directory, allowed), "all are the drafter's, or read by nobody")
-    except MtpExtractError as error:
-        files = _check("files", [_one_line(error)])
-    derived: dict[str, Chain] = {}
-    try:
-        # Scales are read when they are asked for, and may turn out to be damaged.
-        tensors = _tensors(directory, written, original, format_.name, derived)
-    except CheckpointError as error:
-        tensors = _check("tensors", [_one_line(error)])
-    function, proof = Check("function", _WHAT["function"], None, "not of the shape of the file's drafter"), None
-    if _shape(written.mtp) == _shape(original.mtp):
-        function, proof = _function(source, written, original, derived, refuted=not tensors.passed)
-    checks, own = (config, files, tensors, function), None
-    if not (directory / RECORD).exists():
-        record = Check("record", _WHAT["record"], None, f"there is no {RECORD}")
-    else:
+    config = _check("config", differences, ["every number agrees"])
+    files = _check("files", _unexpected(directory, allowed), ["all are the drafter's, or read by nobody"])
+    tensors = Check("tensors", _WHAT["tensors"], None, "not of the file's config")
+    function = Check("function", _WHAT["function"], None, "not of the file's config and tensors")
+    record, own = Check("record", _WHAT["record"], None, f"there is no {RECORD}"), Verification(directory, {}, 0)
+    proven: list[str] = []
+    if config.passed:
+        wrong = _differing(directory, written, original, format_.name, derived)
+        tensors = _check("tensors", wrong, _summary(written, derived))
+    if tensors.passed:
+        try:
+            proven = proof_in_words(prove_checkpoint(source, original))
+            function = _check("function", (), proven)
+        except ProofError as error:
+            function = _check("function", [str(error).split(". ")[0]])
+        except UnsupportedError as error:
+            # The graph is none that a proof can be made of: nothing is shown of the directory.
+            function = dataclasses.replace(function, evidence=str(error).split(". ")[0])
+    if (directory / RECORD).exists():
         try:
             own = verify(directory, allowed)
-            record = _check("record", (), f"{own.files} files as recorded")
-        except MtpExtractError as error:
+        except CheckpointError as error:
             record = _check("record", [str(error)])
-    wrong = list[str]()
-    if own is not None and proof is not None and all(check.passed for check in checks):
-        wrong = [*_contradicted(own.record, source, original, proof), *_untold(own.record, written, derived)]
-    if wrong:
-        record, own = _check("record", [f"{RECORD}: {few(wrong, separator='; ')}"]), None
-    name, (said, count) = source.opened.source.name, (own.record, own.files) if own is not None else ({}, 0)
-    return Verification(directory, said, count, name, (*checks, record))
+        else:
+            wrong = _contradicted(own.record, source, original, written, derived, proven)
+            record = _check("record", wrong if proven else (), [f"{own.files} files as recorded"])
+    checks = (config, files, tensors, function, record)
+    return dataclasses.replace(own, against=source.opened.source.name, checks=checks)
 
 
-def _check(name: str, wrong: Iterable[str], sound: str = "") -> Check:
-    """What was checked, and what is ``wrong``; where nothing is, that it is ``sound``."""
-    evidence = few(wrong, separator="; ")
-    return Check(name, _WHAT[name], not evidence, evidence or sound)
+def _check(name: str, wrong: Iterable[str], sound: Iterable[str] = ()) -> Check:
+    """What was checked, and what is ``wrong``; where nothing is, what makes it ``sound``."""
+    try:
+        evidence = few(wrong, separator="; ")
+    except CheckpointError as error:
+        # What is damaged shows where it is read.
+        evidence = " ".join(str(error).split())
+    return Check(name, _WHAT[name], not evidence, evidence or "; ".join(sound))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _shape(config: DrafterConfig) -> object:
-    """What decides the shapes of weights and caches."""
-    layers = [(layer.layer_type, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
-    sizes = (config.backbone_hidden_size, config.hidden_size, config.intermediate_size, config.vocab_size)
-    return layers, sizes, config.num_heads, config.ordered_head
+def _unexpected(directory: Path, allowed: Container[str]) -> Iterator[str]:
+    yield from unexpected_in(directory, allowed)
 
 
 def _meaning(config: DrafterConfig) -> dict[str, Any]:
@@ -158,45 +155,34 @@ def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
         yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
 
 
-def _tensors(
+def _differing(
     directory: Path, written: Checkpoint, original: Checkpoint, layout: str, derived: dict[str, Chain]
-) -> Check:
-    """Derive every role from the file's again; what was done to it is put into ``derived``, by role.
+) -> Iterator[str]:
+    """The first tensor that is not derived from the file's; what was done to the others is put into ``derived``.
 
     Raises:
-        CheckpointError: the codes that are kept beside it are damaged.
+        CheckpointError: scales, or codes that are kept beside it, are damaged.
     """
-    shapes = {role.name: shape for role, shape in shapes_of(original.config).items()}
-    # Where there are none at all, none are claimed to be held.
+    # Where there are no static scales at all, none are claimed to be held.
     static = any(any(pair) for pair in written.activations.values())
-    wrong: list[str] = []
     # The table of roles is in the order in which a drafter computes.
-    for role in shapes_of(written.config):
-        there, why = written.tensors[role.name], ""
-        chain = how_derived(original.tensors.get(role.name) or filled(there.shape), there)
-        if there.shape != shapes.pop(role.name, None):
-            why = f"is {list(there.shape)}, which the file has not"
-        elif chain is None:
-            why = _other(there)
-        else:
-            derived[role.name] = chain
-            scales = _static_scales(original, role.name) if there.scheme and static else [0, 0]
-            if _static_scales(written, role.name) != scales:
-                why = "has other static scales of activations than the file's"
-        if why:
-            wrong.append(f"{role.name} ({role.names.get(layout, role.name)}) {why}")
-    if shapes:
-        wrong = [f"the file has more: {', '.join(shapes)}"]
-    if wrong:
-        return _check("tensors", [few(wrong, most=2, separator="; ")])
-    coded = with_codes(directory, written).tensors
-    beside = {name: weight for name, weight in coded.items() if weight is not written.tensors[name]}
-    for name, there in beside.items():
-        chain, own = how_derived(original.tensors[name], there), original.tensors[name].bits
-        if chain is None or (not chain and own != there.bits):
-            return _check("tensors", [f"{CODES_FILE}: {name} {_other(there)}"])
-    kept = f"; beside them {len(beside)} have the file's codes" if beside else ""
-    return _check("tensors", (), _summary(written, derived) + kept)
+    for role, shape in shapes_of(written.config).items():
+        there, name = written.tensors[role.name], f"{role.name} ({role.names.get(layout, role.name)})"
+        chain = how_derived(original.tensors.get(role.name) or filled(shape), there)
+        if chain is None:
+            yield f"{name} {_other(there)}"
+            return
+        if static and there.scheme and _static_scales(written, role.name) != _static_scales(original, role.name):
+            yield f"{name} has other static scales of activations than the file's"
+            return
+        derived[role.name] = chain
+    for role_name, there in with_codes(directory, written).tensors.items():
+        if there is not written.tensors[role_name]:
+            chain, own = how_derived(original.tensors[role_name], there), original.tensors[role_name].bits
+            if chain is None or (not chain and own != there.bits):
+                yield f"{CODES_FILE}: {role_name} {_other(there)}"
+            else:
+                derived[f"{CODES_FILE}: {role_name}"] = chain
 
 
 def _other(there: Weight) -> str:
@@ -215,61 +201,35 @@ def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
     return [np.float32(static_scale(activation)) for activation in checkpoint.activations.get(role, (None, None))]
 
 
-def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> str:
-    """What all tensors are: how many codes, in what the others are, and what was done to them."""
-    made, done, types = Counter[str](), Counter[Chain](), set[str]()
-    for role, chain in derived.items():
-        there = written.tensors[role]
+def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]:
+    """How many tensors are the file's codes, codes that a rule made, or floats; and what was done to them."""
+    kinds = Counter[tuple[str, Chain]]()
+    for role, there in written.tensors.items():
+        if (chain := derived.get(role)) is None:
+            continue
         if there.scheme is not None:
-            made[next((step for step in chain if step in RULES), "")] += 1
-        elif isinstance(there, Stored):
-            types.add(there.tensor.dtype)
+            held = "codes" if any(step in RULES for step in chain) else "the file's codes"
+        else:
+            held = there.tensor.dtype if isinstance(there, Stored) else "no file, as they are 1"
         # What is stored in a type has been rounded to it.
-        told = bool(chain) and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") in types
-        done[chain[:-1] if told else chain] += 1
-    floats, count = " and ".join(sorted(types)), len(derived)
-    codes = made.pop("", 0)
-    parts = [f"{codes} of {count} tensors are the file's codes"] if codes else []
-    parts += [
-        f"{n} of {count} tensors are integers that {rule} makes of the file's numbers" for rule, n in made.items()
-    ]
-    parts = [*parts, f"the others in {floats}"] if parts else [f"{count} tensors in {floats}"]
-    parts += [f"{n} rounded {in_words(chain)}" for chain, n in sorted(done.items()) if chain]
-    return ", ".join([*parts, "every bit"])
+        stored = chain and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") == held
+        kinds[held, chain[:-1] if stored else chain] += 1
+    yield f"all {kinds.total()} are derived from the file's, every bit"
+    for (held, chain), count in sorted(kinds.items()):
+        yield f"{count} in {held}" + (f", rounded {in_words(chain)}" if chain else "")
+    if beside := len(derived) - kinds.total():
+        yield f"beside them {beside} have the file's codes"
 
 
-def _function(
-    source: Shard, written: Checkpoint, original: Checkpoint, derived: Mapping[str, Chain], refuted: bool
-) -> tuple[Check, Proof | None]:
-    """Read the graph beside the checkpoint; ``refuted``: whether a tensor is none of the file's.
-
-    A tensor that was derived from the file's, to the bit, counts as the file's; any other as it is.
-    """
-
-    def read(role: str) -> Weight:
-        there: Weight = written.tensors[role]
-        return original.tensors.get(role, there) if derived.get(role) else there
-
-    def undecided(why: str) -> tuple[Check, None]:
-        return Check("function", _WHAT["function"], None, why), None
-
-    try:
-        with np.errstate(all="ignore"):
-            proof = prove(source.graph, source.walk, written.mtp, read)
-    except (ProofError, CheckpointError) as error:
-        return _check("function", [str(error).split(". ")[0]]), None
-    except UnsupportedError as error:
-        # The graph is none that a proof can be made of: nothing is shown of the directory.
-        return undecided(str(error).split(". ")[0])
-    except (ValueError, ArithmeticError):
-        if not refuted:
-            raise
-        return undecided("its numbers cannot be computed with")
-    return _check("function", (), "; ".join(proof_in_words(proof))), proof
-
-
-def _contradicted(record: Mapping[str, Any], source: Shard, original: Checkpoint, proof: Proof) -> Iterator[str]:
-    """What ``record`` says of a sound directory's bundle, and the bundle does not.
+def _contradicted(
+    record: Mapping[str, Any],
+    source: Shard,
+    original: Checkpoint,
+    written: Checkpoint,
+    derived: Mapping[str, Chain],
+    proven: list[str],
+) -> Iterator[str]:
+    """What ``record`` says of a directory that is the bundle's drafter, and the bundle and the weights do not.
 
     What the file was called and where it lay, which directories there were in between, which release wrote them, and
     the card are no matter of the bundle.
@@ -277,24 +237,19 @@ def _contradicted(record: Mapping[str, Any], source: Shard, original: Checkpoint
     for key in ("tuning", "ordered_head"):
         if key in record:
             yield f"{key} says that the weights were changed, and they are the file's"
-    if record["source"]["kind"] == records.CHECKPOINT:
-        return
-    made = records.of_bundle(source, original)
-    made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
-    if record["proof"] is not None:
-        made["proof"] = records.proof_record(proof, inherited=record["proof"]["inherited"])
-    yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
-
-
-def _untold(record: Mapping[str, Any], written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]:
-    """What was done to the weights of a sound directory, or how they are held, and ``record`` does not say."""
-    steps = (*record["converted_from"], record)
-    told = {word for step in steps for word in step["rounded"]}
-    told |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
     done = {step for chain in derived.values() for step in chain}
-    # A directory of unknown origin came with what had been done to it.
-    if record["source"]["kind"] != records.CHECKPOINT and (untold := sorted(done - told)):
-        yield f"does not say that weights were rounded ({', '.join(untold)})"
+    if record["source"]["kind"] != CHECKPOINT:
+        made = {**of_bundle(source, original), "geometry": original.mtp.as_json()}
+        made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
+        made["geometry"]["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
+        if record["proof"] is not None:
+            made["proof"] = proven
+        yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
+        # A directory of unknown origin came with what had been done to it.
+        if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
+            yield f"does not say that weights were rounded ({', '.join(untold)})"
+    if record["rule"] and record["rule"] not in done:
+        yield f"says that codes were made by {record['rule']}, and none were"
     types = {weight.tensor.dtype for weight in written.tensors.values() if isinstance(weight, Stored)}
     if record["dtype"] != CODES and DTYPES[record["dtype"]].safetensors not in types:
         yield f"dtype is {escape(record['dtype'])}, and no weight is held so"

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint.record import activation_json
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError
@@ -143,7 +144,7 @@ def _role(drafter: Shard, role: FoundRole, confirmed: bool) -> dict[str, Any]:
         **{key: tensor[key] for key in ("subgraph", "name", "type", "quantization", "data")},
         "factor": role.factor,
         "why": role.why,
-        "activations": {"input": activation_json(role.input), "output": activation_json(role.output)},
+        "activations": to_builtins({"input": role.input, "output": role.output}),
         "name_confirms": confirmed,
     }
 

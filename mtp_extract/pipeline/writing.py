@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,38 +120,20 @@ def write_and_read(
 
 
 def finish(
-    made: Arranged,
-    stage: Path,
-    target: Path,
-    files: Files,
-    origin: Mapping[str, Any],
-    proof: Mapping[str, Any] | None,
-    *,
-    converted_from: Sequence[Mapping[str, Any]] = (),
-    more: Mapping[str, Any] = MappingProxyType({}),
-    notes: Iterable[str] = (),
+    made: Arranged, stage: Path, target: Path, files: Files, origin: Mapping[str, Any], notes: Iterable[str] = ()
 ) -> ExtractionResult:
     """Write the card and the record of what was made into ``stage``, which is to be ``target``.
 
     Args:
         files: of the weights, as :func:`write_and_read` returns them.
-        origin: where they came from, as :func:`mtp_extract.checkpoint.record.of_bundle` has it.
-        proof: as :func:`mtp_extract.checkpoint.record.proof_record` makes it.
-        converted_from: the directories that they have been in since, the last one last.
-        more: what else the record says: of a tuning, or of an ordered head.
+        origin: what the record says of where they came from, of a proof and of a training.
         notes: for the user, besides those on how weights are kept.
 
     Raises:
         OutputError: they cannot be written, or read back differently.
         CheckpointError: the record is none that is read again.
     """
-    rounded = Counter[str]()
-    for kept in made.kept.values():
-        # What was rounded and lies beside its own codes is not lost.
-        if kept.rounded_to and not (CODES_FILE in files and kept.how == FLOATS and kept.weight.scheme is not None):
-            rounded[kept.rounded_to + (SCALES if kept.how == CODES else "")] += 1
-    rules = list(made_here(made.checkpoint).values())
-    told = list(notes)
+    rules, told = list(made_here(made.checkpoint).values()), list(notes)
     # A record of another release says nothing of its card.
     with suppress(CheckpointError):
         if (target / RECORD).is_file() and changed_card(target, read_record(target)):
@@ -163,20 +145,16 @@ def finish(
     record = {
         "format_version": FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
-        **{key: origin[key] for key in ("source", "known_as", "shared", "activations")},
-        "converted_from": list(converted_from),
+        **origin,
         "layout": made.format.name,
         "dtype": made.dtype,
-        "rounded": dict(sorted(rounded.items())),
-        "made_codes": {"rule": rules[0], "matrices": len(rules)} if rules else None,
+        "rounded": _rounded(made, files),
+        "rule": rules[0] if rules else None,
         "geometry": made.checkpoint.config.as_json(),
         "files": dict(files),
-        "notes": list(made.files[0].notes),
-        "proof": proof,
-        **more,
     }
     # The card is made of the record, which lists it.
-    record["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record)))
+    record["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=made.files[0].notes)))
     write_file(stage, OutputFile(RECORD, text=json_text(record)))
     read_record(stage)
     held = Counter(
@@ -191,3 +169,13 @@ def finish(
         held=dict(sorted(held.items())),
         notes=(*told, *made.notes(), *made.files[0].notes),
     )
+
+
+def _rounded(made: Arranged, files: Files) -> list[str]:
+    """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
+    words = set[str]()
+    for kept in made.kept.values():
+        beside = CODES_FILE in files and kept.how == FLOATS and kept.weight.scheme is not None
+        if kept.rounded_to and not beside:
+            words.add(kept.rounded_to + (SCALES if kept.how == CODES else ""))
+    return sorted(words)

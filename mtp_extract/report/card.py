@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from mtp_extract.architecture.roles import EAGLE3
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY
+from mtp_extract.io.typed import Excerpt
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.report.markdown import code, listed, paragraph, plain, table
 from mtp_extract.report.serving import how_to_serve, shell_word
@@ -31,6 +32,13 @@ _LIMIT = (
     "acceptance, not correctness: the base verifies every token. Greedy text is the base's own in F32; in BF16 it may "
     "part from it where two tokens of the base nearly tie."
 )
+
+
+class Verdict(Excerpt):
+    """What the card states of a ``report.json``."""
+
+    refuted: bool
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -58,59 +66,19 @@ class CardWords:
 UNSAID = CardWords()
 
 
-def model_card(record: Mapping[str, Any], report: Mapping[str, Any] | None = None, words: CardWords = UNSAID) -> str:
+def model_card(
+    record: Mapping[str, Any], limits: Sequence[str] = (), report: Verdict | None = None, words: CardWords = UNSAID
+) -> str:
     """The text of ``README.md`` for a checkpoint directory.
 
     Args:
-        record: the content of ``extraction.json``.
-        report: the content of the ``report.json`` that ``mtp-validate`` wrote, or None.
+        record: the content of ``extraction.json``, as its type has it.
+        limits: where an engine does not do what the bundle says, as the format notes it.
+        report: of the ``report.json`` that ``mtp-validate`` wrote, or None.
         words: what whoever publishes it says on it.
-
-    Raises:
-        CheckpointError: one of them lacks what a card states.
     """
-    try:
-        return _card(record, report, words)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "extraction.json or report.json lacks what the model card states "
-            f"({type(error).__name__}: {escape(error)}). Extract or validate again."
-        ) from error
-
-
-def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
-    """The card's YAML header as a dict, in the order in which it is written."""
-    known, format_, base = license_of(record), EVERY.get(record["layout"]), _base_of(record, words)
-    kinds = ["eagle3"] if is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
-    metadata = {
-        "license": words.license or (known["id"] if known else _UNKNOWN_LICENSE),
-        "license_link": known["url"] if known and not words.license else None,
-        "base_model": [base] if base else None,
-        # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
-        # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
-        "base_model_relation": "adapter" if base else None,
-        "library_name": (format_.library if format_ else "") or None,
-        "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draft-model", "gemma4", "mtp-extract", *kinds],
-    }
-    return {key: value for key, value in metadata.items() if value is not None}
-
-
-def _base_of(record: Mapping[str, Any], words: CardWords) -> str | None:
-    """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
-    named = (words.base_model, record["geometry"].get("base"), base_model_of(record))
-    return next((name for name in named if name and _HUB_ID.fullmatch(name)), None)
-
-
-def is_head(record: Mapping[str, Any]) -> bool:
-    """Whether what ``record`` describes is an EAGLE-3 head."""
-    format_ = EVERY.get(record["layout"])
-    return format_ is not None and format_.architecture == EAGLE3
-
-
-def _card(record: Mapping[str, Any], report: Mapping[str, Any] | None, words: CardWords) -> str:
     source, head, base = record["source"], is_head(record), _base_of(record, words)
-    bundle, argument = source["kind"] != "checkpoint", _source_argument(record)
+    bundle, argument = source["section"] is not None, _source_argument(record)
     kind = "EAGLE-3 head" if head else "multi-token prediction (MTP) drafter"
     title = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"
     metadata = "".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items())
@@ -135,7 +103,7 @@ whose source was read. Use BF16: Gemma 4's activations leave the range of FP16.
 
 ## Limits
 
-{listed([_LIMIT, *record["notes"]])}
+{listed([_LIMIT, *limits])}
 
 ## Where it comes from, and how it was checked
 
@@ -147,11 +115,45 @@ whose source was read. Use BF16: Gemma 4's activations leave the range of FP16.
 """
 
 
-def _said(record: Mapping[str, Any], report: Mapping[str, Any] | None, head: bool) -> Iterator[str]:
+def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
+    """The card's YAML header as a dict, in the order in which it is written."""
+    known, base = license_of(record), _base_of(record, words)
+    kinds = ["eagle3"] if is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
+    metadata = {
+        "license": words.license or (known["id"] if known else _UNKNOWN_LICENSE),
+        "license_link": known["url"] if known and not words.license else None,
+        "base_model": [base] if base else None,
+        # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
+        # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
+        "base_model_relation": "adapter" if base else None,
+        "library_name": EVERY[record["layout"]].library or None,
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", "gemma4", "mtp-extract", *kinds],
+    }
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def _base_of(record: Mapping[str, Any], words: CardWords) -> str | None:
+    """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
+    named = (words.base_model, record["geometry"].get("base"), base_model_of(record))
+    return next((name for name in named if isinstance(name, str) and _HUB_ID.fullmatch(name)), None)
+
+
+def is_head(record: Mapping[str, Any]) -> bool:
+    """Whether what ``record`` describes is an EAGLE-3 head."""
+    return EVERY[record["layout"]].architecture == EAGLE3
+
+
+def roundings(*steps: Mapping[str, Any]) -> list[str]:
+    """What numbers were rounded to in ``steps``, and the rules by which codes were made, each once."""
+    return sorted({word for step in steps for word in (*step["rounded"], step["rule"]) if word})
+
+
+def _said(record: Mapping[str, Any], report: Verdict | None, head: bool) -> Iterator[str]:
     """What a validation found, what training made of it, and what was done to numbers here and before."""
     if report is not None:
-        refuted = "**A validation refutes this copy.** " if report["refuted"] else ""
-        yield f"{refuted}{paragraph(report['verdict'])} All figures are in `report.json`."
+        refuted = "**A validation refutes this copy.** " if report.refuted else ""
+        yield f"{refuted}{paragraph(report.verdict)} All figures are in `report.json`."
     if tuning := record.get("tuning"):
         what = "Trained" if head else "**These weights are no longer those they were extracted as**: tuned"
         yield f"{what} ({plain(tuning['mode'])}) on text that {code(tuning['base'])} wrote. {_accepted(tuning)}"
@@ -161,13 +163,10 @@ def _said(record: Mapping[str, Any], report: Mapping[str, Any] | None, head: boo
             f"{made['top_k']:,} of {made['centroids']:,} clusters of tokens ({made['rows_read']:,} of "
             f"{made['rows_dense']:,} rows). {_accepted(made)}"
         )
-    steps = record["converted_from"]
-    before = {word for step in steps for word in step["rounded"]}
-    before |= {step["made_codes"]["rule"] for step in steps if step["made_codes"]}
-    if before:
-        yield f"On the way here numbers were rounded: {', '.join(map(plain, sorted(before)))}."
-    if (made := record["made_codes"]) is not None:
-        yield f"{made['matrices']} matrices were rounded to integers here, by {code(made['rule'])}."
+    if before := roundings(*record["converted_from"]):
+        yield f"On the way here numbers were rounded: {', '.join(map(plain, before))}."
+    if rule := record["rule"]:
+        yield f"Matrices that had no integers were rounded to such here, by {code(rule)}."
 
 
 def _accepted(made: Mapping[str, Any]) -> str:
@@ -182,9 +181,6 @@ def _accepted(made: Mapping[str, Any]) -> str:
 
 
 def _origin(record: Mapping[str, Any], argument: str) -> str:
-    # NumPy is loaded for it: not for who reads the help.
-    from mtp_extract.proof.proof import in_words
-
     source, section = record["source"], record["source"]["section"]
     rows = {"file": code(source["name"]), "size": f"{source['size']:,} bytes"}
     rows |= {plain(name).replace("_", " "): code(value) for name, value in source["provenance"].items()}
@@ -194,8 +190,8 @@ def _origin(record: Mapping[str, Any], argument: str) -> str:
     rows |= {"format": code(record["layout"]), "written as": code(record["dtype"].upper())}
     said = [table(["", ""], list(rows.items()))]
     if record["proof"]:
-        said.append(f"Proven before this was written: {'; '.join(map(plain, in_words(record['proof'])))}.")
-    if source["kind"] != "checkpoint" and not (record.get("tuning") or record.get("ordered_head")):
+        said.append(f"Proven before this was written: {'; '.join(map(plain, record['proof']))}.")
+    if section and not (record.get("tuning") or record.get("ordered_head")):
         said.append(f"To compare every tensor with the bundle's: `mtp-inspect DRAFTER --against {argument}`.")
     return "\n\n".join(said)
 
@@ -208,7 +204,7 @@ def _source_argument(record: Mapping[str, Any]) -> str:
         revision = provenance.get("commit") or provenance.get("revision")
         named = f"hf://{provenance['repository']}/{provenance['path']}" + (f"@{revision}" if revision else "")
     elif provenance.get("url"):
-        named = str(provenance["url"])
+        named = provenance["url"]
     return shell_word(named)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from mtp_extract.errors import escape
 
 # An underscore inside a word, as in q_proj, is no markup; a hash at the end closes a heading.
-_MARKUP = re.compile(r"[`*|]|#(?=\s*$)|(?<![^\W_])_|_(?![^\W_])")
+_MARKUP = re.compile(r"[`*|\\\[\]~$]|#(?=\s*$)|(?<![^\W_])_|_(?![^\W_])")
 _OPENING = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[#>+=-]))")
 
 
@@ -19,16 +19,11 @@ def visible(text: object) -> str:
     return " ".join(escape(word) for word in str(text).split(" "))
 
 
-def prose(text: object) -> str:
-    """Markdown of this package with such names in it: code and emphasis stay, HTML, links and images do not."""
-    # As entities: what a backslash stands before is taken for HTML all the same inside of HTML.
-    shown = re.sub(r"&(?=[#\w])", "&amp;", visible(text)).replace("<", "&lt;")
-    return re.sub(r"[\\\[\]~$]", r"\\\g<0>", shown)
-
-
 def plain(text: object) -> str:
     """``text`` such that nothing in it is markup, or ends a table cell or a line."""
-    return _MARKUP.sub(r"\\\g<0>", prose(text))
+    # As entities: what a backslash stands before is taken for HTML all the same inside of HTML.
+    shown = re.sub(r"&(?=[#\w])", "&amp;", visible(text)).replace("<", "&lt;")
+    return _MARKUP.sub(r"\\\g<0>", shown)
 
 
 def paragraph(text: object) -> str:

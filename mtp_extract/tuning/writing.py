@@ -141,6 +141,6 @@ def write_made(origin: ReadDirectory, made: Checkpoint, plan: TuningPlan, key: s
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(stage, back)
         own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
-        more = {**origin.told_of(held), key: {**about, **own}}
         # What was proven was proven of other weights, or another head.
-        finish(held, stage, plan.target, files, origin.origin, None, converted_from=origin.steps, more=more)
+        new = {**origin.origin_of(held), "proof": None, key: {**about, **own}}
+        finish(held, stage, plan.target, files, new)

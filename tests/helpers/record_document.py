@@ -50,8 +50,8 @@ RECORD: dict[str, Any] = {
     "known_as": "Gemma 4 E4B",
     "layout": "transformers",
     "dtype": "bf16",
-    "rounded": {"BF16": 3},
-    "made_codes": None,
+    "rounded": ["BF16"],
+    "rule": None,
     "geometry": {
         "backbone_hidden_size": 2560,
         "hidden_size": 256,
@@ -71,7 +71,6 @@ RECORD: dict[str, Any] = {
     "files": {},
     "shared": [],
     "activations": {},
-    "notes": [],
     "proof": None,
 }
 

@@ -1,4 +1,4 @@
-"""Re-checking a checkpoint: a single flipped bit anywhere is found."""
+"""Re-checking a checkpoint, by its record and by its bundle: a single flipped bit anywhere is found."""
 
 from __future__ import annotations
 
@@ -31,43 +31,9 @@ def flip(path: Path, offset: int, bit: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_sound_checkpoint(checkpoint: Path, sample: Path) -> None:
+def test_a_file_that_is_not_as_recorded(checkpoint: Path) -> None:
     own = verify(checkpoint)
     assert (own.files, own.against) == (4, None)
-    with open_bundle(sample) as bundle:
-        assert verify_against(checkpoint, bundle).against == str(sample)
-
-
-@pytest.mark.parametrize("layout", ["transformers", "litert"])
-def test_one_bit_of_any_tensor(sample: Path, tmp_path: Path, layout: str) -> None:
-    extract(sample, tmp_path / "out", format=layout, dtype="f32")
-    weights = next((tmp_path / "out").glob("*.safetensors"))
-    for index, tensor in enumerate(read_header(weights).values()):
-        at, bit = tensor.offset + (7919 * index) % tensor.length, index % 8
-        flip(weights, at, bit)
-        with pytest.raises(CheckpointError, match=f"{weights.name} has other content"):
-            verify(tmp_path / "out")
-        flip(weights, at, bit)
-    verify(tmp_path / "out")
-
-
-def test_a_header_that_calls_the_same_bytes_something_else(checkpoint: Path, sample: Path) -> None:
-    """Transposing a shape, or calling floats integers, changes no byte of any tensor."""
-    weights = checkpoint / "model.safetensors"
-    sound = weights.read_bytes()
-    weights.write_bytes(sound.replace(b'"shape":[128,64]', b'"shape":[64,128]', 1))
-    with pytest.raises(CheckpointError, match="has other content"):
-        verify(checkpoint)
-    forge(checkpoint)
-    with open_bundle(sample) as bundle, pytest.raises(CheckpointError, match="expected shape"):
-        verify_against(checkpoint, bundle)
-    weights.write_bytes(sound.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
-    forge(checkpoint)
-    with open_bundle(sample) as bundle, pytest.raises(CheckpointError, match="I32"):
-        verify_against(checkpoint, bundle)
-
-
-def test_other_files(checkpoint: Path) -> None:
     config = checkpoint / "config.json"
     sound = config.read_bytes()
     config.write_bytes(sound.replace(b'"head_dim": 32', b'"head_dim": 64'))
@@ -78,10 +44,6 @@ def test_other_files(checkpoint: Path) -> None:
         verify(checkpoint)
     config.unlink()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        verify(checkpoint)
-    config.write_bytes(sound)
-    flip(checkpoint / "codes/codes.safetensors", -1, 3)
-    with pytest.raises(CheckpointError, match="other content"):
         verify(checkpoint)
 
 
@@ -95,22 +57,20 @@ def test_other_files(checkpoint: Path) -> None:
         b'{"format_version": 2, "files": {}, "tensors": 1}',
         b'{"format_version": 5}',
         b"\xff\xfe",
+        None,
     ],
 )
-def test_a_record_that_is_none(checkpoint: Path, content: bytes) -> None:
-    (checkpoint / "extraction.json").write_bytes(content)
-    with pytest.raises(CheckpointError):
+def test_a_record_that_is_none(checkpoint: Path, content: bytes | None) -> None:
+    (checkpoint / "extraction.json").unlink()
+    if content is not None:
+        (checkpoint / "extraction.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"extraction\.json"):
         verify(checkpoint)
 
 
-def test_a_directory_of_something_else(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"extraction\.json"):
-        verify(tmp_path)
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_bit_of_any_tensor_is_seen_by_the_bundle(name: str, sample: Path, tmp_path: Path) -> None:
-    """Whatever the record says: forged, and gone."""
+def test_one_bit_of_any_tensor(name: str, sample: Path, tmp_path: Path) -> None:
+    """It is seen by the record; and by the bundle whatever the record says: forged, and gone."""
     extract(sample, tmp_path / "out", format=name, codes=True)
     paths = [path for ending in ("*.safetensors", "*.gguf") for path in (tmp_path / "out").rglob(ending)]
     with open_bundle(sample) as bundle:
@@ -121,6 +81,8 @@ def test_one_bit_of_any_tensor_is_seen_by_the_bundle(name: str, sample: Path, tm
                     continue
                 at, bit = stored.offset + (7919 * index) % stored.length, index % 8
                 flip(path, at, bit)
+                with pytest.raises(CheckpointError, match=f"{path.name} has other content"):
+                    verify(tmp_path / "out")
                 forge(tmp_path / "out")
                 with pytest.raises(CheckpointError):
                     verify_against(tmp_path / "out", bundle)

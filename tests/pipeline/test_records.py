@@ -48,13 +48,13 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("proof",), 1),
-        (("proof", "positions"), "256"),
+        (("proof",), {"positions": 256}),
         (("source", "section", "sha256"), "abc"),
         (("source", "size"), True),
         (("files", "config.json"), []),
         (("source", "section", "begin"), -1),
-        (("made_codes",), {"rule": "q3_k"}),
+        (("rule",), "q3_k"),
+        (("rounded",), {"BF16": 48}),
         (("geometry",), 4.5),
         (("known_as",), ["\x1b[2J"]),
         (("dtype",), "\x1b[2J"),
@@ -74,15 +74,12 @@ def test_what_is_wrong_is_seen(extracted: Path, tmp_path: Path, path: tuple[str,
     assert all(key in said for key in path if key not in record["files"])
 
 
-GRID = {"dtype": "int8", "zero_point": 0}
-
-
 def test_a_number_beyond_the_largest_float_is_refused(extracted: Path, tmp_path: Path) -> None:
     """JSON knows such integers."""
     record = changed(
         extracted,
         ("activations",),
-        {"lm_head": {"input": {"dtype": "int8", "scale": 10**400, "zero_point": 0}, "output": None}},
+        {"lm_head": [{"type": "int8", "scale": 10**400, "zero_point": 0}, None]},
     )
     (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"activations.*scale"):

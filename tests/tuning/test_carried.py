@@ -58,8 +58,8 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert "match extraction.json" in ran.output
     tuning = verify(tuned).record["tuning"]
-    before, after = (tuning["overall"][when]["teacher_forced"] for when in ("before", "after"))
-    said = f"tuned (qat) beside {tuning['base']}: teacher-forced tokens per round {before:.3f}, then {after:.3f}"
+    ratio, texts = tuning["overall"]["rounds"]["ratio"], tuning["overall"]["texts"]
+    said = f"tuned (qat) beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
     assert said in " ".join(ran.output.split())
 
 

@@ -1,25 +1,25 @@
-"""Faults planted into an extracted directory: none is proven, and what is wrong is named."""
+"""Is a directory the drafter of a bundle? Sound ones are, in every format; of 60 planted faults none is proven, and
+what is wrong is named."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.planted import CONFIG_FAULTS, FILE_FAULTS, TENSOR_FAULTS, ConfigFault, edit_config, fill, forge
+from helpers.planted import CONFIG_FAULTS, FILE_FAULTS, TENSOR_FAULTS, ConfigFault, edit_config, fill, forge, tensor
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 import mtp_extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.files import read_header
-from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for
+from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for, verify_against
 from mtp_extract.report.files import REPORT_FILES
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
@@ -51,15 +51,17 @@ def checked(directory: Path, source: Shard) -> dict[str, Check]:
 def refuted(directory: Path, source: Shard) -> str:
     """What is said of it: the evidence of the first check that fails, or the message that refuses it."""
     try:
-        return next(c.evidence for c in check_identity(directory, source, REPORT_FILES).checks if c.passed is False)
+        return next(check.evidence for check in checked(directory, source).values() if check.passed is False)
     except MtpExtractError as error:
         assert "\n" not in str(error)
         return str(error)
 
 
-def test_a_sound_directory(stored: Path, source: Shard, tmp_path: Path) -> None:
+def test_a_sound_directory(stored: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
     found = checked(stored, source)
     assert {name: check.passed for name, check in found.items()} == dict.fromkeys((*NEEDED, "record"), True)
+    with open_bundle(sample) as opened:
+        assert verify_against(stored, opened).against == str(sample)
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -76,9 +78,8 @@ def test_every_variant(name: str, tmp_path: Path) -> None:
 
 
 def test_the_litert_layout(sample: Path, source: Shard, tmp_path: Path) -> None:
+    """The table of roles decides which tensor plays which."""
     mtp_extract.extract(sample, tmp_path / "d", format="litert")
-    assert all(check.passed for check in checked(tmp_path / "d", source).values())
-    # The table of roles decides which tensor plays which.
     path = tmp_path / "d" / "mtp_drafter_config.json"
     path.write_text(path.read_text().replace("layers.1.gate_proj.weight", "layers.1.up_proj.weight"))
     assert "gate_proj" in refuted(tmp_path / "d", source)
@@ -100,21 +101,10 @@ def test_a_tensor(copy: Path, source: Shard, role: str, fault: str) -> None:
     TENSOR_FAULTS[fault](copy, ROLES[role])
     forge(copy)
     found = checked(copy, source)
-    assert found["config"].passed
-    assert found["tensors"].passed is False
+    assert [check.passed for check in found.values()] == [True, True, False, None, True]
     assert found["tensors"].evidence.startswith(f"{role} ({ROLES[role]}) ")
     assert ";" not in found["tensors"].evidence
     assert ("not finite" in found["tensors"].evidence) == (fault in ("infinite", "not a number"))
-    assert found["record"].passed
-
-
-@pytest.mark.parametrize("role", ["layers.1.q_norm", "layers.0.gate_proj", "layers.2.layer_scalar", "lm_head"])
-@pytest.mark.parametrize("stored", ["f32", "bf16"], indirect=True)
-def test_the_first_role_that_differs_is_named(copy: Path, source: Shard, role: str) -> None:
-    TENSOR_FAULTS["scaled by 0.4 %"](copy, ROLES[role])
-    found = checked(copy, source)["function"]
-    assert found.passed is False
-    assert found.evidence.startswith(role)
 
 
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
@@ -133,10 +123,9 @@ def test_a_number_of_the_config(copy: Path, source: Shard, fault: ConfigFault) -
     assert fault.named in refuted(copy, source)
 
 
-@pytest.mark.parametrize("fault", FILE_FAULTS.values(), ids=FILE_FAULTS.keys())
+@pytest.mark.parametrize(("plant", "named"), FILE_FAULTS.values(), ids=FILE_FAULTS.keys())
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
-def test_a_file(copy: Path, source: Shard, fault: tuple[object, str]) -> None:
-    plant, named = fault
+def test_a_file(copy: Path, source: Shard, plant: object, named: str) -> None:
     assert callable(plant)
     plant(copy)
     assert named in refuted(copy, source)
@@ -145,10 +134,7 @@ def test_a_file(copy: Path, source: Shard, fault: tuple[object, str]) -> None:
 @pytest.mark.parametrize("stored", ["bf16"], indirect=True)
 def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
     """A table that is nearest but for one step, as a converter leaves that cuts the bits off, is refuted."""
-
     mtp_extract.extract(sample, tmp_path / "exact", dtype="f32")
-    from helpers.planted import tensor
-
     raw, _ = tensor(tmp_path / "exact", ROLES["lm_head"])
     cut = (raw >> 16).astype("uint16")
     ours, place = tensor(copy, ROLES["lm_head"])
@@ -157,21 +143,14 @@ def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) 
         file.seek(place.offset)
         file.write(cut.tobytes())
     assert refuted(copy, source).startswith("lm_head (model.embed_tokens.weight) has other values")
-    assert json.loads((copy / "extraction.json").read_text())["dtype"] == "bf16"
 
 
-def test_another_file(stored: Path) -> None:
-    with open_bundle(variant("torch_odd_sizes")) as opened:
-        checks = check_identity(stored, opened.drafter()).checks
-    assert {check.name: check.passed for check in checks if check.name in NEEDED} == {
-        "config": False,
-        "files": True,
-        "tensors": False,
-        "function": None,
-    }
-    with open_bundle(variant("torch_int2")) as opened:
-        checks = check_identity(stored, opened.drafter()).checks
-    assert [check.passed for check in checks[:4]] == [True, True, False, False]
+@pytest.mark.parametrize(("name", "named"), [("torch_odd_sizes", "config: "), ("torch_int2", "tensors: ")])
+@pytest.mark.parametrize("stored", ["f32"], indirect=True)
+def test_another_file(stored: Path, name: str, named: str) -> None:
+    """Of another shape; and of the same with other numbers."""
+    with open_bundle(variant(name)) as opened, pytest.raises(CheckpointError, match=f"holds: {named}"):
+        verify_against(stored, opened)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -180,10 +159,11 @@ def test_every_format(name: str, sample: Path, source: Shard, tmp_path: Path) ->
     mtp_extract.extract(sample, tmp_path / "d", format=name)
     found = checked(tmp_path / "d", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
-    if "codes" in FORMATS[name].dtypes:
-        kept = 23 - name.endswith("sglang")
-        assert found["tensors"].evidence.startswith(f"{kept} of 48 tensors are the file's codes, the others in F32")
-    assert ("23 rounded to FP16 in their scales" in found["tensors"].evidence) == (name == "gguf")
+    said = found["tensors"].evidence
+    assert said.startswith("all 48 are derived from the file's, every bit; ")
+    kept = 23 - name.endswith("sglang") if "codes" in FORMATS[name].dtypes else 0
+    assert (f"; {kept} in the file's codes" in said) == bool(kept)
+    assert (", rounded to FP16 in their scales" in said) == (name == "gguf")
 
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_plain_norm"])
@@ -193,17 +173,15 @@ def test_a_static_scale_of_activations(name: str, tmp_path: Path) -> None:
     (tmp_path / "d" / "extraction.json").unlink()
     weights = tmp_path / "d" / "model.safetensors"
     stored = read_header(weights)["model.layers.1.mlp.up_proj.output_activation_scale"]
-    sound = weights.read_bytes()
+    data = bytearray(weights.read_bytes())
     with open_bundle(variant(name)) as opened:
         drafter = opened.drafter()
         assert checked(tmp_path / "d", drafter)["tensors"].passed
-        data = bytearray(sound)
         data[stored.offset + 3] ^= 0x20
         weights.write_bytes(data)
-        found = checked(tmp_path / "d", drafter)["tensors"]
-        assert found.passed is False
-        assert found.evidence.startswith("layers.1.up_proj (")
-        assert found.evidence.endswith("has other static scales of activations than the file's")
+        found = refuted(tmp_path / "d", drafter)
+        assert found.startswith("layers.1.up_proj (")
+        assert found.endswith("has other static scales of activations than the file's")
         for entry, place in read_header(weights).items():
             if "activation_scale" in entry:
                 data[place.offset : place.offset + place.length] = bytes(place.length)
@@ -217,11 +195,11 @@ def test_numbers_rounded_on_the_way(sample: Path, source: Shard, tmp_path: Path)
     convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")
     found = checked(tmp_path / "f32", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
-    assert found["tensors"].evidence == "48 tensors in F32, 47 rounded to BF16, every bit"
+    assert found["tensors"].evidence.endswith("every bit; 1 in F32; 47 in F32, rounded to BF16")
     convert(tmp_path / "bf16", tmp_path / "int8", format="compressed-tensors", quantize="int8")
     found = checked(tmp_path / "int8", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
-    assert "23 rounded to BF16, then to integers by int8" in found["tensors"].evidence
+    assert "23 in codes, rounded to BF16, then to integers by int8" in found["tensors"].evidence
 
 
 def test_exact_gelu(tmp_path: Path) -> None:
@@ -229,7 +207,6 @@ def test_exact_gelu(tmp_path: Path) -> None:
     from helpers.surgery import sound
 
     from mtp_extract.drafter.load import load_drafter
-    from mtp_extract.formats import read_checkpoint
 
     graph = sound("torch")
     for index in range(graph.layers):
