@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,8 +41,10 @@ def _line(stream: TextIO, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on stdout."""
-    _line(sys.stdout, text)
+    """A line on stdout; on a terminal that is narrower, it goes on in the next between words, further to the right."""
+    indent = text[: len(text) - len(text.lstrip())] + "  "
+    whole: Any = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
+    _line(sys.stdout, textwrap.fill(text, _room(), subsequent_indent=indent, **whole))
 
 
 def say_all(text: str) -> None:
@@ -122,7 +125,7 @@ def table(
         _line(sys.stdout, (indent + line).rstrip())
 
 
-def _room(indent: str) -> int:
+def _room(indent: str = "") -> int:
     """Characters beside ``indent`` on a line of stdout; no bound where it is no terminal and COLUMNS does not say."""
     if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
         return _UNBOUNDED

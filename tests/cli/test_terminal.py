@@ -44,6 +44,18 @@ def test_a_file_gets_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeypa
     assert [line[place - 1] for line in lines] == ["n", "7", "4", "1"]
 
 
+def test_a_line_goes_on_between_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "  found " + "by-looking at-all " * 9 + "of it"
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal.say(text)
+    terminal.write_json({"text": text})
+    *lines, begin, middle, end = capsys.readouterr().out.splitlines()
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert max(map(len, lines)) <= 60
+    assert [line[:4] for line in lines[1:]] == ["    "] * (len(lines) - 1)
+    assert (begin, end) == ("{", "}") and text in middle
+
+
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
