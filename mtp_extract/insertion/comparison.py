@@ -23,7 +23,7 @@ from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insertion.base import Match, check_geometry, find_base, matches
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.encoding import relative_error
-from mtp_extract.insertion.slots import Slot, is_same, over_rows
+from mtp_extract.insertion.slots import Slot, are_alike, over_rows
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
@@ -133,54 +133,43 @@ def judge(slots: Sequence[Slot], progress: Progress = lambda done, total: None) 
     differ = set[Slot]()
 
     def step(slot: Slot, first: int, last: int) -> _Look:
-        if slot not in differ and not is_same(slot, first, last):
+        given, held = slot.new.floats(first, last), slot.held.floats(first, last)
+        if slot not in differ and not are_alike(held, given, slot.dtype):
             differ.add(slot)
-        tick((last - first) * slot.new.columns)
-        return _look(slot, first, last)
+        tick(given.size)
+        return _look(slot, given, held, first, last) if np.isfinite(given).all() else _NOT_FINITE
 
     looks = over_rows(slots, step, _ELEMENTS)
     return {slot: _judged(slot, slot not in differ, looks[slot]) for slot in slots}
 
 
-def _look(slot: Slot, first: int, last: int) -> _Look:
-    given, constant = slot.new.floats(first, last), slot.constant
-    if not np.isfinite(given).all():
-        return _Look(False, given.size, math.inf, math.inf, 1.0)
-    if constant is not None and constant.source.packing is not None and not constant.folded:
-        return _look_at_codes(slot, slot.scaled(given), first, last)
-    apart = given - slot.held.floats(first, last)
-    half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
-    outside = int(np.count_nonzero(np.abs(apart) > half * np.abs(given)))
-    return _Look(True, outside, -1.0, _squares(apart), _squares(given))
+_NOT_FINITE = _Look(False, 1, math.inf, math.inf, 1.0)
+
+
+def _look(slot: Slot, given: Floats, held: Floats, first: int, last: int) -> _Look:
+    """``given``: rows of the weight; ``held``: what the bundle holds of them."""
+    constant, apart = slot.constant, given - held
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        if constant is not None and constant.source.packing is not None and not constant.folded:
+            storage = constant.source.storage
+            scale = constant.source.scale.reshape(-1)[slot.part(storage.groups, first, last)] / np.float32(
+                constant.factor
+            )
+            step = np.abs(scale)[:, None]
+            rows = (-1, scale.size, storage.columns)
+            distances = np.abs(apart.reshape(rows)) / step
+            most = float(distances.max())
+            slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(given.reshape(rows)) / step
+            outside = int(np.count_nonzero(~(distances <= slack)))
+        else:
+            half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
+            most, outside = -1.0, int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(given))))
+    return _Look(True, outside, most, _squares(apart), _squares(given))
 
 
 def _squares(values: Floats) -> float:
     # Squares of floats overflow and vanish in float32.
     return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
-
-
-def _look_at_codes(slot: Slot, wanted: Floats, first: int, last: int) -> _Look:
-    """``wanted``: rows of the weight as they would be stored, flat."""
-    source = slot.stored.source
-    storage, part = source.storage, slot.part(source.storage.elements, first, last)
-    groups = slot.part(storage.groups, first, last)
-    scale, zero_point = source.scale.reshape(-1)[groups], source.zero_point.reshape(-1)[groups]
-    rows = (-1, scale.size, storage.columns)
-    codes = source.codes(part.start, part.stop).astype(np.float32).reshape(rows)
-    if zero_point.any():
-        codes -= zero_point.astype(np.float32)[:, None]
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # In steps: neither overflows nor vanishes where the weights do.
-        steps = wanted.reshape(rows) / scale[:, None]
-        steps -= codes
-        most, outside = float(np.abs(steps, out=steps).max()), 0
-        if not most <= _HALF:
-            # What was rounded to the checkpoint's type may have lain closer before.
-            slack = DTYPES[slot.dtype].roundoff * np.abs(wanted).reshape(rows) / scale[:, None] + np.float32(_HALF)
-            outside = int(np.count_nonzero(~(steps <= slack)))
-        by_group = np.einsum("ijk,ijk->j", steps, steps, dtype=np.float64)
-        squares = float(np.dot(by_group, np.square(scale, dtype=np.float64)))
-    return _Look(True, outside, most, squares, float(np.einsum("i,i->", wanted, wanted, dtype=np.float64)))
 
 
 def _judged(slot: Slot, same: bool, looks: Sequence[_Look]) -> RoleVerdict:
