@@ -197,56 +197,40 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
 
 @dataclass(frozen=True)
 class Planned:
-    """What would be written, in F32: tensors by role, and the text part of config.json."""
+    """What would be written, in F32: tensors by role, which tensors of the file they are, and the text's config."""
 
     values: dict[str, npt.NDArray[np.float32]]
+    tensors: dict[str, int]
     config: dict[str, Any]
 
     @classmethod
     def of(cls, drafter: Shard) -> Planned:
         made = arrange(format_named("transformers"), checkpoint_of(drafter), "f32")
         values = {role: read_floats(kept.weight) for role, kept in made.kept.items()}
-        return cls(values, json.loads(made.files[1].text)["text_config"])
-
-
-@dataclass(frozen=True)
-class Sound:
-    """What an undamaged drafter extracts to."""
-
-    values: dict[str, npt.NDArray[np.float32]]
-    tensors: dict[str, int]
-    config: dict[str, Any]
+        tensors = {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
+        return cls(values, tensors, json.loads(made.files[1].text)["text_config"])
 
 
 @cache
-def sound(layers: int) -> Sound:
-    drafter = read(Memory(drafter_bytes(layers - 1)))
-    planned = Planned.of(drafter)
-    return Sound(planned.values, _tensors(drafter), planned.config)
-
-
-def _tensors(drafter: Shard) -> dict[str, int]:
-    return {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
+def sound(layers: int) -> Planned:
+    """What an undamaged drafter extracts to."""
+    return Planned.of(read(Memory(drafter_bytes(layers - 1))))
 
 
 def independent(data: bytes, index: int) -> npt.NDArray[np.float32]:
     """Tensor ``index`` of the model ``data``, read with the schema's own accessors and dequantized the long way."""
     model = schema.Model.GetRootAs(data, 0)
     tensor = model.Subgraphs(0).Tensors(index)
-    stored_as = np.frombuffer(model.Buffers(tensor.Buffer()).DataAsNumpy(), _DTYPES[tensor.Type()])
-    values: npt.NDArray[np.float32] = stored_as.reshape(tensor.ShapeAsNumpy() if tensor.ShapeLength() else ()).astype(
-        np.float32
-    )
+    codes = np.frombuffer(model.Buffers(tensor.Buffer()).DataAsNumpy(), _DTYPES[tensor.Type()])
+    values: npt.NDArray[np.float32] = codes.astype(np.float32)
+    values = values.reshape(tensor.ShapeAsNumpy() if tensor.ShapeLength() else ())
     if tensor.Type() == schema.TensorType.FLOAT32:
         return values
     quantization = tensor.Quantization()
-    scale = quantization.ScaleAsNumpy()
+    scale, along = quantization.ScaleAsNumpy(), [1] * values.ndim
     zero_point = quantization.ZeroPointAsNumpy() if quantization.ZeroPointLength() else np.zeros(1)
-    if scale.size > 1:
-        along = [1] * values.ndim
-        along[quantization.QuantizedDimension()] = -1
-        scale = scale.reshape(along)
-        zero_point = zero_point.reshape(along) if zero_point.size > 1 else zero_point
+    along[quantization.QuantizedDimension()] = -1
+    scale, zero_point = (a.reshape(along) if a.size > 1 else a for a in (scale, zero_point))
     real: npt.NDArray[np.float32] = (values - zero_point.astype(np.float32)) * scale
     return real
 
@@ -257,20 +241,18 @@ def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
     changed = {key for key, value in expected.config.items() if planned.config[key] != value}
     if not changed <= _SAID_BY_ONE_NUMBER:
         return f"config.json has other values of {sorted(changed)}"
-    tensors = _tensors(drafter)
-    region = drafter.model.region
-    model = data[region.begin : region.begin + region.size]
+    tensors, region = planned.tensors, drafter.model.region
     # The head's factor is what its soft cap's two numbers leave over; damaged, they leave something over.
     factors = {role.role: role.factor for role in drafter.walk.roles}
     for role, found in planned.values.items():
         if not np.isfinite(found).all():
             return f"{role} is not finite"
-        if role not in tensors or (
-            np.array_equal(found, expected.values[role]) and tensors[role] == expected.tensors[role]
-        ):
+        same = tensors.get(role) == expected.tensors.get(role) and np.array_equal(found, expected.values[role])
+        if role not in tensors or same:
             continue
-        held = independent(model, tensors[role]).astype(np.float64) / factors[role]
-        if not np.array_equal(found.reshape(-1), np.broadcast_to(held.astype(np.float32).reshape(-1), found.size)):
+        held = independent(data[region.begin : region.begin + region.size], tensors[role]).reshape(-1)
+        held = (held.astype(np.float64) / factors[role]).astype(np.float32)
+        if not np.array_equal(found.reshape(-1), np.broadcast_to(held, found.size)):
             return f"{role} is not what tensor {tensors[role]} holds"
     if sorted(tensors.values()) != sorted(expected.tensors.values()) and set(tensors) == set(expected.tensors):
         return "the roles are played by other tensors"
@@ -278,36 +260,33 @@ def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
 
 
 def check(data: bytes, folder: Path | None) -> str:
-    """What became of ``data``: "ok" or the name of an error of ours.
+    """What became of ``data``: "ok" or the name of an error of ours; written to ``folder`` as well.
 
     Raises:
         AssertionError: a result that is not what the bytes say, or a trace of one that failed.
     """
+    outcome, problem = "ok", None
     try:
         drafter = read(Memory(data))
         problem = wrong(drafter, Planned.of(drafter), data)
-        outcome = "ok"
     except MtpExtractError as error:
-        outcome, problem = type(error).__name__, None
+        outcome = type(error).__name__
         assert str(error).isprintable()
         assert len(str(error)) < 2000
     assert problem is None, problem
-    if folder is not None:
-        _check_written(data, outcome, folder)
-    return outcome
-
-
-def _check_written(data: bytes, outcome: str, folder: Path) -> None:
+    if folder is None:
+        return outcome
     try:
         extract(open_bundle(Memory(data)), folder / "x", dtype="f32")
     except MtpExtractError as error:
-        # What reads well may still compute something else, which only execution finds.
-        assert type(error).__name__ == outcome or outcome == "ok"
+        # What reads well may still compute something else, which the proof finds.
+        assert outcome in (type(error).__name__, "ok")
         assert not any(folder.iterdir())
-        return
+        return outcome
     assert outcome == "ok"
     assert [path.name for path in folder.iterdir()] == ["x"]
     assert len(list((folder / "x").iterdir())) == 5
+    return outcome
 
 
 def run(kind: str, first: int, last: int) -> Outcome:

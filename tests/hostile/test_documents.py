@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.bounds import HANG, cpu_limit
@@ -172,6 +173,30 @@ def test_a_directory_of_many_files(extracted: Path, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
+REPLACED = """
+import mtp_extract.pipeline.inspection
+from mtp_extract.cli.terminal import say
+from mtp_extract.errors import FormatError
+def broken(*arguments, **named):
+    {code}
+mtp_extract.pipeline.inspection.inspect = broken
+"""
+MAIN = "from mtp_extract.cli.inspect import main; main()"
+
+
+def inspected(program: str, sample: Path, debug: bool = False, **given: Any) -> subprocess.CompletedProcess[str]:
+    """``mtp-inspect`` of the sample in a process of its own."""
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    return subprocess.run(
+        [sys.executable, "-c", program, str(sample)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": cpu_limit(60), **given},
+        text=True,
+        timeout=HANG,
+        env={**os.environ, "PYTHONPATH": paths, "MTP_EXTRACT_DEBUG": str(int(debug))},
+        check=False,
+    )
+
+
 FAULTS = {
     "a fault": (
         "raise ValueError('math\\ndomain error')",
@@ -180,10 +205,7 @@ FAULTS = {
     "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: x: Read-only file system. Where that"),
     "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
     "too large": ("raise MemoryError", "error: out of memory. Close"),
-    "too long": (
-        "from mtp_extract.errors import FormatError; raise FormatError('y' * 1000000)",
-        "error: yyy",
-    ),
+    "too long": ("raise FormatError('y' * 1000000)", "error: yyy"),
 }
 
 
@@ -191,25 +213,8 @@ FAULTS = {
 def test_whatever_goes_wrong_is_one_line(case: str, sample: Path) -> None:
     """That asks for a report where it is our fault, and shows where it happened when asked."""
     code, said = FAULTS[case]
-    program = f"""
-import mtp_extract.pipeline.inspection
-def broken(*arguments, **named):
-    {code}
-mtp_extract.pipeline.inspection.inspect = broken
-from mtp_extract.cli.inspect import main
-main()
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     for debug in (False, True):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(sample)],
-            capture_output=True,
-            text=True,
-            timeout=HANG,
-            preexec_fn=cpu_limit(60),
-            env={**environment, "MTP_EXTRACT_DEBUG": str(int(debug))},
-            check=False,
-        )
+        done = inspected(REPLACED.format(code=code) + MAIN, sample, debug)
         assert (done.returncode, done.stdout) == (1, "")
         assert ("Traceback" in done.stderr) == debug
         *_, last = done.stderr.splitlines()
@@ -221,36 +226,15 @@ main()
 
 def test_an_error_is_said_where_the_result_cannot_be(sample: Path) -> None:
     """What was printed before it is still in a buffer, for a disk that is full."""
-    program = """
-import mtp_extract.pipeline.inspection
-from mtp_extract.cli.terminal import say
-from mtp_extract.errors import FormatError
-def broken(*arguments, **named):
-    say("half a result")
-    raise FormatError("the cause")
-mtp_extract.pipeline.inspection.inspect = broken
-from mtp_extract.cli.inspect import main
-main()
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    code = "say('half a result'); raise FormatError('the cause')"
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-c", program, str(sample)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+        done = inspected(REPLACED.format(code=code) + MAIN, sample, stdout=full)
     assert (done.returncode, done.stderr) == (1, "error: the cause\n")
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_streams_that_are_closed(sample: Path, closed: str) -> None:
-    program = "from mtp_extract.cli.inspect import main; main()"
     number = {"stdout": 1, "stderr": 2}[closed]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(sample)],
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.close(number),
-        env=environment,
-        check=False,
-    )
+    done = inspected(MAIN, sample, preexec_fn=lambda: os.close(number))
     assert (done.returncode, done.stderr) == (0, "")
     assert ("signature mtp_drafter" in done.stdout) == (closed == "stderr")
