@@ -29,20 +29,28 @@ class Assembled(Source):
     def __init__(self, name: str, size: int, pieces: Iterable[tuple[int, Region]]) -> None:
         self.name, self.size, self.provenance, self.pieces = name, size, {}, tuple(pieces)
 
-    def read(self, offset: int, length: int) -> bytes:
-        self.check(offset, length)
-        result = bytearray(length)
+    def _parts(self, offset: int, length: int) -> list[tuple[int, Source, int, int]]:
+        """What lies in a range: where in it a piece begins, and the range of its source that follows."""
+        parts = []
         for at, piece in self.pieces:
             begin, end = max(at, offset), min(at + piece.size, offset + length)
             if begin < end:
-                result[begin - offset : end - offset] = piece.source.read(piece.begin + begin - at, end - begin)
+                parts.append((begin - offset, piece.source, piece.begin + begin - at, end - begin))
+        return parts
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.check(offset, length)
+        parts = self._parts(offset, length)
+        if parts and parts[-1][3] == length:
+            return parts[-1][1].read(*parts[-1][2:])
+        result = bytearray(length)
+        for at, source, begin, count in parts:
+            result[at : at + count] = source.read(begin, count)
         return bytes(result)
 
     def prefetch(self, offset: int, length: int) -> None:
-        for at, piece in self.pieces:
-            begin, end = max(at, offset), min(at + piece.size, offset + length)
-            if begin < end:
-                piece.source.prefetch(piece.begin + begin - at, end - begin)
+        for _, source, begin, count in self._parts(offset, length):
+            source.prefetch(begin, count)
 
 
 def write_copy(

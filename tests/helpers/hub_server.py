@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import mmap
 import os
 import sys
 import threading
@@ -17,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -28,35 +28,24 @@ SIGNATURE = "SecretSignatureThatMustNotLeak"
 
 @dataclass
 class Content:
-    """Bytes in memory, or in a file (which may be sparse)."""
+    """Bytes in memory, or of a file that is mapped (and may be sparse)."""
 
-    data: bytes | Path
+    data: bytes | mmap.mmap
     sha256: str
 
     @classmethod
     def of(cls, data: bytes) -> Content:
         return cls(data, hashlib.sha256(data).hexdigest())
 
-    @property
-    def size(self) -> int:
-        return len(self.data) if isinstance(self.data, bytes) else self.data.stat().st_size
+    @classmethod
+    def of_file(cls, path: Path, name: str) -> Content:
+        """The file, under any name: hashing gigabytes of zeros would show nothing."""
+        with path.open("rb") as file:
+            return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), name)
 
     @property
     def git(self) -> str:
-        assert isinstance(self.data, bytes)
         return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
-
-    def pieces(self, begin: int, end: int, step: int = 1 << 16) -> Iterator[bytes]:
-        if isinstance(self.data, bytes):
-            for at in range(begin, end, step):
-                yield self.data[at : min(at + step, end)]
-            return
-        with open(self.data, "rb") as file:
-            file.seek(begin)
-            while begin < end:
-                piece = file.read(min(step, end - begin))
-                begin += len(piece)
-                yield piece
 
 
 @dataclass
@@ -190,11 +179,14 @@ class HubServer:
     def tree(self, repo: Repo) -> list[dict[str, Any]]:
         entries = []
         for path, (content, lfs) in repo.files.items():
-            entry: dict[str, Any] = {"type": "file", "path": path, "size": content.size}
-            entry["oid"] = "f" * 40 if lfs else content.git
-            if lfs:
-                entry["lfs"] = {"oid": content.sha256, "size": content.size, "pointerSize": 134}
-            entries.append(entry)
+            size = len(content.data)
+            entry: dict[str, Any] = {
+                "type": "file",
+                "path": path,
+                "size": size,
+                "oid": content.git if not lfs else "f" * 40,
+            }
+            entries.append(entry | ({"lfs": {"oid": content.sha256, "size": size, "pointerSize": 134}} if lfs else {}))
         return entries
 
 
@@ -238,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def content(self, content: Content, fault: Fault | None, **headers: str) -> None:
         fault = fault or Fault("")
-        size = content.size
+        size = len(content.data)
         begin, end, status = 0, size, 200
         asked = self.headers.get("range")
         if asked:
@@ -258,9 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         left = fault.cut if fault.cut is not None else end - begin + max(0, fault.length)
-        more = [bytes(fault.length)] if fault.length > 0 else []
-        for whole in chain(content.pieces(begin, end, fault.step), more):
-            piece = whole[:left]
+        while left > 0:
+            piece = content.data[begin : min(begin + fault.step, end)] or bytes(fault.length)
+            piece, begin = piece[:left], begin + len(piece)
             left -= len(piece)
             # Before it is sent: who has it may look at once.
             self.count(len(piece))
@@ -271,8 +263,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.count(-len(piece))
                 self.close_connection = True
                 return
-            if not left:
-                break
         if fault.cut is not None or fault.length:
             self.close_connection = True
 
@@ -294,8 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("content-length") or 0))
 
     def handle_any(self) -> None:
-        body = self.body()
-        parts = urlsplit(self.path)
+        body, parts = self.body(), urlsplit(self.path)
         path = unquote(parts.path)
         if path == "/api/agent-harnesses":  # huggingface_hub asks for it once a day, by itself
             self.json({"standardEnvVars": [], "harnesses": {}})
@@ -369,7 +358,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers |= {
                 "Location": f"{self.state.url('storage')}/blob/{content.sha256}?sig={SIGNATURE}",
                 "X-Linked-Etag": f'"{content.sha256}"',
-                "X-Linked-Size": str(content.size + (fault.length if fault else 0)),
+                "X-Linked-Size": str(len(content.data)),
             }
             self.answer(302, **headers | self.state.linked)
 
@@ -420,9 +409,8 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "revision" and asked.path.rpartition("/")[2] not in ("main", repo.commit):
             self.refuse(404, "RevisionNotFound")
         elif what in ("", "revision"):
-            sizes = {
-                path: {"size": held.size} if "blobs" in asked.query else {} for path, (held, _) in repo.files.items()
-            }
+            sized = "blobs" in asked.query
+            sizes = {path: {"size": len(held.data)} if sized else {} for path, (held, _) in repo.files.items()}
             listed = [{"rfilename": path, **size} for path, size in sizes.items()]
             self.json({"id": name, "sha": repo.commit, "private": repo.private, "siblings": listed})
         elif what == "tree":

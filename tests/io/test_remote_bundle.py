@@ -85,8 +85,7 @@ def grown(path: Path, begin: int, size: int) -> str:
 def large(hub: HubServer, tmp_path: Path) -> tuple[HubServer, Path, str]:
     path = tmp_path / FILE
     section = grown(path, BASE, DRAFTER)
-    # Hashing 4 GB of zeros would show nothing: any name does for the blob.
-    hub.add(REPO, FILE, Content(path, "a" * 64))
+    hub.add(REPO, FILE, Content.of_file(path, "a" * 64))
     return hub, path, section
 
 
