@@ -200,11 +200,10 @@ def branched(writer: Writer, texts: Sequence[Text], tell: Show) -> list[Text]:
 
 
 def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, Text]]:
-    """Each item, a text by people or a prompt with their answer, in windows of ``writer.new_tokens``.
+    """Each item, a text by people or a prompt with their answer.
 
-    Drafts aim at every token of a text but BOS, each window standing alone. With a prompt they aim at the answer's
-    tokens, and each window has before it all that was there: the prompt as ``writer`` would encode it, and the answer
-    so far. What a chat template puts after an answer is no part of it.
+    Of a text drafts aim at every token but BOS, in windows of ``writer.new_tokens`` that stand alone. With a prompt, as
+    the base is asked it, they aim at the answer's tokens. What a chat template puts after an answer is no part of it.
 
     Raises:
         PairError: a text cannot be encoded, messages have no answer, or an answer does not fit the base's context.
@@ -214,21 +213,18 @@ def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, 
     for item in items:
         if item.completion is not None:
             (given,) = encode_prompts([item], codec, chat_template=writer.pair.plan.chat_template)
-            tokens = codec.continued(item.completion)
-            writer.check_length(len(given), len(tokens), ("text",))
+            windows = [codec.continued(item.completion)]
+            writer.check_length(len(given), len(windows[0]), ("text",))
         elif isinstance(item.content, str):
             (encoded,) = encode_prompts([item], codec, chat_template=False)
             opened = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
             given, tokens = encoded[:opened], encoded[opened:]
+            windows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
         else:
             raise PairError(
                 "expected texts by people, or messages that end in an answer, found messages without one, "
                 f"{escape(item.key)}; give those as prompts",
                 remedies=("prompts",),
             )
-        for at in range(0, len(tokens), length):
-            window = tokens[at : at + length]
-            before = given if item.completion is None else (*given, *tokens[:at])
-            if item.completion is not None or len(window) > 2:
-                found.append((item, Text((*before, *window), max(1, len(before)))))
+        found += [(item, Text((*given, *window), max(1, len(given)))) for window in windows]
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -198,16 +197,10 @@ def test_a_base_of_three_layers_has_no_three_states() -> None:
         head_for(base.config, 32, None)
 
 
-@pytest.fixture(scope="module")
-def whole(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> TuningPlan:
-    """A small training of a head for the sample's base."""
-    return plan(tmp_path_factory.mktemp("head") / "head", directory=None, mode="eagle3", steps=20, draft_vocab=128)
-
-
-def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:
+def test_a_whole_training(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """From a base alone to a directory that engines load, with its record and its card."""
-    tuned = run_tuning(whole)
-    assert tuned.directory == whole.out and not findings_of(tuned.directory)
+    tuned = run_tuning(plan(tmp_path / "head", directory=None, mode="eagle3", steps=20, draft_vocab=128))
+    assert tuned.directory == tmp_path / "head" and not findings_of(tuned.directory)
     config = read_checkpoint(tuned.directory).config
     assert isinstance(config, Eagle3Config)
     assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (1, 3, 5))
@@ -223,28 +216,3 @@ def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:
         del stored["t2d"]
         assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == asked_for(config, layout)
         assert not any(finding.is_error for finding in findings_of(directory))
-
-
-def test_it_goes_on_where_it_was_cut_off(whole: TuningPlan, tmp_path: Path) -> None:
-    """Between two measurements, without a word: what comes out is the same to the byte."""
-
-    class CutOff(BaseException):
-        pass
-
-    def at_step_7(line: str, done: int, total: int) -> None:
-        if line.startswith("step 7 "):
-            raise CutOff
-
-    expected = whole.out if whole.out.exists() else run_tuning(whole).directory
-    assert expected is not None
-    work = tmp_path / "work"
-    shutil.copytree(whole.work / "text", work / "text")
-    plan = replace(whole, work=work, out=tmp_path / "head")
-    with pytest.raises(CutOff):
-        run_tuning(plan, tell=at_step_7)
-    assert not plan.out.exists()
-    shown: list[str] = []
-    run_tuning(plan, tell=lambda line, done, total: shown.append(line))
-    assert next(line for line in shown if line.startswith("step")).startswith("step 7 ")
-    for name in ("config.json", "model.safetensors"):
-        assert (plan.out / name).read_bytes() == (expected / name).read_bytes()

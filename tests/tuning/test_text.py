@@ -63,15 +63,15 @@ def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
     assert raw == Text((*plain, *answer), len(plain))
 
 
-def test_a_long_answer_is_aimed_at_once(tokenizer: Any) -> None:
-    """Every token of it in one window, after all that stands before it."""
-    item = Prompt("w", "Why?", completion=ANSWER)
-    ((_, whole),) = people_texts([item], writing(tokenizer))
-    windows = [text for _, text in people_texts([item], writing(tokenizer, length=5))]
+def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: Any) -> None:
+    items = [Prompt("w", ANSWER), Prompt("w", "Why?", completion=ANSWER)]
+    (_, whole), answered = people_texts(items, writing(tokenizer))
+    *windows, again = people_texts(items, writing(tokenizer, length=5))
+    assert again == answered
     assert len(windows) > 3
-    assert [token for window in windows for token in window.continuation] == list(whole.continuation)
-    assert all(window.tokens == whole.tokens[: len(window.tokens)] for window in windows)
-    assert {len(window.continuation) for window in windows[:-1]} == {5}
+    assert [token for _, window in windows for token in window.continuation] == list(whole.continuation)
+    assert {window.tokens[0] for _, window in windows} == {tokenizer.bos_token_id}
+    assert {len(window.continuation) for _, window in windows[:-1]} == {5}
 
 
 def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:

@@ -40,8 +40,22 @@ def assert_same(one: tuple[Latents, Progress], other: tuple[Latents, Progress]) 
 def test_it_goes_on_as_if_nothing_had_happened(
     tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]
 ) -> None:
+
+    class CutOff(BaseException):
+        pass
+
+    def cut_off() -> bool:
+        if next(asked) == 6:
+            raise CutOff
+        return False
+
+    asked = iter(range(100))
     whole = tiny.train(tmp_path / "whole", mode, **changes)
     assert whole[1].done == 12
+    # Without a word, between two measurements.
+    with pytest.raises(CutOff):
+        tiny.train(tmp_path / "cut", mode, cut_off, **changes)
+    assert_same(whole, tiny.train(tmp_path / "cut", mode, **changes))
     # Stopped twice, between measurements and at one.
     for last in (5, 9):
         calls = iter(range(100))
