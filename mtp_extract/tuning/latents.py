@@ -95,7 +95,7 @@ class Latents(nn.Module):
     def numbers(self) -> int:
         return sum(value.numel() for value in self.values.values())
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
         found = {key: self._weight(key, value).to(dtype) for key, value in self.values.items()}
         return {role.path: weight for key, weight in found.items() for role in self._roles[key]}

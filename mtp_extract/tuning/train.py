@@ -206,22 +206,6 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     return torch.stack(found)
 
 
-class Drafts(nn.Module):
-    """Rounds of the drafter with what is trained in it: the module that accelerate divides among processes."""
-
-    def __init__(self, latents: Latents, drafter: Network, steps: int) -> None:
-        super().__init__()
-        self.latents, self.rounds = latents, Rounds(drafter, steps)
-
-    def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> tuple[Tensor, Tensor]:
-        """States as of :class:`Rounds`, [K, B, A, width], and the head that reads them, [V, width]."""
-        own = self.rounds.drafter.lm_head.weight
-        weights = self.latents.weights(own.dtype)
-        replaced = {f"drafter.{path}": weight for path, weight in weights.items()}
-        states = functional_call(self.rounds, replaced, (batch, embed, convention))
-        return states, weights.get("lm_head.weight", own)
-
-
 # Measuring
 
 
@@ -331,12 +315,12 @@ def train(
     states = States(pair.base, drafter.needs, corpus.trained, plan.batch)
     optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
-    drafts, optimizer = accelerator.prepare(Drafts(latents, drafter, plan.draft_steps), optimizer)
+    divided, optimizer = accelerator.prepare(latents, optimizer)
     fingerprint = _fingerprint(pair, corpus)
     run = _resumed(plan, fingerprint, latents, optimizer)
 
     def evaluate() -> None:
-        weights = latents.weights(drafter.lm_head.weight.dtype)
+        weights = latents(drafter.lm_head.weight.dtype)
         tuned = drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
         found = measured(pair, tuned, corpus.watched)
         score = corpus.balanced(found)
@@ -354,7 +338,7 @@ def train(
     while run.done < steps and run.stale < PATIENCE:
         for group, highest in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = highest * rate(run.done, steps)
-        loss, agreement = _backward(pair, drafts, *_batch(pair, states, corpus.kinds, run.done))
+        loss, agreement = _backward(pair, divided, *_batch(pair, states, corpus.kinds, run.done))
         accelerator.clip_grad_norm_(latents.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -380,7 +364,9 @@ def train(
     return run
 
 
-def _backward(pair: Pair, drafts: Any, batch: Batch, convention: Convention, weight: float) -> tuple[float, float]:
+def _backward(
+    pair: Pair, latents: nn.Module, batch: Batch, convention: Convention, weight: float
+) -> tuple[float, float]:
     """Make the gradients of a step, each anchor of this ``weight``; its mean loss, and how well its rows agree."""
     plan, base, drafter, hidden = pair.plan, pair.base, pair.drafter, batch.fed.hidden.flatten(0, 1)
     where, choices = aims(batch, plan.draft_steps), batch.choices.flatten()
@@ -403,7 +389,10 @@ def _backward(pair: Pair, drafts: Any, batch: Batch, convention: Convention, wei
 
     temperature = plan.temperature or 1.0
     rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
-    states, head = drafts(batch, base.embed, convention)
+    own = drafter.lm_head.weight
+    weights = latents(own.dtype)
+    replaced, head = {f"drafter.{path}": new for path, new in weights.items()}, weights.get("lm_head.weight", own)
+    states = functional_call(Rounds(drafter, plan.draft_steps), replaced, (batch, base.embed, convention))
     counted = states[within]
     made = gradient_of(rows, counted, head)
     of_head = [] if made.head is None else [(head, made.head)]

@@ -36,7 +36,7 @@ def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
     for role, tensor in tiny.checkpoint.tensors.items():
         assert np.array_equal(tuned.tensors[role].array(), tensor.array()), role
     before = tiny.drafter.state_dict()
-    for path, weight in latents.weights(torch.float32).items():
+    for path, weight in latents(torch.float32).items():
         assert torch.equal(weight, before[path].reshape(weight.shape)), path
 
 
@@ -56,7 +56,7 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
     moved(latents)
     tuned = latents.tuned(latents.results())
-    weights, drafter = latents.weights(torch.float32), load_drafter(tuned).state_dict()
+    weights, drafter = latents(torch.float32), load_drafter(tuned).state_dict()
     changed = 0
     for role in shapes_of(tiny.checkpoint.config):
         if role.kind != MATRIX:
@@ -75,7 +75,7 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
 
 def test_the_gradient_passes_the_grid(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
-    weight = latents.weights(torch.float32)["lm_head.weight"]
+    weight = latents(torch.float32)["lm_head.weight"]
     weight.backward(torch.full_like(weight, 2.0))
     assert torch.equal(latents.values["lm_head"].grad, torch.full_like(weight, 2.0))
 
@@ -101,7 +101,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
         latents.values["lm_head"] -= 200.0
     tuned = latents.tuned(latents.results()).tensors["lm_head"]
     assert set(codes(tuned)) == {low}
-    assert np.array_equal(latents.weights(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
+    assert np.array_equal(latents(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
 
 
 def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
@@ -110,7 +110,7 @@ def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
     tensors = {**tiny.checkpoint.tensors, "layers.0.gate_proj": shared, "layers.0.up_proj": shared}
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
     moved(latents)
-    weights, tuned = latents.weights(torch.float32), latents.tuned(latents.results()).tensors
+    weights, tuned = latents(torch.float32), latents.tuned(latents.results()).tensors
     assert weights["layers.0.gate_proj.weight"] is weights["layers.0.up_proj.weight"]
     assert tuned["layers.0.gate_proj"] is tuned["layers.0.up_proj"]
 
@@ -120,4 +120,4 @@ def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:
     latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["norms"])
     with torch.no_grad():
         latents.values["final_norm"] += 0.01
-    assert latents.weights(torch.float32)["final_norm.weight"].tolist() == pytest.approx([50.5] * 16)
+    assert latents(torch.float32)["final_norm.weight"].tolist() == pytest.approx([50.5] * 16)

@@ -138,7 +138,7 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
 def test_one_step_leaves_what_it_does_not_use(tiny: Tiny, tmp_path: Path) -> None:
     """One draft a round never reads the projected state: that projection has no gradient, and is not trained."""
     latents, found = tiny.train(tmp_path, "qat", draft_steps=1, learning_rate=1e-2, evaluations=1)
-    assert not [role for role in latents.weights(torch.float32) if "post_projection" in role]
+    assert not [role for role in latents(torch.float32) if "post_projection" in role]
     assert found.done == 12
     before, after = tiny.checkpoint.tensors, latents.tuned(latents.results()).tensors
     assert after["post_projection"] is before["post_projection"]
@@ -187,7 +187,7 @@ def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     stops = iter([False] * 15 + [True])  # before the last step, as of what is finished no moments are kept
     changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": rate}
     latents, found = half.train(tmp_path, mode, lambda: next(stops), dtype=torch.bfloat16, **changes)
-    assert {weight.dtype for weight in latents.weights(torch.bfloat16).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in latents(torch.bfloat16).values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
     kept = [*latents.values.values(), *state["latents"].values(), *moments]
