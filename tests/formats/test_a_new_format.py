@@ -20,7 +20,7 @@ from mtp_extract.checkpoint.documents import TEXT, read_object, require_keys
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled
-from mtp_extract.formats import FORMATS, Listed, format_of, read_checkpoint, reading
+from mtp_extract.formats import FORMATS, NAMES, Listed, format_of, read_checkpoint, reading
 from mtp_extract.pipeline.check import verify
 
 
@@ -69,7 +69,7 @@ FORMAT = ToyFormat()
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, FORMAT.name, Listed(__name__, "FORMAT", ("f32", "bf16"), "a toy"))
     # Names that a plan may have are listed when its module is imported.
-    monkeypatch.setattr("mtp_extract.pipeline.plan.check_values", lambda plan: None)
+    monkeypatch.setattr("mtp_extract.pipeline.plan.NAMES", (*NAMES, FORMAT.name))
 
 
 @pytest.mark.usefixtures("registered")
