@@ -16,9 +16,9 @@ from msgspec import Struct, convert, to_builtins
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import HEADER, TEXT, parse_json, require_keys
+from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import narrowed
-from mtp_extract.checkpoint.safetensors_file import read_file
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
 from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_floats
 from mtp_extract.errors import CheckpointError, escape
@@ -78,7 +78,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     path = directory / CODES_FILE
     if not os.path.lexists(path):
         return checkpoint
-    stored, metadata = read_file(path)
+    stored, metadata = read_safetensors(path)
     require_keys(path, metadata, {}, {**HEADER, _SCHEMES: TEXT})
     try:
         schemes = convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme])

@@ -1,38 +1,40 @@
-"""Files of a checkpoint: written piece by piece, read back and compared.
+"""Files of a checkpoint: written piece by piece, read back and compared. The bytes depend on the input alone.
 
-What the header of a file of tensors looks like is its container's affair, which is known by the file's ending. The
-data follow it in the order of the tensors; the bytes depend on the input alone.
+safetensors: u64 little-endian length of a JSON header, the header (padded with spaces to a multiple of 8), then the
+data of all tensors without gaps. The ``safetensors`` package does not write: it wants every tensor in memory and orders
+metadata keys differently from run to run. It checks every header that is read, ours too, and shares no code with the
+writer; it does not say where data lie, and of a key that stands there twice it takes the last.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
-from mtp_extract.checkpoint import gguf_file, safetensors_file
+from mtp_extract.checkpoint import gguf_file
+from mtp_extract.checkpoint.documents import parse_json
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import OutputError, escape
+from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import check_interrupted
 
-_CONTAINERS = MappingProxyType({".safetensors": safetensors_file, ".gguf": gguf_file})
-"""Each kind of file that holds tensors, by the ending of its name: ``header``, ``ALIGNMENT``, ``read_header``."""
+TENSOR_FILES = (".safetensors", ".gguf")
+"""Endings of the names of files of tensors."""
 
+_METADATA = "__metadata__"
+_KEYS = {"dtype", "shape", "data_offsets"}
 _READ = 1 << 18
-
-
-def holds_tensors(name: str | Path) -> bool:
-    """Whether the file of that name is one of tensors."""
-    return Path(name).suffix in _CONTAINERS
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -41,8 +43,48 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: it is damaged, or another kind of file than its name says.
     """
-    found: dict[str, StoredTensor] = _CONTAINERS[path.suffix].read_header(path)
-    return found
+    return gguf_file.read_gguf(path)[1] if path.suffix == ".gguf" else read_safetensors(path)[0]
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of the file at ``path``, checked against its size, and what its header says beside them.
+
+    Raises:
+        CheckpointError: not such a file, or one whose header contradicts itself or its size.
+    """
+    try:
+        with open_regular(path) as file:
+            with safe_open(path, framework="numpy") as checked:
+                metadata = dict(checked.metadata() or {})
+            start = 8 + int.from_bytes(file.read(8), "little")
+            entries = parse_json(file.read(start - 8))
+        entries.pop(_METADATA, None)
+        # The package takes a list of three for an entry, and passes over further keys.
+        if any(not isinstance(entry, dict) or entry.keys() != _KEYS for entry in entries.values()):
+            raise ValueError("an entry has other keys than a tensor's")
+    except OSError as error:
+        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{escape(path)}: not a safetensors file, or damaged: {escape(error)}. Extract or fetch it again."
+        ) from error
+    tensors = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+    return tensors, metadata
+
+
+def safetensors_header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file of ``tensors`` begins with."""
+    entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
+    at = 0
+    for tensor in tensors:
+        places = [at, at := at + tensor.length]
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": places}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def sha256_of_file(path: Path) -> str:
@@ -60,13 +102,14 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         OutputError: it cannot be written, or reads back differently.
         Interrupted: a signal came.
     """
-    path, at, written = folder / file.name, 0, xxh3_128()
-    container = _CONTAINERS[path.suffix] if file.tensors else None
+    path, at, written, places = folder / file.name, 0, xxh3_128(), dict[str, StoredTensor]()
     # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
-    text = file.text.encode("utf-8", "backslashreplace")
-    header = container.header(file.tensors, file.metadata) if container else text
-    alignment, size = container.ALIGNMENT if container else 1, len(header)
-    places: dict[str, StoredTensor] = {}
+    header, alignment = file.text.encode("utf-8", "backslashreplace"), 1
+    if file.tensors and path.suffix == ".gguf":
+        header, alignment = gguf_file.header(file.tensors, file.metadata), gguf_file.ALIGNMENT
+    elif file.tensors:
+        header = safetensors_header(file.tensors, file.metadata)
+    size = len(header)
     for tensor in file.tensors:
         places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, size, tensor.length)
         size += aligned(tensor.length, alignment)

@@ -79,11 +79,6 @@ def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> byt
     return bytes(made.getvalue()) + bytes(-made.tell() % ALIGNMENT)
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the file at ``path``; as :func:`read_gguf`."""
-    return read_gguf(path)[1]
-
-
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Metadata and tensors of the file at ``path``.
 

@@ -163,30 +163,29 @@ class HeadFormat:
 
     def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
-        flat, inside = self.name == "eagle3", document.get("eagle_config") or {}
-        outside = flat and not document.get(_IDS)
-        wide = config.hidden_size == FUSED * config.backbone_hidden_size
-        table = config.own_embedding and config.hidden_size == config.backbone_hidden_size
-        null = document.get("draft_vocab_size", 0) is None
-        fed_back = "norm_output is true, and it feeds back the state before the norm"
-        known = (
-            (outside, VLLM, f"{_IDS} is not at the top level: write there those of eagle_config, each plus 1"),
-            (outside, LLAMA_CPP, f"{_IDS} is not at the top level, and it takes {_DEFAULT_IDS}"),
-            (flat and not inside.get(_IDS), SGLANG, f"{_IDS} is missing in eagle_config: write there each less 1"),
-            (flat and config.norm_before_residual, SGLANG, "norm_before_residual is true, and it takes it for false"),
-            (flat and null, SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"),
-            (flat and wide, SGLANG, f"the head is as wide as {FUSED} states of the base, and it leaves fc out then"),
-            (
-                flat and table,
-                SGLANG,
-                "it takes the base's embeddings for embed_tokens.weight: leave those out",
-            ),
-            (config.norm_output, LLAMA_CPP, fed_back),
-            (config.norm_output and not flat, MLX, fed_back),
-            (0 in config.base_layers and not flat, MLX, "it reads what leaves layer 0 for what enters it"),
-            (config.reduced and not flat, MLX, "it takes the best of the head's tokens for the best: the text changes"),
-        )
-        return tuple(Finding(engine, what) for found, engine, what in known if found)
+        flat, told = self.name == "eagle3", list[tuple[str, str]]()
+        if flat and not document.get(_IDS):
+            what = f"{_IDS} is not at the top level, and it takes"
+            told.append((VLLM, f"{what} those of eagle_config for layers entered, not left; write each plus 1 there"))
+            told.append((LLAMA_CPP, f"{what} {_DEFAULT_IDS}; write them there"))
+        if flat and not (document.get("eagle_config") or {}).get(_IDS):
+            told.append((SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"))
+        if flat and config.norm_before_residual:
+            told.append((SGLANG, "norm_before_residual is true, and it begins the residual before the norm"))
+        if flat and document.get("draft_vocab_size", 0) is None:
+            told.append((SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"))
+        if flat and config.hidden_size == FUSED * config.backbone_hidden_size:
+            told.append((SGLANG, f"it leaves fc out of a head as wide as {FUSED} states of the base"))
+        if flat and config.own_embedding and config.hidden_size == config.backbone_hidden_size:
+            told.append((SGLANG, "it takes the base's embeddings for embed_tokens.weight; leave those out"))
+        if config.norm_output:
+            engines = (LLAMA_CPP,) if flat else (LLAMA_CPP, MLX)
+            told += [(name, "norm_output is true, and it feeds back the state before the norm") for name in engines]
+        if not flat and 0 in config.base_layers:
+            told.append((MLX, "it reads what leaves layer 0 for what enters it"))
+        if not flat and config.reduced:
+            told.append((MLX, "it takes the best token of the head's vocabulary for the base's best: the text changes"))
+        return tuple(Finding(*one) for one in told)
 
 
 def _llama_document(config: Eagle3Config) -> dict[str, Any]:

@@ -209,30 +209,24 @@ def _name_parts(base: str) -> dict[str, str]:
     return {f"general.{key}": part for key, part in parts.items()}
 
 
-def _codes(tensor: Weight) -> Weight:
-    """``tensor`` as Q4_0 or Q8_0 hold it.
+def _codes(weight: Weight) -> Weight:
+    """The codes of ``weight`` as Q4_0 or Q8_0 hold them.
 
     Raises:
         NoCodesError: they cannot.
     """
-    try:
-        codes = row_codes(tensor)
-    except NoCodesError as error:
-        raise NoCodesError(
-            f"{error}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
-            "can be kept beside the floats)"
-        ) from error
-    if codes.shape[1] % BLOCK or codes.steps.block % BLOCK:
-        what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.steps.block}"
+    codes = row_codes(weight)
+    sizes, block = codes.steps.size, codes.steps.block
+    if codes.columns % BLOCK or block % BLOCK:
+        what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {block}"
         raise NoCodesError(
             f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
             "format keeps rows of any length)"
         )
-    sizes = codes.steps.size
     with np.errstate(over="ignore", under="ignore"):
         rounded = sizes.astype(np.float16).astype(np.float32)
-    unlike = np.abs(rounded - sizes) > DTYPES["f16"].roundoff * np.abs(sizes)
-    if unlike.any() or not np.isfinite(rounded).all():
+    unlike = ~(np.abs(rounded - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
+    if unlike.any():
         raise NoCodesError(
             f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
             "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"

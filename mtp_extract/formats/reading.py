@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from mtp_extract.checkpoint.documents import ANYTHING, HEADER, read_object, require_keys
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.safetensors_file import read_file, read_header
+from mtp_extract.checkpoint.files import read_header, read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
 from mtp_extract.io.typed import read
@@ -99,7 +99,7 @@ def read_shards(directory: Path, name: str) -> Tensors:
     """
     found = find_tensors(directory, name)
     for path in {path for path, _ in found.values()}:
-        require_keys(path, read_file(path)[1], {}, HEADER)
+        require_keys(path, read_safetensors(path)[1], {}, HEADER)
     if index := index_of(directory, name):
         places = {tensor: path.name for tensor, (path, _) in found.items()}
         require_keys(index, read_object(index), {"weight_map": places}, {"metadata": ANYTHING})

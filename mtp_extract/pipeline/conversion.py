@@ -18,7 +18,7 @@ from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.files import holds_tensors, sha256_of_file
+from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
 from mtp_extract.checkpoint.record import CHECKPOINT, Pairs, provenance
 from mtp_extract.checkpoint.weight import same_weight
 from mtp_extract.formats import EVERY, format_named, format_of
@@ -157,7 +157,7 @@ def _weights(place: Path) -> dict[str, Path]:
     """By name: the files with tensors at or in ``place``."""
     if place.is_file():
         return {place.name: place}
-    return {name: place / name for name in files_in(place) if holds_tensors(name)}
+    return {name: place / name for name in files_in(place) if name.endswith(TENSOR_FILES)}
 
 
 def _without_record(directory: Path, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from mtp_extract import extract
-from mtp_extract.checkpoint import safetensors_file
+from mtp_extract.checkpoint import files
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
@@ -103,12 +103,12 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
 
 def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same type and shape: the sums of what lies where it was written cannot tell."""
-    real = safetensors_file.header
+    real = files.safetensors_header
 
     def exchanged(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> bytes:
         return real(tensors, metadata).replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
 
-    monkeypatch.setattr(safetensors_file, "header", exchanged)
+    monkeypatch.setattr(files, "safetensors_header", exchanged)
     tensors = (plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32)))
     with pytest.raises(OutputError, match="reads back differently"):
         write_file(tmp_path, OutputFile("f.safetensors", tensors, metadata={}))

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.safetensors_file import read_file
+from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.weight import Constant, has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.formats import read_checkpoint
@@ -76,7 +76,7 @@ def damaged_codes(sample: Path, folder: Path, change: Callable[[dict[str, np.nda
     extract(sample, folder, dtype="f32", codes=True)
     path = folder / CODES_FILE
     tensors = {key: value for key, value in load_file(path).items() if key.startswith(NAME)}
-    scheme = json.loads(read_file(path)[1]["schemes"])[NAME]
+    scheme = json.loads(read_safetensors(path)[1]["schemes"])[NAME]
     metadata = {"schemes": json.dumps({NAME: scheme})}
     save_file(tensors, path, metadata)
     assert with_codes(folder, read_checkpoint(folder)).tensors["layers.0.q_proj"].scheme is not None
