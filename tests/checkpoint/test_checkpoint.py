@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import files
+from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
-from mtp_extract.formats import FORMATS
+from mtp_extract.formats import FORMATS, format_named
 from mtp_extract.pipeline.check import files_in
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 
 @pytest.mark.torch
@@ -172,3 +176,12 @@ def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monke
     with pytest.raises(OutputError, match="No space left"):
         extract(sample, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("role", ["layers.0.q_proj", "final_norm"])
+def test_a_weight_that_is_missing_is_not_made_up(sample: Path, role: str) -> None:
+    with open_bundle(sample) as opened:
+        checkpoint = checkpoint_of(opened.drafter())
+    rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key != role}
+    with pytest.raises(CheckpointError, match=f"{role}: expected a weight"):
+        arrange(format_named("transformers"), replace(checkpoint, tensors=rest), "f32")

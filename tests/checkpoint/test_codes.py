@@ -48,26 +48,6 @@ def test_rows_of_codes_are_the_numbers(name: str) -> None:
         assert seen or "float" in name or "f16" in name or "f32" in name
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
-def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> None:
-    directory = tmp_path / "out"
-    extract(variant(name), directory, dtype=dtype, codes=True)
-    found = with_codes(directory, read_checkpoint(directory))
-    with open_bundle(variant(name)) as opened:
-        for role, tensor in checkpoint_of(opened.drafter()).tensors.items():
-            try:
-                mine = row_codes(tensor)
-            except NoCodesError as error:
-                with pytest.raises(NoCodesError, match=str(error)):
-                    row_codes(found.tensors[role])
-                continue
-            theirs = row_codes(found.tensors[role])
-            assert mine.bits == theirs.bits
-            np.testing.assert_array_equal(mine.codes(), theirs.codes(), err_msg=role)
-            np.testing.assert_array_equal(tensor.array(), found.tensors[role].array(), err_msg=role)
-
-
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
