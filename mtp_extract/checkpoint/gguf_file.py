@@ -18,7 +18,7 @@ import numpy as np
 
 from mtp_extract.checkpoint.planned import BLOCKS, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.errors import CheckpointError, either, escape
 from mtp_extract.io.files import aligned, open_regular
 
 ARCHITECTURE = "general.architecture"
@@ -30,7 +30,6 @@ ALIGNMENT = 32
 _MAGIC, _VERSION = b"GGUF", 3
 _ALIGNMENT_KEY = "general.alignment"
 _MOST_ENTRIES = 1 << 16
-_MOST_DIMENSIONS = 4
 _LONGEST_NAME = 1 << 16
 _LONGEST_HEADER = 1 << 27
 
@@ -127,8 +126,7 @@ class _Reader:
         found: dict[str, StoredTensor] = {}
         begin = at = end = aligned(self._at, ALIGNMENT)
         for name, (dtype, shape, offset) in described.items():
-            told = f"expected {escape(name)} to begin {at - begin} bytes into the data, found {offset}"
-            _require(offset == at - begin, told)
+            _require(offset == at - begin, f"expected {escape(name)} to begin at byte {at - begin}, found {offset}")
             elements, size = BLOCKS[dtype]
             found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
             end = at + found[name].length
@@ -157,8 +155,7 @@ class _Reader:
         return self._skipped(count) if kind == _TEXT else self._numbers(key, kind, count)
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
-        told = f"{escape(key)}: expected a type of value below 13 and no list of lists, found {kind}"
-        _require(kind in _NUMBERS, told)
+        _require(kind in _NUMBERS, f"{escape(key)}: expected numbers, found values of type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
         found = np.frombuffer(self._take(count * dtype.itemsize), dtype)
         if kind == _BOOL:
@@ -181,12 +178,10 @@ class _Reader:
     def _described(self, name: str) -> tuple[str, tuple[int, ...], int]:
         """Type, shape (the longest stride first) and offset of a tensor."""
         dimensions = self._number()
-        told = f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}"
-        _require(1 <= dimensions <= _MOST_DIMENSIONS, told)
+        _require(1 <= dimensions <= 4, f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}")
         shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
         kind = self._number()
-        told = f"{escape(name)}: expected one of the types {', '.join(_TYPES.values())}, found number {kind}"
-        _require(kind in _TYPES, told)
+        _require(kind in _TYPES, f"{escape(name)}: expected {either(_TYPES.values())}, found type {kind}")
         dtype = _TYPES[kind]
         # No tensor has more elements than eight a byte of its file.
         possible = max(*shape, math.prod(shape)) <= 8 * self._size and shape[-1] % BLOCKS[dtype][0] == 0
@@ -207,9 +202,7 @@ class _Reader:
     def _take(self, length: int) -> bytes:
         """The next ``length`` bytes; none is read past the limit, whatever length a file claims."""
         self._at += length
-        _require(
-            self._at <= self._limit, f"its header goes on to byte {self._at}, past {self._limit}; it was cut short"
-        )
+        _require(self._at <= self._limit, f"its header goes on past byte {self._limit}; it was cut short")
         found = self._file.read(length)
         _require(len(found) == length, "it shrank while it was being read")
         return found
