@@ -85,12 +85,9 @@ class Stored(Weight):
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:
-    """Name of the type that holds all of ``weights`` as they are: their own where they share one, else F32.
-
-    Raises:
-        CheckpointError: one that lies in a file does not hold floats.
-    """
-    types = {weight.dtype.safetensors if isinstance(weight, Stored) else None for weight in weights}
+    """Name of the type that holds all of ``weights``, which are floats, as they are: their own where they share one,
+    else F32."""
+    types = {weight.tensor.dtype if isinstance(weight, Stored) else "" for weight in weights}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 
 

@@ -93,32 +93,26 @@ EVERY: Mapping[str, Listed] = ChainMap(FORMATS, HEADS)
 """Both."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What an engine loads: formats, the best first; or why it loads none."""
-
-    formats: tuple[str, ...] = ()
-    none: str = ""
-
-
-ENGINES = {
-    "transformers": Engine(("transformers", "compressed-tensors", "compressed-tensors-sglang", "gemma")),
-    "vllm": Engine(("transformers", "compressed-tensors", "compressed-tensors-sglang", "speculators", "eagle3")),
-    "sglang": Engine(("transformers", "compressed-tensors-sglang", "eagle3")),
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "transformers": ("transformers", "compressed-tensors", "compressed-tensors-sglang", "gemma"),
+    "vllm": ("transformers", "compressed-tensors", "compressed-tensors-sglang", "speculators", "eagle3"),
+    "sglang": ("transformers", "compressed-tensors-sglang", "eagle3"),
     # The bundle's integers, which it runs on as they are, in a third of the bytes.
-    "mlx-vlm": Engine(("mlx", "transformers")),
-    "llama.cpp": Engine(("gguf",)),
-    "tensorrt-llm": Engine(("transformers",)),
-    "ollama": Engine(("transformers",)),
-    "litert-lm": Engine(
-        none="LiteRT-LM drafts with what its bundle holds: put a drafter into the bundle with `mtp-insert`."
-    ),
-    "lm-studio": Engine(
-        none="LM Studio does not draft with a Gemma 4 drafter, whatever its format (seen in 0.4.20: its draft models "
-        "are whole models). Serve it with llama.cpp's own llama-server instead: choose llama.cpp."
-    ),
+    "mlx-vlm": ("mlx", "transformers"),
+    "llama.cpp": ("gguf",),
+    "tensorrt-llm": ("transformers",),
+    "ollama": ("transformers",),
+    "litert-lm": (),
+    "lm-studio": (),
 }
-"""What a user may call what is to serve the drafter → what that loads."""
+"""What a user may call what is to serve the drafter → the formats that it loads, the best first."""
+
+_NO_FORMAT = {
+    "litert-lm": "LiteRT-LM drafts with what its bundle holds: put a drafter into the bundle with `mtp-insert`.",
+    "lm-studio": "LM Studio does not draft with a Gemma 4 drafter, whatever its format (seen in 0.4.20: its draft "
+    "models are whole models). Serve it with llama.cpp's own llama-server instead: choose llama.cpp.",
+}
+"""Why an engine loads none."""
 
 NAMES = tuple(dict.fromkeys((*ENGINES, *EVERY)))
 """By which a user chooses a format: its own, or an engine's."""
@@ -126,7 +120,7 @@ NAMES = tuple(dict.fromkeys((*ENGINES, *EVERY)))
 
 def engines_for(name: str) -> tuple[str, ...]:
     """The engines that load the format ``name``; none where there is no format of that name."""
-    return tuple(engine for engine, known in ENGINES.items() if name in known.formats)
+    return tuple(engine for engine, known in ENGINES.items() if name in known)
 
 
 def format_named(name: str) -> Format:
@@ -155,9 +149,9 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
         return name
     if name is not None and name not in ENGINES:
         raise ValueError(f"format {escape(name)!r}: expected {either(NAMES)}.{nearest(name, NAMES)}")
-    if name is not None and (none := ENGINES[name].none):
-        raise UnsupportedError(f"{name}: {none}")
-    for known in EVERY if name is None else ENGINES[name].formats:
+    if name in _NO_FORMAT:
+        raise UnsupportedError(f"{name}: {_NO_FORMAT[name]}")
+    for known in EVERY if name is None else ENGINES[name]:
         if EVERY[known].architecture == architecture:
             return known
     raise UnsupportedError(f"{name} loads no drafter of the architecture {architecture}.", remedies=("format",))

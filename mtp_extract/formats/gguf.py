@@ -32,7 +32,7 @@ from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
 from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_rows
+from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_rows
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
@@ -171,9 +171,8 @@ class GgufFormat:
         expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
         reading.check_tensors(expected, found, more=(_ROPE,))
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
-        types = {stored[name].dtype for role, name in names.items() if role.kind == MATRIX} - set(_QUANTIZED)
-        dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "f32")
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+        floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats))
 
 
 FORMAT = GgufFormat()

@@ -129,7 +129,7 @@ def test_a_format_or_the_best_for_an_engine(
 
 def test_what_is_written_for_an_engine_is_what_it_loads() -> None:
     for engine, known in ENGINES.items():
-        assert all(engine in engines_for(name) for name in known.formats)
+        assert all(engine in engines_for(name) for name in known)
     assert engines_for("compressed-tensors") == ("transformers", "vllm")
     assert engines_for("compressed-tensors-sglang") == ("transformers", "vllm", "sglang")
     assert engines_for("litert") == engines_for("another") == ()

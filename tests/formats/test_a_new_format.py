@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import convert, to_builtins
 
 from mtp_extract import extract
 from mtp_extract.architecture import roles
-from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import TEXT, read_object, require_keys
-from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.formats import FORMATS, NAMES, Listed, format_of, read_checkpoint, reading
 from mtp_extract.pipeline.check import verify
 
@@ -36,30 +36,20 @@ class ToyFormat:
         return keep_floats(weight, dtype)
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint, dtype = arranged.checkpoint, arranged.dtype
-        shapes = shapes_of(checkpoint.config)
-        tensors = tuple(arranged.kept[role.name].tensor(role.name, role) for role in shapes)
-        return [
-            OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=json.dumps({"dtype": dtype, **asdict(checkpoint.config)})),
-        ]
-
-    def _config(self, directory: Path) -> DrafterConfig:
-        document = read_object(directory / self.marker)
-        fields = {key: value for key, value in document.items() if key != "dtype"}
-        layers = (LayerConfig(**{**layer, "rope": RopeConfig(**layer["rope"])}) for layer in fields.pop("layers"))
-        config = DrafterConfig(layers=tuple(layers), **fields)
-        require_keys(directory / self.marker, document, asdict(config), {"dtype": TEXT})
-        return config
+        config = arranged.checkpoint.config
+        tensors = tuple(arranged.kept[role.name].tensor(role.name, role) for role in shapes_of(config))
+        document = {"dtype": arranged.dtype, **to_builtins(config)}
+        return [OutputFile(self.weights_file, tensors=tensors), OutputFile(self.marker, text=json_text(document))]
 
     def read(self, directory: Path) -> Checkpoint:
-        config = self._config(directory)
+        document = read_object(directory / self.marker)
+        config = convert(document, DrafterConfig)
+        require_keys(directory / self.marker, document, to_builtins(config), {"dtype": TEXT})
         stored = reading.read_shards(directory, self.weights_file)
-        tensors = {
-            role.name: Stored(*stored[role.name]) if role.name in stored else filled(shape)
-            for role, shape in shapes_of(config).items()
-        }
-        return Checkpoint("gemma4-mtp", config, tensors, read_object(directory / self.marker)["dtype"])
+        shapes = {role.name: (shape, reading.FLOATS) for role, shape in shapes_of(config).items()}
+        reading.check_tensors(shapes, stored)
+        tensors = {role: Stored(*stored[role], role) for role in shapes}
+        return Checkpoint("gemma4-mtp", config, tensors, document["dtype"])
 
 
 FORMAT = ToyFormat()
