@@ -118,7 +118,7 @@ def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, r
     linear = dict(model.named_modules())
     hooks = []
     for role, module in modules.items():
-        before, after = static[role]["input"], static[role]["output"]
+        before, after = static[role]
         hooks += [
             linear[module].register_forward_pre_hook(lambda _, args, how=before: (rounded(args[0], how),)),
             linear[module].register_forward_hook(lambda _, args, out, how=after: rounded(out, how)),
