@@ -64,14 +64,10 @@ def address_of(text: str) -> str:
     Raises:
         SourceError: it is something else, such as a path or another site.
     """
-    text = text.strip()
-    address = parse_address(text)
-    if address is not None:
+    if (address := parse_address(text.strip())) is not None:
         return address.name
-    raise SourceError(
-        "Expected ORG/NAME or ORG/NAME/FILE of the Hugging Face Hub, or a URL of its site, found "
-        f"{escape(text.partition('?')[0]) or 'nothing'}."
-    )
+    found = escape(text.strip().partition("?")[0]) or "nothing"
+    raise SourceError(f"Expected ORG/NAME[/FILE] of the Hugging Face Hub, or a URL of its site, found {found}.")
 
 
 def told_by(progress: Callable[..., Any], what: str) -> Progress:
@@ -80,10 +76,8 @@ def told_by(progress: Callable[..., Any], what: str) -> Progress:
 
     def told(done: int, total: int) -> None:
         if time.monotonic() - began > LONGEST:
-            raise MtpExtractError(
-                f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept. Try again, or extract it "
-                "on a machine of yours, with mtp-extract."
-            )
+            late = f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept."
+            raise MtpExtractError(f"{late} Try again, or extract it on a machine of yours, with mtp-extract.")
         progress(done / total if total else 0, desc=f"{what}: {size(done)} of {size(total)}")
 
     return told
@@ -137,12 +131,9 @@ def done(made: ExtractionResult, seconds: float) -> str:
     """What was written, that it was proven, and what to know of it."""
     layout, total = made.record["layout"], size(sum(made.files.values()))
     before = " before rounding" if is_rounded(made.record) else ""
-    said = [
-        f"<b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.",
-        f"<b>Verified{before}</b>: it computes what the bundle computes, for every input, in real numbers.",
-        *map(html.escape, made.notes),
-    ]
-    return f'<div class="done">{"".join(f"<p>{one}</p>" for one in said)}</div>'
+    said = f"""<p><b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.</p>
+    <p><b>Verified{before}</b>: it computes what the bundle computes, for every input, in real numbers.</p>"""
+    return f'<div class="done">{said}{"".join(f"<p>{html.escape(note)}</p>" for note in made.notes)}</div>'
 
 
 def look(
@@ -250,13 +241,8 @@ def page() -> gr.Blocks:
 def main() -> None:
     # Fonts of the machine: the page asks no other site for anything.
     theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
-    page().launch(
-        theme=theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400"),
-        css=STYLE,
-        footer_links=["gradio"],
-        run_history=False,
-        ssr_mode=False,
-    )
+    theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400")
+    page().launch(theme=theme, css=STYLE, footer_links=["gradio"], run_history=False, ssr_mode=False)
 
 
 if __name__ == "__main__":
