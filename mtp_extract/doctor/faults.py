@@ -95,7 +95,6 @@ class Expected:
 
     counts: Mapping[str, Counts]  # by name: first :data:`SOUND`, then the faults that change drafts
     convention: Convention | None = None  # whose query position the drafter drafts better by; None where it has none
-    untold: tuple[str, ...] = ()  # faults that do not
 
 
 def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, lag: float | None) -> Expected:
@@ -113,7 +112,7 @@ def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, l
     if lag is None:
         return Expected({SOUND: sound}, best)
     made = broken(drafter, best, base.num_layers, max(1, round(lag)))
-    counts = dict(zip(made, expected_counts(base, [*made.values()], texts, steps), strict=True))
+    counts = zip(made, expected_counts(base, [*made.values()], texts, steps), strict=True)
     least = _MOVES * sound.tokens.sum()
-    changing = {name: c for name, c in counts.items() if np.abs(c.accepted - sound.accepted).sum() >= least}
-    return Expected({SOUND: sound, **changing}, best, tuple(name for name in counts if name not in changing))
+    changing = {name: c for name, c in counts if np.abs(c.accepted - sound.accepted).sum() >= least}
+    return Expected({SOUND: sound, **changing}, best)

@@ -90,5 +90,3 @@ class Diagnosis(Record, kw_only=True):
     served: Rates | None = None  #: by the server's counters along these texts; null where it reports too little
     #: what the counters were compared with, likeliest first; empty where they were not
     fits: list[Fit] = field(default_factory=list)
-    #: faults that change nothing along these texts, and so can be neither named nor excluded
-    untold: list[str] = field(default_factory=list)

@@ -24,7 +24,6 @@ from mtp_extract.evaluate.progress import Say, silent
 from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
-from mtp_extract.options import check_values
 from mtp_extract.pipeline.check import RECORD, read_record, with_record
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -43,7 +42,6 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
     Raises:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
-    check_values(plan)
     if plan.base is None:
         raise MtpExtractError(
             f"{escape(plan.place)}: expected the base to run this drafter beside, found none. Name it.",
@@ -93,21 +91,22 @@ def hold_against(found: Diagnosis, known: Expected, served: Counts | None) -> No
     found.convention = _CONVENTIONS[known.convention] if known.convention else None
     if served is not None:
         found.served, found.fits = served.rates(steps), compare(served, known.counts)
-        found.untold = list(known.untold)
 
 
 def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
     """A server, and all that it counted."""
-    counted = [(one.counted.drafted, rounds_of(one)) for one in answers if one.counted is not None]
-    told = [drafted for drafted, _ in counted if drafted is not None]
-    rounds = [(drafted, made) for drafted, made in counted if drafted and made]
-    per_round = sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None
-    return Serving(server.name, server.kind.name, server.version, sum(told) if told else None, per_round)
+    known = [
+        (one.counted.drafted, rounds_of(one)) for one in answers if one.counted and one.counted.drafted is not None
+    ]
+    in_rounds = [(drafted, rounds) for drafted, rounds in known if drafted and rounds]
+    per_round = sum(d for d, _ in in_rounds) / sum(r for _, r in in_rounds) if in_rounds else None
+    drafted = sum(d for d, _ in known) if known else None
+    return Serving(server.name, server.kind.name, server.version, drafted, per_round)
 
 
 def _drafts_of(answers: Sequence[Answer]) -> int | None:
     """Drafts a round, by the answer that has most on the mean; None where none tells."""
-    known = [(one.counted, rounds) for one in answers if one.counted is not None and (rounds := rounds_of(one))]
+    known = [(one.counted, rounds) for one in answers if one.counted and (rounds := rounds_of(one))]
     means = [(c.drafted / rounds, c.rounds) for c, rounds in known if c.drafted]
     return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in means), default=None)
 

@@ -109,7 +109,7 @@ def _below(found: Diagnosis, named: bool) -> Diagnosis:
     """Below what is expected: of what?"""
     said, likeliest = f"Below: {_rates(found)}", found.fits[0]
     if len(found.fits) == 1:
-        why = "no fault that is known changes it here" if found.untold else "faults are known of MTP drafters only"
+        why = "no fault that is known changes it here" if found.convention else "faults are known of MTP drafters only"
         return _say(found, "below", f"{said}; {why}.", _ELSEWHERE)
     what, other = (FAULTS[fit.name][0] if fit.name in FAULTS else "a sound stack" for fit in found.fits[:2])
     low, high = likeliest.missing.ci95 or (0.0, 0.0)

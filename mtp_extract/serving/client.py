@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import TimeoutError as Late
@@ -85,7 +85,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     finish_reason: str | None = None
     token_ids: list[Count] | None = None
-    prompt_token_ids: list[Count] | None = None
+    prompt_token_ids: tuple[Count, ...] | None = None
 
     @property
     def thought(self) -> str:
@@ -107,11 +107,16 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
-    prompt_token_ids: list[Count] | None = None
+    prompt_token_ids: tuple[Count, ...] | None = None
     # Where servers report their counters.
     timings: Any = None
     metrics: Any = None
     sglext: Any = None
+
+    @property
+    def choice(self) -> _Choice:
+        """One is asked for."""
+        return self.choices[0] if self.choices else _Choice()
 
 
 class _Model(msgspec.Struct):
@@ -127,28 +132,33 @@ class _Models(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+def _last(values: Iterable[T | None]) -> T | None:
+    """The last that there is."""
+    return next((value for value in reversed(list(values)) if value is not None), None)
+
+
 def _timed_events(
     stream: Iterable[bytes], most_bytes: int, clock: Callable[[], float]
-) -> Iterator[tuple[float, _Event | None]]:
-    """The events of ``stream``, each with the seconds at which it was whole, and None for the last, which says so."""
-    rest, done = b"", False
+) -> tuple[list[tuple[float, _Event]], bool]:
+    """The events of ``stream``, each with the seconds at which it was whole, and whether it says that they are all."""
+    found, rest, done = list[tuple[float, _Event]](), b"", False
     for piece in stream:
         now = clock()
         most_bytes -= len(piece)
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > _LARGEST_EVENT or most_bytes < 0:
             raise ServerError("the answer is too large for one")
-        for line in lines:
-            if done or not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
+        for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
+            if done := done or data == b"[DONE]":
+                break
             try:
-                event = None if (done := data == b"[DONE]") else _decode(data)
+                event = _decode(data)
             except (ValueError, RecursionError):
                 raise ServerError(f"expected an event of an answer as JSON, found {_shown(data)}") from None
-            if event is not None and event.error:
+            if event.error:
                 raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
-            yield now, event
+            found.append((now, event))
+    return found, done
 
 
 def read_answer(
@@ -160,40 +170,37 @@ def read_answer(
     Raises:
         ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
-    timed = list(_timed_events(stream, _LARGEST_EVENT + _LARGEST_TOKEN * asked, clock))
-    events = [event for _, event in timed if event]
-    choices = [(now, event, choice) for now, event in timed if event for choice in event.choices or ()]
-    reason = next((choice.finish_reason for _, _, choice in reversed(choices) if choice.finish_reason), None)
-    if reason is None and len(events) == len(timed):
+    timed, done = _timed_events(stream, _LARGEST_EVENT + _LARGEST_TOKEN * asked, clock)
+    events, choices = [event for _, event in timed], [event.choice for _, event in timed]
+    if (reason := _last(choice.finish_reason for choice in choices)) is None and not done:
         raise ServerError("the answer ended before its end")
-    texts = [(now, event, choice.written) for now, event, choice in choices if choice.written]
+    written = [choice.written for choice in choices]
+    texts = [pair for pair, text in zip(timed, written, strict=True) if text]
     begun, first = (texts[0][0], texts[0][1].usage or _Usage()) if texts else (None, _Usage())
-    usage = next((event.usage for event in reversed(events) if event.usage), _Usage())
-    told = (kind.of_answer({kind.answer[0]: getattr(event, kind.answer[0])}) for event in events if kind.answer)
-    counted = next((one for one in [*told][::-1] if one), None)
+    usage = _last(event.usage for event in events) or _Usage()
+    told = ({kind.answer[0]: getattr(event, kind.answer[0])} for event in events if kind.answer)
+    counted = _last(map(kind.of_answer, told))
     tokens = counted.tokens if usage.completion_tokens is None and counted else usage.completion_tokens
     # A text is at least one token, and no more than asked for.
     least = first.completion_tokens or 1 if texts else 0
     if not least <= (least if tokens is None else tokens) <= asked or (counted and not counted.possible(asked)):
         found = escape(msgspec.json.encode(counted or Counters(tokens=tokens)).decode())
         raise ServerError(f"expected counts of an answer of {least} to {asked} tokens, found {tokens} tokens, {found}")
-    ids = [token for *_, choice in choices for token in choice.token_ids or ()]
-    # vLLM says them beside the choices of a chat, and else in them.
-    read = [*(event.prompt_token_ids for event in events), *(choice.prompt_token_ids for *_, choice in choices)]
-    prompt_ids = next((tuple(part) for part in read if part), None)
+    ids = [token for choice in choices for token in choice.token_ids or ()]
     return Answer(
-        text="".join(text for _, _, text in texts),
+        text="".join(written),
         tokens=tokens,
         first_tokens=first.completion_tokens or 1,
         first_s=begun - sent if begun is not None else None,
         # All of the text at once says when it was sent, not how long it took.
-        seconds=choices[-1][0] - begun if begun is not None and len(texts) > 1 else 0.0,
+        seconds=max(now for now, event in timed if event.choices) - begun if begun is not None and texts[1:] else 0.0,
         finish_reason=None if reason is None else escape(reason),
         counted=counted,
         prompt_tokens=usage.prompt_tokens,
-        prompt_ids=prompt_ids,
+        # vLLM says them beside the choices of a chat, and else in them.
+        prompt_ids=_last(one.prompt_token_ids for part in (events, choices) for one in part),
         token_ids=tuple(ids) if ids and len(ids) == tokens else None,
-        reasoning=any(choice.thought for *_, choice in choices),
+        reasoning=any(choice.thought for choice in choices),
     )
 
 

@@ -52,7 +52,8 @@ def rates() -> Mapping[str, np.ndarray]:
 def judged(rates: Mapping[str, np.ndarray], served: Counts, *, steps_told: bool = True) -> Diagnosis:
     expected = {name: expectation(rate) for name, rate in rates.items()}
     found = undiagnosed()
-    hold_against(found, Expected(expected, LITERT), served if steps_told else replace(served, by_step=None))
+    convention = LITERT if len(expected) > 1 else None
+    hold_against(found, Expected(expected, convention), served if steps_told else replace(served, by_step=None))
     return judge(found)
 
 
