@@ -86,10 +86,6 @@ def _hold_names(walk: Walk) -> None:
         UnsupportedError: it is not.
     """
     for index, layer in enumerate(walk.layers):
-        if layer.key == layer.value:
-            raise UnsupportedError(
-                f"layers.{index}: K and V are the same input, {escape(layer.key)!r}; no engine hands them over so."
-            )
         key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
         if not key or not value or key[1] != "k" or value[1] != "v" or key[2] != value[2]:
             raise UnsupportedError(

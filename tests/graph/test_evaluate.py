@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -260,12 +259,10 @@ LARGE = [
 def test_a_result_that_no_drafter_has_is_refused_before_it_is_made(case: OneOp) -> None:
     graph, given = case.flat(), case.samples()
     tracemalloc.start()
-    begun = time.perf_counter()
     with pytest.raises(UnsupportedError, match=f"{case.kind} makes [0-9]+ numbers"):
         evaluate(graph, given, list(graph.outputs.values()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert time.perf_counter() - begun < 2
     assert peak < 1 << 27
 
 
