@@ -14,7 +14,6 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
-    add,
     cases,
     edge,
     halves,
@@ -228,28 +227,11 @@ def windowed(scored: int, mixed: int, begin: int = REACH) -> Change:
     return change
 
 
-def last_head_in_a_window(layer: int) -> Change:
-    """One head of V meets the weights of 8 slots, the other those of all."""
-
-    def change(g: Graph) -> bool | None:
-        place = g.layer(layer)
-        readers, some = g.readers(place.attended), weighed(g, 8, 7, layer)
-        if some is None:
-            return False
-        g.rewire(place.attended, g.join([g.part(place.attended, 0, 1, 1), g.part(some, 1, 1, 1)], 1), readers)
-        return None
-
-    return change
-
-
 WINDOWS: tuple[Case, ...] = cases(
     "windows of slots",
     {
         "fewer_scored_than_weighed": windowed(24, 32),
-        "first_slots_left_out": windowed(14, 14, 13),
         "right_at_the_last_position_alone": windowed(32, 32, 10),
-        "own_slot_left_out": windowed(31, 31),
-        "last_head_alone_in_sliding": last_head_in_a_window(0),
     },
     *(Sample(position, mask="past") for position in (40, 201, 255)),
 )
@@ -387,19 +369,15 @@ HEADS: dict[str, Change] = {
     "value_is_key": from_other("value"),
     "key_and_value_exchanged": both_exchanged,
     "key_of_full_layer": of_full_layer("k"),
-    "key_heads_swapped": cache_edit("key", lambda g, x: g.gather(x, [1, 0], 1)),
     "kv_heads_swapped": lambda g: [
         cache_edit(which, lambda g, x: g.gather(x, [1, 0], 1))(g) for which in ("key", "value")
     ],
     "first_key_head_twice": cache_edit("key", lambda g, x: g.gather(x, [0, 0], 1)),
-    "query_heads_permuted": edge("0.rotated", lambda g, x: g.gather(x, [1, 2, 3, 0], 2)),
     "query_heads_averaged": edge("0.rotated", lambda g, x: g.add(g.reduce("MEAN", x, 2), g.mul(x, 0.0))),
     "query_halves_swapped": edge("0.query", lambda g, x: g.join(halves(g, x)[::-1])),
     "key_slots_reversed": cache_edit("key", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
     "value_slots_reversed": cache_edit("value", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
-    "key_width_reversed": cache_edit("key", lambda g, x: g.gather(x, range(31, -1, -1), 3)),
     "key_halves_swapped": cache_edit("key", lambda g, x: g.join(halves(g, x)[::-1])),
-    "key_scaled": cache_edit("key", mul(0.5)),
     "value_plus_key": cache_edit("value", lambda g, x: g.add(x, g.input("kv_cache_k_2"))),
     "newest_key_overwritten": updated_slot,
     "result_minus_query": edge("0.attended", lambda g, x: g.sub(x, g.layer(0).queries)),
@@ -416,8 +394,6 @@ swap_halves = lambda size: [*range(size // 2, size), *range(size // 2)]  # noqa:
 ORDER: dict[str, Change] = {
     "hidden_before_embedding": permuted("activations", swap_halves),
     "stream_reversed": permuted("pre_projection", reverse),
-    "query_reversed_within_heads": permuted("0.query_normed", reverse),
-    "merged_reversed": permuted("0.merged", reverse),
     "gate_reversed": permuted("0.gate", reverse),
     "up_halves_swapped": permuted("0.up", swap_halves),
     "state_reversed": permuted("state", reverse),
@@ -448,12 +424,10 @@ SCORES: dict[str, Change] = {
     "query_scaled": edge("0.queries", mul(0.25)),
     "minus": scores(unary("NEG")),
     "leaky": scores(lambda g, x: g.maximum(x, g.mul(x, 0.1))),
-    "bias_by_slot": scores(add(np.linspace(-2, 2, 256).reshape(1, 1, 1, 256)), 1),
     "minus_mean": scores(lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),
     "softmax_base_2": softmax_spelled(lambda g, x: g.pow(2.0, x)),
     "softmax_plus_1": softmax_spelled(lambda g, x: g.add(g.exp(x), 1e-3)),
     "softmax_twice": probabilities(lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
-    "probabilities_squared": probabilities(lambda g, x: g.mul(x, x)),
     "probabilities_of_other_head": probabilities(lambda g, x: g.gather(x, [1, 0], 1)),
     "probabilities_of_other_query": probabilities(lambda g, x: g.gather(x, [1, 0], 2)),
 }

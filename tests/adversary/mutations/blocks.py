@@ -9,7 +9,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Change, Edit, add, at, chain, edge, halves, mul, put, unary, with_number
+from adversary.edits import Change, add, at, chain, edge, halves, mul, put, unary
 
 NORM_ROLES = ("layers.0.pre_ffw_norm", "layers.0.q_norm", "layers.1.post_ffw_norm", "final_norm")
 
@@ -145,12 +145,8 @@ NORMS: dict[str, Change] = {
     "q_norm_skipped": normed_by("layers.0.q_norm", skipped),
     "q_norm_unweighted": normed_by("layers.1.q_norm", unweighted),
     "q_norm_centred": normed_by("layers.0.q_norm", centred),
-    "q_norm_power_0.45": normed_by("layers.0.q_norm", power(-0.45)),
     "pre_ffw_weight_of_post_ffw": normed_by("layers.0.pre_ffw_norm", weight_of("layers.0.post_ffw_norm")),
     "post_attention_weight_of_final": normed_by("layers.1.post_attention_norm", weight_of("final_norm")),
-    "post_attention_skipped": normed_by("layers.0.post_attention_norm", skipped),
-    "pre_ffw_sum_for_mean": normed_by("layers.1.pre_ffw_norm", averaged(lambda g, x: g.mul(x, 64.0))),
-    "result_absolute": edge("0.query_in", unary("ABS")),
     "result_shifted": edge("0.ffw_in", add(0.1)),
     "twice": edge(
         "0.attention_branch",
@@ -176,16 +172,6 @@ def first(old: str, edit: Callable[[Graph, Any, int], int]) -> Change:
     return operand(lambda p: p.first, lambda p: int(getattr(p, old)), edit)
 
 
-def bypass(attribute: str, keep: str) -> Change:
-    """An addition is left out; ``keep`` of its operands goes on."""
-
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        g.rewire(int(getattr(layer, attribute).outputs[0]), int(getattr(layer, keep)))
-
-    return change
-
-
 def scalar_elsewhere(target: str) -> Change:
     """The layer's scalar multiplies only a part of what it should."""
 
@@ -205,14 +191,6 @@ def scalars_swapped(g: Graph) -> None:
     g.rewire(scalars[1], scalars[0], [ops[1]])
 
 
-def scalar_by(edit: Edit) -> Change:
-    def change(g: Graph) -> None:
-        scalar = g.roles["layers.0.layer_scalar"]
-        g.insert(scalar, lambda x: edit(g, x), [g.layer(0).scaler])
-
-    return change
-
-
 def fused(attribute: str, activation: int) -> Change:
     def change(g: Graph) -> None:
         getattr(g.layer(0), attribute).builtinOptions.fusedActivationFunction = activation
@@ -220,21 +198,8 @@ def fused(attribute: str, activation: int) -> Change:
     return change
 
 
-def recoded(attribute: str, name: str) -> Change:
-    return lambda g: g.recode(getattr(g.layer(0), attribute), name)
-
-
-def layers_exchanged(g: Graph) -> None:
-    """The MLP's result of layer 0 is added in layer 1, and the other way round."""
-    one, two = g.layer(0), g.layer(1)
-    g.rewire(one.attention_branch, g.mul(one.attention_branch, 0.0), [one.first])
-    g.rewire(two.attention_branch, g.add(two.attention_branch, one.attention_branch), [two.first])
-
-
 RESIDUALS: dict[str, Change] = {
-    "mlp_left_out": bypass("second", "middle"),
     "first_stream_doubled": first("stream", lambda g, p, x: g.add(x, x)),
-    "second_multiplied": recoded("second", "MUL"),
     "first_with_relu": fused("first", schema.ActivationFunctionType.RELU),
     "second_with_tanh": edge("0.summed", unary("TANH")),
     "scalar_on_stream": scalar_elsewhere("middle"),
@@ -242,18 +207,7 @@ RESIDUALS: dict[str, Change] = {
     "scalar_twice": edge("0.out", lambda g, x: g.mul(x, g.roles["layers.0.layer_scalar"])),
     "scalars_swapped": scalars_swapped,
     "scalar_by_channel": edge("0.out", mul(np.linspace(0.5, 1.5, 64).reshape(1, 1, 64))),
-    "first_input_added_again": edge("1.stream", lambda g, x: g.add(x, g.layer(0).stream)),
-    "attention_a_layer_late": layers_exchanged,
-    "stream_bounded": edge("1.stream", chain(with_number("MINIMUM", 1.0), with_number("MAXIMUM", -1.0))),
 }
-
-
-def head_reads(role: str, place: Callable[[Graph], int]) -> Change:
-    def change(g: Graph) -> None:
-        op = g.linear(role)
-        g.set_input(op, 0, g.reshape(place(g), g.shape(int(op.inputs[0]))))
-
-    return change
 
 
 def recapped(scale: float, bound: float) -> Change:
@@ -277,7 +231,6 @@ OUTPUTS: dict[str, Change] = {
     "logits_negated": edge("logits", unary("NEG")),
     "cap_twice": edge("logits", chain(mul(1 / 5), unary("TANH"), mul(5.0))),
     "projected_tanh": edge("projected_activations", unary("TANH")),
-    "head_before_final_norm": head_reads("lm_head", lambda g: g.norm("final_norm").x),
     "head_state_scaled": put("state", mul(0.5), lambda g: g.linear("lm_head")),
     "projected_is_state": lambda g: g.rewire(g.output("projected_activations"), g.normed("final_norm")),
 }
@@ -291,15 +244,6 @@ def activated(function: Callable[[Graph, int], int]) -> Change:
         g.rewire(layer.activated, function(g, layer.gate))
 
     return change
-
-
-def spelled_gelu(cubic: float, slope: float = (2 / np.pi) ** 0.5) -> Callable[[Graph, int], int]:
-    def function(g: Graph, x: int) -> int:
-        cube = g.mul(g.mul(x, x), x)
-        inner = g.mul(g.add(x, g.mul(cube, np.float32(cubic))), np.float32(slope))
-        return g.mul(g.mul(x, 0.5), g.add(g.tanh(inner), 1.0))
-
-    return function
 
 
 def gelu(g: Graph, x: int, *, approximate: bool = True) -> int:
@@ -322,9 +266,6 @@ GELU: dict[str, Change] = {
     ],
     "erf_of_one": activated(lambda g, x: gelu(g, x, approximate=False)),
     "twice": activated(lambda g, x: gelu(g, gelu(g, x))),
-    "cubic_of_0.046": activated(spelled_gelu(0.046)),
-    "none": lambda g: g.rewire(g.layer(0).activated, g.layer(0).gate),
-    "cubic_0": activated(spelled_gelu(0.0)),
     "of_gate_doubled": activated(lambda g, x: gelu(g, g.mul(x, 2.0))),
     "of_gate_shifted": activated(lambda g, x: gelu(g, g.add(x, 0.5))),
     "on_up": gated(lambda g, p: g.mul(p.gate, gelu(g, p.up))),

@@ -22,7 +22,6 @@ from adversary.edits import (
     parameters,
     turn,
     unary,
-    with_number,
 )
 from adversary.mutations.attention import both, compare, masked_value, slots, visible
 
@@ -110,13 +109,6 @@ ROPE: dict[str, Change] = {
     "half_of_the_head": table(lambda t: np.where(np.arange(t.size) < 8, t, 0)),
     "table_one_frequency": table(lambda t: np.where(np.arange(t.size) == 3, t * 1.5, t)),
     "angle_doubled": angle(mul(2.0)),
-    "angle_shifted": angle(add(0.5)),
-    "angle_negated": angle(unary("NEG")),
-    "angle_by_dimension": angle(
-        lambda g, x: g.mul(x, np.resize(np.linspace(1, 1.2, 16), g.shape(x)).astype(np.float32))
-    ),
-    "angle_squared": angle(lambda g, x: g.mul(x, x)),
-    "position_modulo_64": position(with_number("FLOOR_MOD", 64.0)),
     "no_rotation": rotated_by(lambda g, q, cos, sin: q),
     "interleaved": rotated_by(interleaved),
     "first_half_only": rotated_by(
@@ -212,28 +204,17 @@ _ROWS: dict[int, dict[str, Change]] = {
         "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
         "window_late_at_37": visible(0, when(is_at(37), reset(WINDOW, 1))),
     },
-    2: {
-        "sin_at_2": edge("0.sin", when(is_at(2), mul(-1.0))),
-        "residue_of_13": angle(when(rest_is(13, 2), add(0.3))),
-    },
+    2: {},
     0: {
         "full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_))),
     },
     254: {
         "query_at_254": edge("1.query_normed", when(is_at(254), unary("NEG"))),
-        "position_254_is_253": shifted(lambda g, p: g.mul(g.cast(is_at(254)(g), np.int32), np.array([-1], np.int32))),
     },
     140: {
-        "theta_from_120_to_250": angle(when(between(120, 250), mul(0.9))),
-        "sin_negated_from_120_to_250": edge("0.sin", when(between(120, 250), unary("NEG"))),
-        "position_clipped_at_120_until_250": position(when(between(120, 250), lambda g, x: g.minimum(x, 120.0))),
         "keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), mul(1.5))),
     },
     200: {
-        "position_clipped_at_230": position(with_number("MINIMUM", 230.0)),
-        "positions_above_200_clipped": position(
-            when(between(200, 254), lambda g, x: g.constant(np.full(g.shape(x), 199.0)))
-        ),
         "polynomial_cos": edge("1.cos", vanishing(SAMPLED, 0.01)),
     },
 }
@@ -269,22 +250,6 @@ def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
     return chosen(lambda g, x: g.reshape(condition(g), [1] * len(g.shape(x))), then)
 
 
-def no_holes(g: Graph) -> int:
-    return g.equal(holes(g), 0.0)
-
-
-def hidden_scores(build: Callable[[Graph, Any], int], layers: tuple[int, ...] = (0, 1)) -> Change:
-    """Another score for what is hidden: ``build(g, layer)``."""
-
-    def change(g: Graph) -> None:
-        for index in layers:
-            layer = g.layer(index)
-            made = g.call("SELECT_V2", layer.visible, layer.scores, build(g, layer), shape=g.shape(layer.scores))
-            g.set_input(layer.softmax, 0, made)
-
-    return change
-
-
 def or_slots(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
     return lambda g, x: g.logical_or(x, g.constant(pick(slots(g)), np.bool_))
 
@@ -304,21 +269,10 @@ def first_shown(g: Graph, x: int) -> int:
 
 
 ORDINARY: dict[str, Change] = {
-    "first_slot_shown_halves_scores": edge("1.scores", where(lambda g: slot(g, 0), mul(0.5))),
-    "count_scales_scores": edge("1.scores", lambda g, x: g.mul(x, g.mul(counted(g), 0.01))),
     "first_shown_favoured": edge("1.scores", first_shown),
-    "one_row_negated": visible(1, when(is_at(40), lambda g, x: g.logical_not(x))),
     "last_slot_always": visible(1, or_slots(lambda s: s == 255)),
-    "slot_77_never": visible(1, lambda g, x: both(g, x, g.constant(slots(g) != 77, np.bool_))),
-    "late_slots_shifted": visible(1, rolled),
-    "largest_of_16_slots": edge(
-        "0.rotated", lambda g, x: g.mul(x, g.add(1.0, g.reduce("REDUCE_MAX", g.part(floats(g), 0, 16), 3)))
-    ),
 }
 LIKE_RUNTIMES: dict[str, Change] = {
-    "no_holes_other_window": visible(
-        0, where(no_holes, lambda g, x: both(g, x, g.reshape(compare("LESS", WINDOW - 1)(g), g.shape(x))))
-    ),
     "all_of_16_shown": edge(
         "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), mul(0.5))
     ),
@@ -463,27 +417,12 @@ def clear(first: int, last: int, distance: int) -> Callable[[Array, Array], Arra
 _ROWS_OF_TABLES: dict[int, dict[str, Change]] = {
     37: {
         "row_37_of_cos_is_1": tabled(cos=rows(37, 37, np.ones_like)),
-        "rows_37_and_73_exchanged": tabled(angle=exchanged(37, 73)),
-        "one_entry_of_row_37": tabled(sin=one(37, 0, 0.0)),
         "one_entry_by_lookup": tabled(cos=one(37, 1, 0.5), how="EMBEDDING_LOOKUP"),
         "row_37_not_a_number": tabled(cos=rows(37, 37, lambda t: t * np.nan)),
-        "fp16_with_a_wrong_row": tabled(cos=rows(37, 37, lambda t: -t), kind="fp16"),
         "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
         "window_table_row_37": window_table(clear(37, 37, 3)),
-        "window_table_of_row_36_at_37": window_table(
-            lambda seen, far: seen[np.where(np.arange(256) == 37, 36, np.arange(256))]
-        ),
     },
-    180: {
-        "angles_of_rows_120_to_250_a_row_late": tabled(
-            angle=order(lambda p: np.where((p > 119) & (p < 251), p + 1, p))
-        ),
-        "sin_of_rows_120_to_250_negated": tabled(sin=rows(120, 250, np.negative)),
-        "other_theta_in_rows_120_to_250": tabled(angle=rows(120, 250, lambda t: t * 0.8)),
-        "rows_repeat_from_128_to_250": tabled(angle=order(lambda p: np.where((p > 127) & (p < 251), p - 128, p))),
-        "window_table_of_15_from_120_to_250": window_table(clear(120, 250, 15)),
-        "window_table_lies_from_120_to_250": window_table(clear(120, 250, 0)),
-    },
+    180: {},
 }
 
 TABLES = tuple(

@@ -16,25 +16,20 @@ from helpers.surgery import Graph, sound
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample
-from adversary.mutations.attention import both, cache_edit, compare, hidden_sum, slots, summed, visible
+from adversary.mutations.attention import cache_edit, visible
 from adversary.mutations.blocks import eps, normed_by, recapped
-from adversary.mutations.numbers import stored_weight, weight
+from adversary.mutations.numbers import stored_weight
 from adversary.mutations.positions import (
     angle,
-    angles,
     counted,
     floats,
-    frequencies,
     is_at,
     number,
     position,
-    rest_is,
-    rotated_by,
     row,
     rows,
     table,
     tabled,
-    when,
     window_table,
 )
 from adversary.mutations.quiet import less, times
@@ -46,10 +41,6 @@ EVERY = np.arange(256)
 def scalar(g: Graph, x: int, like: int) -> int:
     """One number as an array of as many axes as ``like``."""
     return g.reshape(x, [1] * len(g.shape(like)))
-
-
-def times_number(build: Callable[[Graph], int]) -> Edit:
-    return lambda g, x: g.mul(x, scalar(g, build(g), x))
 
 
 def plus_number(build: Callable[[Graph], int]) -> Edit:
@@ -96,22 +87,6 @@ def start(g: Graph, axis: int, index: int) -> int:
     return g.join([index if i == axis else g.constant(zero, np.int32) for i in range(4)], 0)
 
 
-def moved(g: Graph, shift: int) -> int:
-    return g.add(g.input("input_pos"), np.array([shift], np.int32))
-
-
-def next_cleared(axis: int, shift: int) -> Edit:
-    """The slot ``shift`` after the position is cleared; LiteRT moves the last update within the array."""
-
-    def edit(g: Graph, x: int) -> int:
-        shape = g.shape(x)
-        shape[axis] = 1
-        update = g.constant(np.zeros(shape), g.dtype(x))
-        return g.call("DYNAMIC_UPDATE_SLICE", x, update, start(g, axis, moved(g, shift)), shape=g.shape(x))
-
-    return edit
-
-
 def exchanged(a: int, b: int) -> list[int]:
     order = EVERY.copy()
     order[[a, b]] = b, a
@@ -125,38 +100,6 @@ def mixed_by_slots(factor: float) -> Edit:
 
 def fp16(t: Array) -> Array:
     return t.astype(np.float16).astype(np.float32)
-
-
-def truncated(t: Array) -> Array:
-    """FP16, rounded towards 0."""
-    near = t.astype(np.float16)
-    return np.where(np.abs(near.astype(np.float32)) > np.abs(t), np.nextafter(near, np.float16(0)), near).astype(
-        np.float32
-    )
-
-
-def table_times(
-    ones: Callable[[Graph, list[int]], int], cos: Callable[[Array], Array], layers: tuple[int, ...] = (0, 1)
-) -> Change:
-    """cos by a table of floats, changed, times ones in another type: that type explains nothing of the table."""
-
-    def change(g: Graph) -> None:
-        for layer in layers:
-            old = g.layer(layer).cos
-            readers = g.readers(old)
-            values = cos(np.cos(angles(g, layer).astype(np.float32)))
-            picked = g.reshape(row(g, g.constant(values)), g.shape(old))
-            g.rewire(old, g.mul(picked, ones(g, g.shape(old))), readers)
-
-    return change
-
-
-def ones_of_fp16(g: Graph, shape: list[int]) -> int:
-    return g.cast(g.constant(np.ones(shape), np.float16), np.float32)
-
-
-def ones_of_floats(g: Graph, shape: list[int]) -> int:
-    return g.constant(np.ones(shape))
 
 
 def loud_hidden(arrays: dict[str, Any]) -> None:
@@ -184,62 +127,6 @@ def head_table(at_row: int) -> Change:
             place.merged,
             lambda x: g.reshape(g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)),
         )
-
-    return change
-
-
-def rotation_matrices(g: Graph, layer: int) -> Array:
-    """RoPE as a matrix a position, [256, width, width]: a row is multiplied from the left."""
-    freq = g.value(frequencies(g, layer)).reshape(-1).astype(np.float32)
-    width = g.shape(g.layer(layer).query_normed)[-1]
-    half = width // 2
-    angles = np.arange(256, dtype=np.float32)[:, None] * freq[:half]
-    made = np.zeros((256, width, width), np.float32)
-    i = np.arange(half)
-    made[:, i, i] = made[:, i + half, i + half] = np.cos(angles)
-    made[:, i + half, i], made[:, i, i + half] = -np.sin(angles), np.sin(angles)
-    return made
-
-
-def rotated_by_matrices(edit: Callable[[Array], object], layer: int = 0) -> Change:
-    """RoPE as a product with the position's matrix."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(layer)
-        matrices = rotation_matrices(g, layer)
-        edit(matrices)
-        width = matrices.shape[-1]
-        picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, width, width], axis=0)
-        made = g.call("BATCH_MATMUL", g.reshape(place.query_normed, [1, 4, width]), picked, shape=[1, 4, width])
-        g.rewire(place.rotated, g.reshape(made, g.shape(place.rotated)))
-
-    return change
-
-
-def turned_and_back(back: Edit) -> Change:
-    """Rotated, rotated on by its own angle, and back by ``back`` of it."""
-
-    def build(g: Graph, q: int, cos: int, sin: int) -> int:
-        half = g.shape(cos)[-1]
-        by = g.part(back(g, g.layer(0).angle), 0, half)
-        once = e.turn(g, *e.halves(g, q), cos, sin)
-        twice = e.turn(g, *once, cos, sin)
-        return g.join(e.turn(g, *twice, g.cos(by), g.sin(by), -1))
-
-    return rotated_by(build)
-
-
-def from_other_type(which: str) -> Change:
-    """The first half of the full layer's cache comes from the sliding layers'."""
-
-    def change(g: Graph) -> bool | None:
-        mine, theirs = (g.input(f"kv_cache_{which}_{n}") for n in (3, 2))
-        if g.shape(mine)[1] != g.shape(theirs)[1]:
-            return False
-        axis = 3 if which == "k" else 2
-        readers = g.readers(mine)
-        g.rewire(mine, g.join([g.part(theirs, 0, 32, axis), g.part(mine, 32, 32, axis)], axis), readers)
-        return None
 
     return change
 
@@ -308,23 +195,6 @@ def at_unit(unit: int, share: float, then: Callable[[float], Edit], place: str =
     return e.edge(place, edit)
 
 
-def softmax_switch(bound: float) -> Edit:
-    """Near 1 where x is above ``bound``: SOFTMAX of (30 · x, 30 · bound)."""
-
-    def edit(g: Graph, x: int) -> int:
-        shape = [*g.shape(x), 1]
-        pair = g.join([g.reshape(x, shape), g.constant(np.full(shape, bound))])
-        picked = g.call("SOFTMAX", g.mul(pair, 30.0), beta=1.0)
-        return g.reshape(g.part(picked, 0, 1), g.shape(x))
-
-    return edit
-
-
-def power_of(bound: float, doublings: int = 5) -> Edit:
-    """(x / bound) to the 2ⁿ-th, by squares."""
-    return e.chain(e.mul(1 / bound), *[e.unary("SQUARE")] * doublings)
-
-
 PARAM: dict[str, Change] = {
     "start_less_position_turns": angle(
         lambda g, x: g.add(x, scalar(g, g.sub(parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x))
@@ -334,28 +204,11 @@ PARAM: dict[str, Change] = {
 
 MASK: dict[str, Change] = {
     "position_is_count": position(lambda g, x: g.reshape(g.sub(counted(g), 1.0), g.shape(x))),
-    "scores_by_own_mask": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(floats(g), 0.1), 1.0))),
     "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
-    "values_by_next_mask": e.edge("1.probabilities", lambda g, x: g.mul(x, g.add(g.mul(next_mask(g), 0.1), 1.0))),
-    "last_slot_moves_logits": e.edge("lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))),
-    "mask_of_full_reads_window_row": visible(
-        1, when(is_at(37), lambda g, x: g.reshape(g.layer(0).visible, g.shape(x)))
-    ),
-    "nothing_hidden_at_37": summed(
-        lambda g, m: g.mul(hidden_sum(g, m), by_row(np.where(EVERY == 37, 1e-9, 1.0)[:, None])(g))
-    ),
-    "hidden_by_row": summed(
-        lambda g, m: g.mul(
-            g.sub(1.0, g.cast(m, np.float32)), by_row(np.where(EVERY[:, None] == 37, -3.0, -1e9) + 0 * EVERY)(g)
-        ),
-        (1,),
-    ),
 }
 
 CACHE: dict[str, Change] = {
     "keys_of_two_slots_exchanged": cache_edit("key", lambda g, x: g.gather(x, exchanged(253, 254), 2), 1),
-    "next_key_cleared": cache_edit("key", next_cleared(2, 1), 1),
-    "key_half_from_sliding": from_other_type("k"),
     "values_cumulated": cache_edit(
         "value", lambda g, x: g.add(x, g.mul(g.call("CUMSUM", x, np.array(2, np.int32), shape=g.shape(x)), 1e-3)), 1
     ),
@@ -364,37 +217,15 @@ CACHE: dict[str, Change] = {
 
 ATTENTION: dict[str, Change] = {
     "squared_and_renormed": e.edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
-    "distance_bias": e.edge("1.scores", of_row("ADD", -1e-3 * np.abs(EVERY[:, None] - EVERY))),
-    "distance_bias_of_one_row": e.edge("1.scores", of_row("ADD", np.where(EVERY[:, None] == 37, -0.01 * EVERY, 0.0))),
-    "one_score_of_one_row": e.edge("1.scores", of_row("ADD", entry(37, 30, 1.0, 0.0))),
-    "slot_bias": e.edge("1.scores", e.add(np.where(EVERY == 251, 1.0, 0.0).reshape(1, 1, 1, 256))),
-    "scale_by_position_from_above": e.edge("1.scores", of_row("MUL", ones_but(254, 0.9))),
-    "scale_of_query_by_row": e.edge("1.query_normed", of_row("MUL", ones_but(37, 0.9))),
-    "weights_times_result": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.square(x), 1e-2))),
     "result_plus_scores": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
     "heads_by_gathered_order": e.edge("1.query_normed", gathered_heads),
-    "results_by_gathered_order_of_rest": e.edge(
-        "0.query_normed", when(rest_is(97, 96), lambda g, x: g.gather(x, [1, 0, 3, 2], 2))
-    ),
     "heads_by_table": head_table(37),
-    "beta_1.001": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 1.001),
 }
 
 ROPE: dict[str, Change] = {
-    "twice_and_back_but_at_37": turned_and_back(when(is_at(37), e.mul(0.9))),
-    "cos_by_row": e.edge("0.cos", of_row("MUL", ones_but(200, -1.0))),
     "sin_by_row_of_less_than_fp16": tabled(sin=rows(120, 250, lambda t: t * (1 + 4e-4))),
-    "cos_off_by_3e-4_in_floats": tabled(cos=rows(30, 45, lambda t: t + 3e-4)),
     "int8_numbers_in_floats": tabled(cos=lambda t: np.round(t * 127) / 127, sin=lambda t: np.round(t * 127) / 127),
-    "frequency_of_1_off_by_1e-5": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 1e-5), t)),
-    "frequency_of_1_off_by_3e-6": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 3e-6), t)),
-    "fp16_truncated_in_floats": tabled(cos=truncated, sin=truncated),
-    "bf16_frequencies": table(lambda t: (t.view(np.uint32) & 0xFFFF0000).astype(np.uint32).view(np.float32)),
-    "rows_off_by_4.5e-4_times_ones": table_times(ones_of_floats, rows(120, 250, lambda t: t + 4.5e-4)),
-    "rows_off_by_4.5e-4_times_ones_of_fp16": table_times(ones_of_fp16, rows(120, 250, lambda t: t + 4.5e-4)),
     "slow_frequency_zero_in_full": table(lambda t: np.where(np.arange(t.size) == np.flatnonzero(t)[-1], 0, t), 1),
-    "matrices_with_a_wrong_entry": rotated_by_matrices(lambda m: m.__setitem__((37, 0, 0), 0.5)),
-    "angle_folded_at_6": angle(e.with_number("FLOOR_MOD", 6.2831)),
 }
 
 WINDOWS: dict[str, Change] = {
@@ -410,46 +241,14 @@ WINDOWS: dict[str, Change] = {
         )
         for at_row in (40, 255)
     },
-    "own_hidden_at_255": window_table(lambda seen, far: np.where((EVERY[:, None] == 255) & (far == 0), False, seen)),
-    "by_tenths": visible(
-        0,
-        lambda g, x: both(
-            g,
-            g.input("mask"),
-            both(
-                g,
-                compare("GREATER_EQUAL", 0)(g),
-                g.less(g.sub(g.mul(number(g), 0.1), (slots(g) * np.float32(0.1)).astype(np.float32)), 1.6),
-            ),
-        ),
-    ),
-    "by_int8_positions": visible(
-        0,
-        lambda g, x: both(
-            g,
-            g.input("mask"),
-            both(
-                g,
-                g.less_equal(g.constant(slots(g), np.int32), g.input("input_pos")),
-                g.less(
-                    g.cast(g.cast(g.sub(g.input("input_pos"), slots(g)), np.int8), np.int32),
-                    np.array([e.WINDOW], np.int32),
-                ),
-            ),
-        ),
-    ),
 }
 
 QUIET: dict[str, Change] = {
     "eps_doubled_in_one": normed_by("layers.0.pre_attention_norm", eps(2e-6)),
-    "eps_0_in_one": normed_by("layers.0.pre_attention_norm", eps(0.0)),
-    "stream_plus_5e-6": e.edge("pre_projection", e.add(5e-6)),
-    "stream_plus_5e-6_at_201": e.edge("pre_projection", of_row("ADD", entry(201, 0, 5e-6, 0.0, 1))),
     "activations_scaled_below_the_norm": e.edge("pre_projection", e.mul(0.5)),
 }
 
 QUIET_VALUES: dict[str, Change] = {
-    "eps_of_post_attention": normed_by("layers.0.post_attention_norm", eps(1.5e-6)),
     "attention_out_doubled": e.edge("0.attention_out", e.mul(2.0)),
     "attention_out_plus_1e-6": e.edge("0.attention_out", e.add(1e-6)),
 }
@@ -459,7 +258,6 @@ LOUD: dict[str, Change] = {
         "pre_projection", lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 64), 0], -1), 1e-3))
     ),
     "activations_times_cos": e.edge("activations", times(e.mul(1e-5), e.unary("COS"))),
-    "activations_by_quotient": e.edge("activations", lambda g, x: g.div(x, g.add(g.mul(g.square(x), 1e-8), 1.0))),
 }
 
 LEAKS: dict[str, Change] = {
@@ -474,8 +272,6 @@ LEAKS_OF_KEYS: dict[str, Change] = {
 RARE: dict[str, Change] = {
     "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("LOGISTIC"), e.mul(30))),
     "gate_by_a_tanh": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("TANH"), e.add(1.0), e.mul(15))),
-    "gate_by_a_softmax": at_unit(5, 0.9, lambda b: e.chain(softmax_switch(b), e.mul(30))),
-    "gate_to_the_64th": at_unit(5, 0.9, lambda b: e.chain(power_of(b, 6), e.mul(5))),
 }
 
 FUSED: dict[str, Change] = {
@@ -487,22 +283,11 @@ FUSED: dict[str, Change] = {
 CONSTANTS: dict[str, Change] = {
     "cap_bound_29.99": recapped(1 / 30, 29.99),
     "cap_slope_of_29.99": recapped(1 / 29.99, 30.0),
-    "scalar_by_channel_in_one": e.edge("0.out", e.mul(np.where(np.arange(64) == 5, 1.001, 1.0).reshape(1, 1, 64))),
-    "scores_scaled_by_1.0005": e.edge("1.scores", e.mul(1.0005)),
-    "logit_77_plus_0.05": e.edge("logits", e.add(np.where(np.arange(512) == 77, 0.05, 0.0).reshape(1, 1, 512))),
-    "cos_plus_1e-3": e.edge("1.cos", e.add(1e-3)),
-    "unit_7_by_1.05": e.edge("0.activated", e.mul(np.where(np.arange(128) == 7, 1.05, 1.0).reshape(1, 1, 128))),
-    "projected_plus_a_hundredth_of_input": e.edge(
-        "projected_activations", lambda g, x: g.add(x, g.mul(g.part(g.input("activations"), 0, 64), 1e-2))
-    ),
     "weight_by_position": stored_weight(
         "layers.0.down_proj",
         lambda g, w: g.mul(
             w, g.reshape(by_row(np.where(EVERY[:, None] == 37, np.linspace(0.5, 1, 128), 1.0))(g), [1, 128])
         ),
-    ),
-    "norm_weight_by_position": e.edge(
-        "0.ffw_in", of_row("MUL", np.where(EVERY[:, None] == 254, np.linspace(0.5, 1, 64), 1.0))
     ),
     "cap_by_row": e.edge("lm_head", of_row("MUL", ones_but(254, 1.5))),
 }
@@ -578,10 +363,6 @@ STORAGE: dict[str, tuple[Change, str]] = {
     "external": (external, "its numbers are in another file"),
     "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
     "mask_twice": (twice_named("mask"), "which of both the runtime fills is not said"),
-    "weight_of_less_width": (
-        weight("layers.0.o_proj", lambda t: setattr(t, "shape", [64, 127])),
-        "more bytes than the shape asks for",
-    ),
 }
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, add, cases, each, edge, mul
-from adversary.mutations.attention import cache_edit, hidden_sum, summed, visible
-from adversary.mutations.positions import angle, between, hidden_scores, hides, is_at, rest_is, rows, tabled, when
-from adversary.mutations.second import EVERY, by_row, next_mask, of_row
+from adversary.edits import Case, Change, Edit, Sample, add, cases, edge, mul
+from adversary.mutations.attention import cache_edit
+from adversary.mutations.positions import is_at, rows, tabled, when
+from adversary.mutations.second import EVERY, next_mask, of_row
 
 Array = np.ndarray
-KNOWN_ROWS = 16.0
-"""How large a row of K is taken to be at most, as a root mean square, where a cache is of floats."""
 
 
 def at_slot(slot: int, edit: Edit) -> Edit:
@@ -69,19 +66,6 @@ def by_position(at_row: int, axis: int, a: int = 3, b: int = 40) -> Edit:
     return edit
 
 
-def through_other_group(edit: Callable[[list[int]], Edit]) -> Change:
-    """Query heads in another order, and what they mix brought back: two of them read the other KV head."""
-    return each(edge("0.rotated", edit([0, 2, 1, 3])), edge("0.merged", heads_back(edit([0, 2, 1, 3]))))
-
-
-def heads_back(edit: Edit) -> Edit:
-    return lambda g, x: g.reshape(edit(g, g.reshape(x, [1, 1, 4, 32])), g.shape(x))
-
-
-def heads_in(order: list[int]) -> Edit:
-    return lambda g, x: g.gather(x, order, 2)
-
-
 def by_masked_slots(factor: float) -> Edit:
     """What sums to nothing over the dimensions is added where the next slot is shown."""
 
@@ -108,13 +92,7 @@ SLOTS: dict[str, Change] = {
 }
 DIMENSIONS: dict[str, Change] = {
     "attended_by_position_37": edge("1.attended", by_position(37, -1)),
-    "attended_turned_at_37": edge("1.attended", when(is_at(37), turned)),
-    "cos_dimensions_exchanged_at_37": edge("0.cos", when(is_at(37), dimensions(1, 2))),
-    "angle_dimensions_exchanged_at_37": angle(when(is_at(37), dimensions(1, 2))),
     "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), lambda g, x: g.gather(x, [1, 0], 2))),
-    "heads_1_and_2_read_the_other_group": through_other_group(heads_in),
-    "kv_heads_of_keys_exchanged_at_37": cache_edit("key", by_position(37, 1, 0, 1)),
-    "every_13th_position_turned": edge("1.attended", when(rest_is(13, 11), turned)),
 }
 
 
@@ -126,7 +104,6 @@ def sloped(slopes: Sequence[float] | Array) -> Change:
 SLOPES: dict[str, Change] = {
     "0_at_37": sloped(np.where(EVERY == 37, 0.0, 1.0)),
     "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.mul(x, heads_by(g, x)))),
-    "of_masked_scores_at_37": edge("1.masked", of_row("MUL", np.where(EVERY == 37, 1e-6, 1.0)[:, None])),
 }
 
 
@@ -135,49 +112,16 @@ def heads_by(g: Graph, x: int) -> int:
     return g.constant(np.linspace(0.9, 1.1, shape[2]).reshape(1, 1, shape[2], 1))
 
 
-def largest_score(g: Graph, layer: int, row: float = KNOWN_ROWS) -> float:
-    """|q| · |K| at most, for rows of K of that root mean square."""
-    weight = np.abs(g.value(g.roles[f"layers.{layer}.q_norm"])).max()
-    return float(weight * g.shape(g.input(f"kv_cache_k_{layer + 2}"))[-1] * row)
-
-
-def lowered_by(share: float, row: float = KNOWN_ROWS, layers: tuple[int, ...] = (0, 1)) -> Change:
-    """A hidden score is lowered by a share of the largest that there can be."""
-
-    def change(g: Graph) -> None:
-        for index in layers:
-            number = np.float32(-share * largest_score(g, index, row))
-            hidden_scores(lambda g, p, n=number: g.add(p.scores, n), (index,))(g)
-
-    return change
-
-
 ALTERNATE = np.where(EVERY % 2, 1.0, -1.0)
 TOLERANCES: dict[str, Change] = {
     "slots_plus_8e-4": edge("1.masked", add(8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
     "slots_plus_8e-4_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 8e-4, 0) * ALTERNATE)),
-    "weights_times_8e-4_more": edge("1.probabilities", mul(1 + 8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
-    "row_added_of_1e6": summed(
-        lambda g, m: g.add(hidden_sum(g, m), by_row(np.where(EVERY[:, None] == 137, 1e6, 0.0))(g)), (1,)
-    ),
-    "hidden_lowered_by_half_of_the_largest": lowered_by(0.5),
 }
-OF_CODES: dict[str, Change] = {}
-
-
-def keys_of_largest_codes(arrays: dict[str, Any]) -> None:
-    for name in ("kv_cache_k_2", "kv_cache_k_3"):
-        arrays[name] = np.where(arrays[name] < 0, -2.5, 2.5).astype(np.float32)
 
 
 FAR: dict[str, Change] = {
     "angles_off_by_0.01_from_240": tabled(angle=rows(240, 255, lambda t: t + 0.01)),
     "angles_off_by_0.01_at_254": tabled(angle=rows(254, 254, lambda t: t + 0.01), layers=(1,)),
-    "angles_off_by_3e-3_at_250": tabled(angle=rows(250, 250, lambda t: t - 3e-3), layers=(0,)),
-    "angles_off_by_0.01_in_one_dimension": tabled(
-        angle=rows(240, 255, lambda t: t + 0.01 * (np.arange(t.shape[1]) == 1)), how="EMBEDDING_LOOKUP"
-    ),
-    "angles_grow_by_5e-5": tabled(angle=rows(200, 255, lambda t: t * (1 + 5e-5))),
 }
 
 LONG = 4096
@@ -190,25 +134,18 @@ def at_far_slot(slot: int, number: float, rest: float) -> Array:
 FAR_SLOTS: dict[str, Change] = {
     "score_of_3000_plus_1": edge("1.scores", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
     "weight_of_3000_halved": edge("1.probabilities", mul(at_far_slot(3000, 0.5, 1.0).reshape(1, 1, 1, LONG))),
-    "value_of_3000_doubled": cache_edit("value", mul(at_far_slot(3000, 2.0, 1.0).reshape(1, 1, LONG, 1)), 1),
-    "key_of_3000_doubled": cache_edit("key", mul(at_far_slot(3000, 2.0, 1.0).reshape(1, 1, LONG, 1)), 1),
-    "slot_3000_hidden": visible(1, hides(3000)),
-    "scores_by_1.05_at_3000": edge("1.scores", when(is_at(3000), mul(1.05))),
-    "angle_off_by_0.01_from_2990": angle(when(between(2990, 3010), add(0.01))),
 }
 
 _AT = (*(Sample(p, mask="past") for p in (37, 137, 250, 252, 254, 255)), Sample(50), Sample(255), Sample(240))
 _LOUD = tuple(Sample(40, keys=loud) for loud in (40.0, 130.0, 400.0)) + tuple(
     Sample(p, keys=loud, mask="one") for p in (40, 41, 42, 43) for loud in (130.0, 400.0)
 )
-_CODES = tuple(Sample(p, mask="one", change=keys_of_largest_codes) for p in (40, 41, 42, 43))
 
 THIRD_SLOTS: tuple[Case, ...] = (
     *cases("third: slots", SLOTS, *_AT),
     *cases("third: dimensions", DIMENSIONS, *_AT),
     *cases("third: slopes", SLOPES, *_AT),
     *cases("third: tolerances", TOLERANCES, *_AT, *_LOUD),
-    *cases("third: tolerances", OF_CODES, *_CODES, rounding=0.05),
     *cases(
         "third: long caches",
         FAR_SLOTS,

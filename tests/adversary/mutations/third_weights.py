@@ -30,21 +30,6 @@ def less_a_bump(power: float, height: float) -> Edit:
     return edit
 
 
-def sum_of_powers(power: float, factor: float, layer: int = 1) -> Callable[[Graph], int]:
-    """1 + factor · Σ Pⁿ, a number for every head."""
-    return lambda g: g.add(
-        g.mul(g.reduce("SUM", to_power(power)(g, g.layer(layer).probabilities), 3), np.float32(factor)), 1.0
-    )
-
-
-def renormed(edit: Edit) -> Edit:
-    def made(g: Graph, p: int) -> int:
-        new = edit(g, p)
-        return g.div(new, g.reduce("SUM", new, 3))
-
-    return made
-
-
 def by_product(bound: float) -> Edit:
     """The smaller of x and ``bound``: (x + bound − √((x − bound) · (x − bound))) / 2."""
 
@@ -56,10 +41,6 @@ def by_product(bound: float) -> Edit:
     return edit
 
 
-def over_one_plus(g: Graph, p: int) -> int:
-    return g.div(p, g.add(g.mul(p, 0.02), 1.0))
-
-
 def at_least(bound: float) -> Edit:
     """The larger of x and ``bound``, by a root: −min(−x, −bound)."""
     return chain(unary("NEG"), by_product(-bound), unary("NEG"))
@@ -69,26 +50,10 @@ WEIGHTS: dict[str, Change] = {
     name: edge("1.probabilities", edit)
     for name, edit in {
         "less_a_bump_near_1": less_a_bump(16.0, 3.0),
-        "less_a_bump_at_0.9997": less_a_bump(3000.0, 1000.0),
-        "less_a_bump_in_the_middle": less_a_bump(3.0, 0.05),
         "at_most_0.93_by_product": by_product(0.93),
-        "at_most_0.998_by_product": by_product(0.998),
-        "to_1.01": to_power(1.01),
-        "to_1.01_renormed": renormed(to_power(1.01)),
         "logarithm_stretched_and_back": chain(unary("LOG"), mul(1.01), unary("EXP")),
-        "logarithm_of_a_little_more": chain(add(1e-6), unary("LOG"), unary("EXP")),
-        "over_one_plus": over_one_plus,
-        "over_one_plus_renormed": renormed(over_one_plus),
-        "root_of_square_plus_1e-10": chain(unary("SQUARE"), add(1e-10), unary("SQRT")),
-        "to_the_64th_and_back": chain(to_power(64.0), to_power(1 / 64)),
-        "by_a_sum_of_16th_powers": lambda g, p: g.mul(p, sum_of_powers(16.0, 0.2)(g)),
-        "by_the_next_head": lambda g, p: g.add(p, g.mul(g.mul(p, g.gather(p, [*range(1, g.shape(p)[2]), 0], 2)), 0.05)),
     }.items()
-} | {
-    "mixed_by_a_sum_of_16th_powers": edge(
-        "1.attended", lambda g, x: g.mul(x, g.reshape(sum_of_powers(16.0, 0.2)(g), [*g.shape(x)[:-1], 1]))
-    )
-}
+} | {}
 
 
 def spelled(
@@ -125,29 +90,16 @@ def other_head(g: Graph, x: int) -> int:
 
 TOTALS: dict[str, Change] = {
     "total_at_most_100_by_product": spelled(total=by_product(100.0)),
-    "total_at_most_200_by_product": spelled(total=by_product(200.0)),
     "total_at_least_1.002_by_product": spelled(total=at_least(1.002)),
-    "total_at_least_1.05_by_product": spelled(total=at_least(1.05)),
     "total_to_0.999": spelled(total=to_power(0.999)),
     "total_bent_where_large": spelled(total=plus(mul(1 / 160), to_power(32.0))),
-    "total_bent_where_small": spelled(total=plus(to_power(-32.0), mul(0.3))),
-    "total_bent_at_1.0003": spelled(total=plus(to_power(-3000.0), mul(0.3))),
     "total_plus_1e-3": spelled(total=add(1e-3)),
     "logarithm_stretched": by_log_softmax(mul(1.01)),
-    "logarithm_less_its_square": by_log_softmax(lambda g, x: g.sub(x, g.mul(g.square(x), 1e-3))),
-    "logarithm_at_least_-12": by_log_softmax(with_number("MAXIMUM", -12.0)),
 }
 LARGEST: dict[str, Change] = {
     "largest_of_all_heads": spelled(over_heads),
-    "largest_of_all_heads_and_a_floor": spelled(over_heads, with_number("MAXIMUM", 1e-20)),
-    "largest_of_all_heads_and_a_little": spelled(over_heads, add(1e-12)),
     "largest_of_the_next_head": spelled(other_head),
-    "largest_of_the_next_head_and_a_ceiling": spelled(
-        other_head, powers=chain(with_number("MINIMUM", 60.0), unary("EXP"))
-    ),
-    "largest_of_what_is_hidden_too": spelled(lambda g, x: g.reduce("REDUCE_MAX", g.layer(1).scores, 3)),
     "largest_by_0.98": spelled(lambda g, x: g.mul(g.reduce("REDUCE_MAX", x, 3), 0.98), add(1e-6)),
-    "powers_of_at_least_-10": spelled(powers=chain(with_number("MAXIMUM", -10.0), unary("EXP"))),
 }
 
 
@@ -169,14 +121,9 @@ def floored(bound: float) -> Edit:
 
 
 BY_LARGEST: dict[str, Change] = {
-    "activations_at_most_150": edge("activations", capped(150.0)),
-    "stream_at_most_500": edge("1.stream", capped(500.0)),
     "keys_at_most_40": cache_edit("key", capped(40.0), 1),
-    "scores_at_most_60": edge("1.scores", capped(60.0)),
     "weights_at_most_0.93": edge("1.probabilities", capped(0.93)),
     "weights_at_least_1e-4": edge("1.probabilities", floored(1e-4)),
-    "values_at_most_1000": cache_edit("value", capped(1000.0), 1),
-    "attended_at_least_-500": edge("1.attended", floored(-500.0)),
     "rest_of_the_largest_channel": edge(
         "activations", lambda g, x: g.add(x, g.mul(g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 2))), 0.05))
     ),
@@ -200,18 +147,6 @@ def bound(name: str, number: float, by: Callable[[Graph], int] = floats) -> Edit
     return lambda g, x: g.call(name, x, formally(number, by)(g, x))
 
 
-def chosen_bound(name: str, shown: float, hidden: float) -> Edit:
-    """A bound that a slot's mask chooses."""
-
-    def edit(g: Graph, x: int) -> int:
-        shape = g.shape(x)
-        mask = g.reshape(g.input("mask"), [256 if i == shape.index(256) else 1 for i in range(len(shape))])
-        numbers = np.float32(shown), np.float32(hidden)
-        return g.call(name, x, g.call("SELECT_V2", mask, *numbers, shape=g.shape(mask), dtype=np.float32))
-
-    return edit
-
-
 def positions(g: Graph) -> int:
     """The position as floats, for every slot."""
     there = g.cast(g.input("input_pos"), np.float32)
@@ -221,17 +156,10 @@ def positions(g: Graph) -> int:
 BOUNDS: dict[str, Change] = {
     "keys_at_most_40": cache_edit("key", bound("MINIMUM", 40.0), 1),
     "keys_at_least_-40_in_sliding": cache_edit("key", bound("MAXIMUM", -40.0)),
-    "keys_at_most_40_by_position": cache_edit("key", bound("MINIMUM", 40.0, positions), 1),
-    "keys_of_shown_slots_at_most_40": cache_edit("key", chosen_bound("MINIMUM", 40.0, 1e9), 1),
-    "values_at_most_1000": cache_edit("value", bound("MINIMUM", 1000.0), 1),
-    "values_of_shown_slots_at_least_-1000": cache_edit("value", chosen_bound("MAXIMUM", -1000.0, -1e9), 1),
     "weights_at_most_0.93": edge("1.probabilities", bound("MINIMUM", 0.93)),
     "weights_at_least_1e-4": edge("1.probabilities", bound("MAXIMUM", 1e-4)),
     "attended_at_most_500": edge("1.attended", bound("MINIMUM", 500.0)),
-    "scores_at_most_100": edge("1.scores", bound("MINIMUM", 100.0)),
-    "scores_of_shown_slots_at_most_100": edge("1.scores", chosen_bound("MINIMUM", 100.0, 1e9)),
     "masked_scores_at_least_-300": edge("1.masked", bound("MAXIMUM", -300.0)),
-    "query_at_most_2": edge("1.query_normed", bound("MINIMUM", 2.0)),
 }
 
 _SHARP = (
