@@ -1,4 +1,4 @@
-"""Files put together from others, and writing a large one: copied, written over, read back and compared."""
+"""A file put together from parts of others; and writing a large file: copied, written over, read back, compared."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _READ = 1 << 20
 
 
 class Assembled(Source):
-    """``size`` bytes that other sources have: ``pieces`` are where each begins and what it is, later over earlier.
+    """A file of ``size`` bytes put together from parts of other sources; it is not written anywhere.
 
-    Where there is no piece are zeros.
+    Args:
+        pieces: where each begins, and the region that lies there; a later piece covers an earlier one, and zeros lie
+            where there is none.
     """
 
     def __init__(self, name: str, size: int, pieces: Iterable[tuple[int, Region]]) -> None:
         self.name, self.size, self.provenance, self.pieces = name, size, {}, tuple(pieces)
 
     def _parts(self, offset: int, length: int) -> list[tuple[int, Source, int, int]]:
-        """What lies in a range: where in it a piece begins, and the range of its source that follows."""
+        """The parts of pieces that lie in a range: where in the range, their source, their offset in it, their size."""
         parts = []
         for at, piece in self.pieces:
             begin, end = max(at, offset), min(at + piece.size, offset + length)

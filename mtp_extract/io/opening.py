@@ -56,7 +56,7 @@ def open_source(
 
 
 def _or_no_path(text: str, error: SourceError) -> SourceError:
-    """``error``; of what may have been meant as a path with the words that there is none."""
+    """``error``, which also says that there is no such file here where ``text`` may have been meant as a path."""
     if "://" in text:
         return error
     return SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies)

@@ -1,10 +1,8 @@
-"""A :class:`~mtp_extract.io.source.Source` over byte ranges of one remote file.
+"""Byte ranges of one remote file.
 
 Every answer must be a 206 with the range that was asked for, and with the size, ETag and Last-Modified of the first
-answer; a file whose server gives neither a strong ETag nor a date is refused. No block is fetched twice: what has
-arrived stays at its own offset of a sparse temporary file.
-
-huggingface_hub's file system is not used: it holds a whole range in memory and looks at neither status nor ETag.
+answer; a file whose server gives neither a strong ETag nor a date is refused. huggingface_hub's file system is not
+used: it holds a whole range in memory and looks at neither status nor ETag.
 """
 
 from __future__ import annotations
