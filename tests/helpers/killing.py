@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CALLS", "KILLED", "die_at", "killed_at"]
+__all__ = ["killed_at", "killed_everywhere"]
 
-CALLS = (
+_CALLS = (
     *("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync", "utime", "truncate"),
     *("posix_fallocate", "ftruncate", "pwrite", "write", "copy_file_range"),
 )
-KILLED = 137
+_KILLED = 137
 
 
-def die_at(number: int, count_into: Path | None = None) -> None:
-    """From now on, end this process instead of making change ``number`` (from 1); 0 counts them alone.
+def _die_at(number: int) -> None:
+    """From now on, end this process instead of making change ``number`` (from 1), from any thread.
 
-    Args:
-        number: of the call in :data:`CALLS`, from any thread; of ``os.open``, those that may write.
-        count_into: a file to which the name of every call is added.
+    Changes are the calls in :data:`_CALLS`; of ``os.open``, those that may write.
     """
     done = 0
-    real_open, real_write = os.open, os.write
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*arguments: Any, **named: Any) -> Any:
             nonlocal done
-            reads = name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if not reads:
+            if name != "open" or arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 done += 1
-                if count_into is not None:
-                    fd = real_open(count_into, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-                    real_write(fd, f"{name}\n".encode())
-                    os.close(fd)
                 if done == number:
-                    os._exit(KILLED)
+                    os._exit(_KILLED)
             return call(*arguments, **named)
 
         return instead
 
-    for name in CALLS:
+    for name in _CALLS:
         if hasattr(os, name):
             setattr(os, name, wrapped(name, getattr(os, name)))
     # Of the library's own, by which files are opened and written at once.
@@ -57,7 +49,7 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
     if child == 0:
         status = 1
         try:
-            die_at(number)
+            _die_at(number)
             work()
             status = 0
         except BaseException as error:  # noqa: BLE001 - said by the status
@@ -65,5 +57,16 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, KILLED), status
-    return status == KILLED
+    assert status in (0, _KILLED), status
+    return status == _KILLED
+
+
+def killed_everywhere(prepare: Callable[[], object], work: Callable[[], object]) -> Iterator[int]:
+    """After each change that ``work`` makes and was killed at, its number; ``prepare`` is called before each."""
+    for number in range(1, 100):
+        prepare()
+        if not killed_at(number, work):
+            assert number > 5
+            return
+        yield number
+    raise AssertionError("it never came to its end")

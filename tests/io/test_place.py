@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 
 import pytest
-from helpers.killing import killed_at
+from helpers.killing import killed_everywhere
 
 from mtp_extract.errors import OutputError
 from mtp_extract.io.place import check_place, files_of, listing, staged
@@ -315,14 +315,14 @@ def test_where_no_directory_can_be_made() -> None:
 def test_it_is_killed_at_every_step(place: Path) -> None:
     """Old or new stand under the name, or the next run puts the old one back; and it leaves nothing."""
     seen = set()
-    for number in range(1, 100):
+
+    def prepare() -> None:
         shutil.rmtree(place.parent)
         fill(place, OLD)
-        if not killed_at(number, lambda: write_new(place)):
-            break
+
+    for number in killed_everywhere(prepare, lambda: write_new(place)):
         missing = not place.exists()
-        if not missing:
-            assert held(place) in (OLD, NEW), number
+        assert missing or held(place) in (OLD, NEW), number
         with pytest.raises(OutputError, match="exists"):
             check_place(place, overwrite=False, listed=LISTED)
         assert names(place.parent) == ["x"], number
@@ -330,44 +330,38 @@ def test_it_is_killed_at_every_step(place: Path) -> None:
         seen.add("missing" if missing else "new" if held(place) == NEW else "old")
         write_new(place)
         assert (held(place), names(place.parent)) == (NEW, ["x"]), number
-    else:
-        raise AssertionError("it never came to its end")
     assert seen == {"old", "missing", "new"}
 
 
 def test_a_file_is_killed_at_every_step(tmp_path: Path) -> None:
-    target = tmp_path / "x"
+    target, seen = tmp_path / "x", set()
 
     def write() -> None:
         with staged(target, overwrite=True) as stage:
             stage.write_bytes(b"new")
 
-    seen = set()
-    for number in range(1, 100):
-        target.write_bytes(b"old")
-        if not killed_at(number, write):
-            break
+    for number in killed_everywhere(lambda: target.write_bytes(b"old"), write):
         seen.add(target.read_bytes())
         write()
         assert (target.read_bytes(), names(tmp_path)) == (b"new", ["x"]), number
-    else:
-        raise AssertionError("it never came to its end")
     assert seen == {b"old", b"new"}
 
 
 def test_putting_back_is_killed_at_every_step(place: Path) -> None:
     stage = place.parent / ".x.partial"
-    for number in range(1, 100):
+
+    def prepare() -> None:
         shutil.rmtree(place.parent)
         fill(stage, {"mtp-extract": b""})
         fill(stage / "old", OLD)
         fill(stage / "new", NEW)
-        killed = killed_at(number, lambda: check_place(place, overwrite=True, listed=LISTED))
+
+    def put_back() -> None:
         check_place(place, overwrite=True, listed=LISTED)
+
+    for number in killed_everywhere(prepare, put_back):
+        put_back()
         assert (held(place), names(place.parent)) == (OLD, ["x"]), number
-        if not killed:
-            return
-    raise AssertionError("it never came to its end")
 
 
 def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
