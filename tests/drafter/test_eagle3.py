@@ -162,19 +162,6 @@ def model() -> Any:
     return random_base(tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("flags", [{}, {"norm_output": True, "fc_norm": True, "norm_before_residual": True}])
-def test_generation_is_the_bases(model: Any, flags: dict[str, bool]) -> None:
-    """After prompts of unequal lengths, up to a stop token too."""
-    head = random_head(head_config(**flags))
-    texts = [base_alone(model, prompt, 30) for prompt in PROMPTS]
-    generator = SpeculativeGenerator(model, head)
-    stop = next(t for t in range(40) if len({(*own, t).index(t) for own in texts}) == 3)
-    results = [generator.generate(one, max_new_tokens=30, drafts=4, stop_token_ids=[stop]) for one in PROMPTS]
-    for own, result in zip(texts, results, strict=True):
-        assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)
-    assert sum(r.drafted for r in results) > 0
-
-
 def test_a_round_is_drafted_from_the_text_alone(model: Any) -> None:
     """However the rounds before went: by stepping through a text with a cache, and over all of it in one pass."""
     head = random_head(head_config())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.random_heads import head_config, random_head
-from helpers.random_pairs import Pair, random_base, random_drafter
+from helpers.random_pairs import random_base, random_drafter
 
 from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.errors import MtpExtractError
@@ -114,18 +114,3 @@ def test_what_a_tree_leaves_is_what_a_chain_leaves(window: int) -> None:
                 assert slots == text.shape[1] if base.windows[kind] is None else slots > window
                 for found, whole in zip((keys, values), plain.shared_kv[kind], strict=True):
                     torch.testing.assert_close(found, whole[:, :, -slots:], atol=1e-5, rtol=1e-5)
-
-
-def test_a_tree_of_width_one_is_a_chain(pair: Pair) -> None:
-    for prompt in pair.prompts():
-        chain, tree = (pair.generator.generate(prompt, max_new_tokens=40, drafts=d) for d in (3, Tree.parse("1x1x1")))
-        assert [(r.drafted, r.accepted) for r in chain.rounds] == [(r.drafted, r.accepted) for r in tree.rounds]
-
-
-def test_trees_accept_more_than_chains(pair: Pair) -> None:
-    def length(drafts: int | Tree) -> float:
-        results = [pair.generator.generate(one, max_new_tokens=60, drafts=drafts) for one in pair.prompts()]
-        rounds = [r for result in results for r in result.rounds if r.drafted == 3]
-        return 1 + sum(r.accepted for r in rounds) / len(rounds)
-
-    assert length(Tree.parse("3x2x1")) > length(3) + 0.1
