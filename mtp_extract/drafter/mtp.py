@@ -28,25 +28,6 @@ from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs, picked
 _ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
 
 
-class DraftArguments(NamedTuple):
-    """What one draft step reads; ``drafter(*arguments)`` runs it."""
-
-    inputs: Tensor
-    """[batch, queries, 2 · base width]: the base's embedding of the last token, times the root of its width; then the
-    base's state after its final norm in the first step of a round, the drafter's projected state in later ones."""
-    shared_kv: Mapping[str, KV]  # layer type → the base's K and V
-    position_ids: Tensor  # integers [batch, queries]; the same in every step of a round
-    masks: Mapping[str, Tensor] | None
-    """Layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot."""
-
-
-class DrafterOutput(NamedTuple):
-    """``logits`` [batch, queries, vocabulary], soft-capped; ``projected`` [batch, queries, base width]."""
-
-    logits: Tensor
-    projected: Tensor
-
-
 class OrderedHead(nn.Module):
     """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
 
@@ -132,7 +113,8 @@ class MtpState:
     """Where a round stands. What the layers look at, and from where, is the same in every step of it."""
 
     embed: Embed
-    hidden: Tensor  # [batch, queries, base width], as in DraftArguments
+    hidden: Tensor
+    """[batch, queries, base width]: the base's state after its final norm in the first step, then the projected one."""
     views: tuple[View, ...]  # of each layer
 
     def fork(self, parents: Tensor) -> MtpState:
@@ -155,17 +137,6 @@ class MtpDrafter(DrafterNetwork):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_projection = nn.Linear(config.hidden_size, config.backbone_hidden_size, bias=False)
         self.ordered_head = OrderedHead(config, config.ordered_head) if config.ordered_head else None
-
-    def forward(
-        self,
-        inputs: Tensor,
-        shared_kv: Mapping[str, KV],
-        position_ids: Tensor,
-        masks: Mapping[str, Tensor] | None = None,
-    ) -> DrafterOutput:
-        """One draft step for every query; arguments as of :class:`DraftArguments`."""
-        h, projected = self._network(inputs, self._views(shared_kv, position_ids, masks))
-        return DrafterOutput(self.logits(h), projected)
 
     def logits(self, h: Tensor) -> Tensor:
         """[…, vocabulary], soft-capped, of ``h`` […, width] after the final norm."""
@@ -191,29 +162,26 @@ class MtpDrafter(DrafterNetwork):
         masks = {kind: mask.to(weight.device) for kind, mask in masks.items()}
         kv = {kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.fed.shared_kv.items()}
         position_ids = (base.positions + convention.position_offset).to(weight.device)
-        return MtpState(base.embed, base.hidden.to(weight), self._views(kv, position_ids, masks))
+        return MtpState(base.embed, base.hidden.to(weight), self.views(kv, position_ids, masks))
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         """As :meth:`DrafterNetwork.advance`; its own projection takes the place of the base's hidden state."""
-        inputs = torch.cat((state.embed(token).to(state.hidden), state.hidden), dim=-1)
-        h, projected = self._network(inputs, state.views)
-        return h, replace(state, hidden=projected)
-
-    def _network(self, inputs: Tensor, views: tuple[View, ...]) -> tuple[Tensor, Tensor]:
-        """The state after the final norm, [batch, queries, width], and the projected one, [batch, queries, base width].
-
-        Fixed shapes, and nothing in it depends on a value: it can be compiled or captured.
-        """
-        h = self.pre_projection(inputs)
-        for layer, view in zip(self.layers, views, strict=True):
+        h = self.pre_projection(torch.cat((state.embed(token).to(state.hidden), state.hidden), dim=-1))
+        for layer, view in zip(self.layers, state.views, strict=True):
             h = layer(h, view)
         h = self.final_norm(h)
-        return h, self.post_projection(h)
+        return h, replace(state, hidden=self.post_projection(h))
 
-    def _views(
-        self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None
+    def views(
+        self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None = None
     ) -> tuple[View, ...]:
-        """What each layer looks at, one for all that are alike; arguments as of :meth:`forward`."""
+        """What each layer looks at, one for all that are alike.
+
+        Args:
+            shared_kv: layer type → the base's K and V.
+            position_ids: integers [batch, queries].
+            masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
+        """
         found = {}
         for layer in dict.fromkeys(self.config.layers):
             keys, values = (part.float().contiguous() for part in shared_kv[layer.layer_type])

@@ -40,7 +40,7 @@ from mtp_extract.validation.parity import (
     caches_of,
     examined,
     random_cases,
-    reference_outputs,
+    reference_output,
     slots_of,
 )
 
@@ -80,7 +80,7 @@ def measure_parity(drafter: MtpDrafter, source: Shard, cases: Sequence[Case]) ->
         UnsupportedError: the interpreter is not there, or cannot run the section.
     """
     both = [*cases, *quieter(cases)]
-    ours = reference_outputs(drafter, both)
+    ours = [reference_output(drafter, case) for case in both]
     exact = apart(ours, interpreted(source, both, floats=True))
     return Parity(exact, apart(ours[: len(cases)], interpreted(source, cases, floats=False)))
 

@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import position_masks
-from mtp_extract.drafter.mtp import DraftArguments, MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter, MtpState
 from mtp_extract.formats import format_named
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
 from mtp_extract.pipeline.check import Check
@@ -106,22 +105,15 @@ def random_cases(source: Shard, count: int, seed: int = 0) -> list[Case]:
     return cases
 
 
-def reference_arguments(case: Case, config: DrafterConfig) -> DraftArguments:
-    """What the drafter takes for ``case``, without the slots that it may not see."""
-    newest, slots = torch.tensor([[case.position]]), torch.arange(case.position + 1)[None]
-    return DraftArguments(
-        inputs=torch.from_numpy(np.concatenate((case.embedding, case.hidden)))[None, None],
-        shared_kv={kind: (torch.from_numpy(k)[None], torch.from_numpy(v)[None]) for kind, (k, v) in case.kv.items()},
-        position_ids=newest,
-        masks=position_masks(config, dict.fromkeys(config.kv_layers, slots), newest),
-    )
-
-
 @torch.inference_mode()
-def reference_outputs(drafter: MtpDrafter, cases: Sequence[Case]) -> list[Outputs]:
-    """What ``drafter``, float32 on the CPU, computes of each of ``cases``."""
-    found = (drafter(*reference_arguments(case, drafter.config)) for case in cases)
-    return [(logits.numpy().reshape(-1), projected.numpy().reshape(-1)) for logits, projected in found]
+def reference_output(drafter: MtpDrafter, case: Case) -> Outputs:
+    """What ``drafter``, float32 on the CPU, computes of ``case``, without the slots that it may not see."""
+    position, slots = torch.tensor([[case.position]]), torch.arange(case.position + 1)[None]
+    embedding, hidden = (torch.from_numpy(part)[None, None] for part in (case.embedding, case.hidden))
+    kv = {kind: (torch.from_numpy(k)[None], torch.from_numpy(v)[None]) for kind, (k, v) in case.kv.items()}
+    masks = position_masks(drafter.config, dict.fromkeys(kv, slots), position)
+    logits, after = drafter.step(MtpState(lambda _: embedding, hidden, drafter.views(kv, position, masks)), position)
+    return logits.numpy().reshape(-1), after.hidden.numpy().reshape(-1)
 
 
 @np.errstate(all="ignore")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
 
@@ -23,8 +24,7 @@ from mtp_extract.validation.parity import (
     apart,
     examined,
     random_cases,
-    reference_arguments,
-    reference_outputs,
+    reference_output,
 )
 
 TOLERANCE = 1e-4
@@ -77,7 +77,10 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
         if cap != config.final_logit_softcap:
             return False, f"the soft cap is {cap}, not {config.final_logit_softcap}"
         cases = random_cases(source, _SAMPLES)
-        found = apart(reference_outputs(drafter, cases), [_outputs(model.eval(), case, config) for case in cases])
+        found = apart(
+            [reference_output(drafter, case) for case in cases],
+            [_outputs(model.eval(), case, config) for case in cases],
+        )
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
     evidence = f"outputs within {found.worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
@@ -87,16 +90,15 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
 @torch.inference_mode()
 def _outputs(model: Any, case: Case, config: DrafterConfig) -> Outputs:
     """What transformers computes of ``case``."""
-    given = reference_arguments(case, config)
-    # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
-    kv = {
-        kind: tuple(part[:, :, -(layer.sliding_window or part.shape[2]) :] for part in given.shared_kv[kind])
-        for kind, layer in config.kv_layers.items()
-    }
+    kv = {}
+    for kind, layer in config.kv_layers.items():
+        # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
+        seen = min(layer.sliding_window or case.position + 1, case.position + 1)
+        kv[kind] = tuple(torch.from_numpy(part)[None, :, -seen:] for part in case.kv[kind])
     only = next(iter(kv.values()))
     output = model(
-        inputs_embeds=given.inputs,
-        position_ids=given.position_ids,
+        inputs_embeds=torch.from_numpy(np.concatenate((case.embedding, case.hidden)))[None, None],
+        position_ids=torch.tensor([[case.position]]),
         # It makes a mask of either kind, whether a layer has use for it or not.
         shared_kv_states={SLIDING: only, FULL: only, **kv},
     )

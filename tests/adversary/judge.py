@@ -19,6 +19,7 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from helpers.make_bundle import pack
+from helpers.signature import one_step
 from helpers.surgery import Graph
 from seam import MtpExtractError
 
@@ -167,7 +168,7 @@ def written(directory: Path, inputs: tuple[Arrays, ...]) -> Outputs:
             if layer.sliding_window is not None:
                 seen &= (slots <= position) & (slots > position - layer.sliding_window)
             masks[kind] = torch.from_numpy(seen).reshape(1, 1, -1)
-        found = drafter(torch.from_numpy(arrays["activations"]), kv, torch.tensor([[position]]), masks)
+        found = one_step(drafter, torch.from_numpy(arrays["activations"]), kv, torch.tensor([[position]]), masks)
         results.append((found.logits.numpy().reshape(-1), found.projected.numpy().reshape(-1)))
     return results
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from helpers.random_pairs import drafter_from
+from helpers.signature import one_step
 from helpers.trailing_masks import trailing_masks
 
 from mtp_extract.architecture.config import DrafterConfig
@@ -41,7 +42,7 @@ def random_inputs(config: DrafterConfig, slots: int, queries: int = 1, batch: in
 def ours(drafter: MtpDrafter, x: dict[str, Any], padding: torch.Tensor | None = None) -> Any:
     slots = {kind: k.shape[2] for kind, (k, _) in x["shared_kv_states"].items()}
     masks = trailing_masks(drafter.config, slots, x["inputs_embeds"].shape[1], padding)
-    return drafter(x["inputs_embeds"], x["shared_kv_states"], x["position_ids"], masks)
+    return one_step(drafter, x["inputs_embeds"], x["shared_kv_states"], x["position_ids"], masks)
 
 
 def assert_equal(theirs: Any, mine: Any) -> None:
@@ -139,7 +140,7 @@ def test_norms_and_attention_are_float32_inside() -> None:
     seen = []
     drafter.layers[0].o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     inputs = torch.randn(1, 1, 2 * geometry.backbone, generator=torch.Generator().manual_seed(0)).bfloat16()
-    drafter(inputs, {"full_attention": (kv, kv)}, torch.tensor([[slots]]))
+    one_step(drafter, inputs, {"full_attention": (kv, kv)}, torch.tensor([[slots]]))
     assert torch.equal(seen[0].float(), torch.ones_like(seen[0].float()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.signature import signature_arguments
+from helpers.signature import run_signature
 
 from mtp_extract.drafter.load import load_drafter
 
@@ -36,7 +36,7 @@ def test_equal_to_the_dequantized_drafter(sample_directories: dict[str, Path], l
     drafter = load_drafter(sample_directories[layout])
     positions = []
     for inputs, expected in samples(name):
-        logits, projected = drafter(*signature_arguments(drafter.config, inputs))
+        logits, projected = run_signature(drafter, inputs)
         np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-5, rtol=1e-5)
         np.testing.assert_allclose(projected.numpy(), expected["projected_activations"], atol=1e-5, rtol=1e-5)
         positions.append(int(inputs["input_pos"][0]))
@@ -48,9 +48,6 @@ def test_the_window_counts_from_input_pos(sample_directories: dict[str, Path]) -
     """One position off in the sliding mask is seen: the parity above depends on it."""
     drafter = load_drafter(sample_directories["transformers"])
     inputs, expected = max(samples("e2e_jax_mix48"), key=lambda sample: sample[0]["input_pos"][0])
-    arguments = signature_arguments(drafter.config, inputs)
     for shift in (-1, 1):
-        masks = dict(arguments.masks)
-        masks["sliding_attention"] = masks["sliding_attention"].roll(shift, -1)
-        logits = drafter(arguments.inputs, arguments.shared_kv, arguments.position_ids, masks).logits
+        logits = run_signature(drafter, inputs, shift).logits
         assert np.abs(logits.numpy() - expected["logits"]).max() > 1e-3

@@ -1,26 +1,47 @@
-"""The inputs of LiteRT's ``mtp_drafter`` signature, as arguments of the reference drafter."""
+"""The reference drafter on the inputs of LiteRT's ``mtp_drafter`` signature, or on inputs of any shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.drafter.masks import position_masks
-from mtp_extract.drafter.mtp import DraftArguments
+from mtp_extract.drafter.mtp import MtpDrafter, MtpState
+from mtp_extract.drafter.protocol import KV
 
-__all__ = ["signature_arguments"]
+__all__ = ["one_step", "run_signature"]
 
 
-def signature_arguments(config: DrafterConfig, inputs: Mapping[str, NDArray[Any]]) -> DraftArguments:
-    """Arguments of the reference drafter from one call's signature inputs.
+class Outputs(NamedTuple):
+    """Of one step."""
+
+    logits: Tensor  # [batch, queries, vocabulary]
+    projected: Tensor  # [batch, queries, base width]
+
+
+def one_step(
+    drafter: MtpDrafter,
+    inputs: Tensor,
+    shared_kv: Mapping[str, KV],
+    position_ids: Tensor,
+    masks: Mapping[str, Tensor] | None = None,
+) -> Outputs:
+    """Of ``inputs`` [batch, queries, 2 · base width], embeddings then hidden states."""
+    embedding, hidden = inputs.chunk(2, dim=-1)
+    state = MtpState(lambda _: embedding, hidden, drafter.views(shared_kv, position_ids, masks))
+    logits, after = drafter.step(state, position_ids)
+    return Outputs(logits, after.hidden)
+
+
+def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]], shift: int = 0) -> Outputs:
+    """What the reference drafter makes of one call's signature inputs.
 
     Args:
-        config: the drafter's geometry.
         inputs: by name: ``activations`` f32 [1, 1, 2 · base width], ``input_pos`` i32 [1], ``mask`` bool
             [1, 1, 1, slots], ``kv_cache_k_N`` [1, KV heads, slots, head_dim] and ``kv_cache_v_N`` [1, KV
             heads, head_dim, slots], with two shapes of caches.
@@ -31,11 +52,14 @@ def signature_arguments(config: DrafterConfig, inputs: Mapping[str, NDArray[Any]
     given = {name: torch.from_numpy(np.array(array)) for name, array in inputs.items()}
     keys = {(k.shape[1], k.shape[3]): name for name, k in given.items() if name.startswith("kv_cache_k_")}
     kv = {}
-    for kind, layer in config.kv_layers.items():
+    for kind, layer in drafter.config.kv_layers.items():
         name = keys[layer.num_kv_heads, layer.head_dim]
         kv[kind] = given[name], given[name.replace("_k_", "_v_")].transpose(2, 3)
     position = given["input_pos"].long().reshape(1, 1)
     mask = given["mask"].reshape(1, 1, -1)
     slots = torch.arange(mask.shape[-1])[None]
-    masks = position_masks(config, dict.fromkeys(config.kv_layers, slots), position)
-    return DraftArguments(given["activations"], kv, position, {kind: visible & mask for kind, visible in masks.items()})
+    masks = {
+        kind: seen & mask for kind, seen in position_masks(drafter.config, dict.fromkeys(kv, slots), position).items()
+    }
+    masks["sliding_attention"] = masks["sliding_attention"].roll(shift, -1)
+    return one_step(drafter, given["activations"], kv, position, masks)
