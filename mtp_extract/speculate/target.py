@@ -143,7 +143,7 @@ class Base:
     def keep(self, cache: DynamicCache, fed: Fed, way: Sequence[int]) -> Fed:
         """Of the tokens that were ``fed`` last keep those of ``way`` alone, as if they had followed one another."""
         at, count = list(way), fed.tokens.shape[1]
-        order = [*at, *(node for node in range(count) if node not in at)]
+        order = list(dict.fromkeys((*at, *range(count))))
         layers: list[Any] = cache.layers  # of this cache each has keys and values
         for layer in layers:
             if order != sorted(order):
