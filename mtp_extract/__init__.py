@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract._version import __version__
 
 if TYPE_CHECKING:
-    from mtp_extract.api import CheckpointInspection, bench, insert, inspect, tune, validate
+    from mtp_extract.api import bench, insert, inspect, tune, validate
     from mtp_extract.bundle import Opened, Shard
     from mtp_extract.bundle import open_bundle as open
     from mtp_extract.errors import MtpExtractError
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BenchPlan",
     "CardWords",
-    "CheckpointInspection",
     "ExtractionResult",
     "MtpExtractError",
     "Opened",
@@ -61,7 +60,7 @@ __all__ = [
 
 # Module -> the public names that are its own.
 _HOMES = {
-    "api": ("CheckpointInspection", "bench", "insert", "inspect", "tune", "validate"),
+    "api": ("bench", "insert", "inspect", "tune", "validate"),
     "bundle": ("Opened", "Shard", "open_bundle"),
     "errors": ("MtpExtractError",),
     "hub.upload": ("UploadResult", "upload"),

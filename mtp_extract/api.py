@@ -6,9 +6,9 @@ Extracting, converting and uploading are functions of the library as they are, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
-from mtp_extract.pipeline.check import RECORD, Verification, require_manifest, verify, with_record
+from mtp_extract.pipeline.check import RECORD, require_manifest, verify, with_record
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
@@ -36,38 +36,7 @@ if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
 
-__all__ = ["CheckpointInspection", "bench", "insert", "inspect", "tune", "validate"]
-
-
-@dataclass(frozen=True)
-class CheckpointInspection:
-    """What :func:`inspect` found in a checkpoint.
-
-    Attributes:
-        holds: format, geometry, stored types and findings.
-        verification: of its files against its record, or of everything against the bundle that was named; None where
-            it has neither.
-        problem: why engines may load something else than it seems to hold; None where nothing was found.
-    """
-
-    directory: Path
-    holds: Mapping[str, Any]
-    verification: Verification | None
-    problem: MtpExtractError | None
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, as ``mtp-inspect --json`` prints it."""
-        result = self.verification
-        return {
-            "directory": str(self.directory),
-            "files": result.files if result else None,
-            "tensors": self.holds["weights"],
-            "against": result.against if result else None,
-            "checks": [asdict(check) for check in result.checks] if result else [],
-            "ok": self.problem is None,
-            "extraction": (result.record or None) if result else None,
-            "holds": self.holds,
-        }
+__all__ = ["bench", "insert", "inspect", "tune", "validate"]
 
 
 def inspect(
@@ -79,7 +48,7 @@ def inspect(
     against: str | os.PathLike[str] | None = None,
     sliding_window: int | None = None,
     progress: Progress = nothing_shown,
-) -> Inspection | CheckpointInspection | BaseComparison:
+) -> Inspection | BaseComparison:
     """What a bundle or a checkpoint holds.
 
     Args:
@@ -91,8 +60,7 @@ def inspect(
             last three are of a bundle alone.
 
     Returns:
-        Of a bundle an Inspection, with ``against`` a base's directory a BaseComparison; of a checkpoint a
-        CheckpointInspection.
+        An Inspection; of a bundle ``against`` a base's directory a BaseComparison.
 
     Raises:
         CheckpointError, SourceError, FormatError: damaged, or not to be had, or not what its record says.
@@ -125,7 +93,7 @@ def inspect(
 
 def _inspect_checkpoint(
     place: Path, tensors: bool, bundle: str | os.PathLike[str] | None, progress: Progress
-) -> CheckpointInspection:
+) -> Inspection:
     place, verification = with_record(place), None
     if bundle is not None:
         with open_bundle(bundle, progress=progress) as opened:
@@ -144,7 +112,17 @@ def _inspect_checkpoint(
             require_manifest(place, REPORT_FILES)
         except CheckpointError as error:
             problem = error
-    return CheckpointInspection(place, holds, verification, problem)
+    report = {
+        "directory": str(place),
+        "files": verification.files if verification else None,
+        "tensors": holds["weights"],
+        "against": verification.against if verification else None,
+        "checks": [asdict(check) for check in verification.checks] if verification else [],
+        "ok": problem is None,
+        "extraction": (verification.record or None) if verification else None,
+        "holds": holds,
+    }
+    return Inspection(report, problem)
 
 
 def insert(

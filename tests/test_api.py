@@ -43,8 +43,8 @@ def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:
     made = mtp_extract.extract(sample, tmp_path / "drafter", format="mlx-vlm", section=6)
     assert made.record["layout"] == "mlx"
     held = mtp_extract.inspect(made.directory, against=sample)
-    assert isinstance(held, mtp_extract.CheckpointInspection)
-    assert held.verification is not None and held.verification.against is not None
+    assert isinstance(held, Inspection)
+    assert held.report["against"] == str(sample) and held.report["ok"]
     planned = mtp_extract.insert(made.directory, sample, dry_run=True)
     assert isinstance(planned, InsertionPlan) and planned.changed == 0
     written = mtp_extract.insert(made.directory, sample, tmp_path / "new.litertlm")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.architecture.roles import MATRIX, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES, Codes
 from mtp_extract.checkpoint.weight import Steps, Weight, row_codes, row_ranges
@@ -94,32 +92,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     }
 )
 """Every rule by name."""
-
-
-def made_here(checkpoint: Checkpoint) -> dict[str, str]:
-    """Role → the rule by which its codes were made here of floats."""
-    return {role: weight.rule for role, weight in checkpoint.tensors.items() if weight.rule}
-
-
-def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()) -> Checkpoint:
-    """``checkpoint`` with every matrix that has no codes rounded by ``rule``, a name in :data:`RULES`.
-
-    A matrix whose rows the rule's blocks do not divide stays as it is, and so do the roles in ``leave``. Roles that
-    share a weight share its codes.
-
-    Raises:
-        UnsupportedError: nothing is left to round.
-    """
-    tensors, rounded = dict(checkpoint.tensors), dict[int, Weight]()
-    matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX and role.name not in leave]
-    plain = [name for name in matrices if name in tensors and tensors[name].scheme is None]
-    for name in plain:
-        if RULES[rule].fits(tensor := tensors[name]):
-            tensors[name] = rounded.setdefault(id(tensor), RULES[rule].rounded(tensor))
-    if not rounded:
-        why = f"no row is a whole number of blocks of {RULES[rule].block}" if plain else "every matrix has its codes"
-        raise UnsupportedError(f"There is nothing to round by {rule}: {why}. Leave it out.", remedies=("quantize",))
-    return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
 def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:

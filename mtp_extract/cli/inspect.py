@@ -14,7 +14,6 @@ from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
-    from mtp_extract.api import CheckpointInspection
     from mtp_extract.insertion.comparison import BaseComparison
 
 
@@ -50,19 +49,19 @@ def command(
     if section is not None and graph:
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
-    from mtp_extract.api import CheckpointInspection, inspect
+    from mtp_extract.api import inspect
     from mtp_extract.pipeline.inspection import Inspection
 
     with progress(quiet=print_json) as tick:
         found = inspect(source, tensors=tensors, graph=graph, section=section, against=against, progress=tick)
     if print_json:
-        write_json(found.as_json())
-    elif isinstance(found, Inspection):
-        _show_bundle(found.report)
-    elif isinstance(found, CheckpointInspection):
-        _show_checkpoint(found)
-    else:
+        write_json(found.report if isinstance(found, Inspection) else found.as_json())
+    elif not isinstance(found, Inspection):
         _show_comparison(found)
+    elif "holds" in found.report:
+        _show_checkpoint(found.report)
+    else:
+        _show_bundle(found.report)
     if found.problem is not None:
         raise found.problem
 
@@ -83,11 +82,10 @@ def _show_comparison(found: BaseComparison) -> None:
     say("  Weights are compared, not what the graphs compute with them.")
 
 
-def _show_checkpoint(found: CheckpointInspection) -> None:
-    holds, place, checked = found.holds, escape(found.directory), found.verification
-    if checked is not None and checked.record:
-        record = checked.record
-        say(f"{place}: {checked.files} files match extraction.json")
+def _show_checkpoint(report: Mapping[str, Any]) -> None:
+    holds, place = report["holds"], escape(report["directory"])
+    if record := report["extraction"]:
+        say(f"{place}: {report['files']} files match extraction.json")
         tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
@@ -99,12 +97,12 @@ def _show_checkpoint(found: CheckpointInspection) -> None:
                 say(f"  {what}{mode} beside {escape(made['base'])}: {gain}")
     else:
         say(f"{place}: without extraction.json")
-    if checked is None or checked.against is None:
+    if report["against"] is None:
         say("  Not compared with a bundle (use --against BUNDLE).")
     else:
-        say(f"  derived from {escape(checked.against)} again:")
-        for check in checked.checks:
-            say(f"    {check.name}: {escape(check.evidence)}")
+        say(f"  derived from {escape(report['against'])} again:")
+        for check in report["checks"]:
+            say(f"    {check['name']}: {escape(check['evidence'])}")
     say_geometry(holds["geometry"], holds["parameters"])
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds.get("findings", ()):

@@ -13,7 +13,7 @@ from typing import Any
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.files import sha256_of_file
-from mtp_extract.checkpoint.record import FORMAT_VERSION, Extraction
+from mtp_extract.checkpoint.record import Extraction
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, reading, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
@@ -121,22 +121,14 @@ def read_record(directory: Path) -> dict[str, Any]:
             "Extract its drafter first."
         )
     record = read_object(path, "Expected a directory that mtp-extract wrote.")
-    if record.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: expected format version {FORMAT_VERSION}, found {escape(record.get('format_version'))}. Another "
-            "release of mtp-extract wrote it: extract the drafter again with this one."
-        )
     try:
         read(record, Extraction)
+        if record["layout"] not in EVERY or record["dtype"] not in EVERY[record["layout"]].dtypes:
+            raise ValueError(f"layout {record['layout']} in {record['dtype']}")
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: not what mtp-extract writes: {escape(error)}. Extract it again, or fetch it again."
+            f"{path}: not what this release of mtp-extract writes: {escape(error)}. {AGAIN}"
         ) from error
-    if record["layout"] not in EVERY or record["dtype"] not in EVERY[record["layout"]].dtypes:
-        raise CheckpointError(
-            f"{path}: names layout {escape(record['layout'])} and dtype {escape(record['dtype'])}, which this release "
-            "does not write."
-        )
     return record
 
 

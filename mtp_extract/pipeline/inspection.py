@@ -28,19 +28,16 @@ from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
 @dataclass(frozen=True)
 class Inspection:
-    """What :func:`inspect` found.
+    """What a bundle or a checkpoint holds.
 
     Attributes:
-        report: all of it, as plain data.
-        problem: why the drafter cannot be extracted; None when it can, or when there is none.
+        report: all of it, as ``mtp-inspect --json`` prints it.
+        problem: why the drafter cannot be extracted, or engines may load something else than the checkpoint seems to
+            hold; None where nothing was found.
     """
 
     report: dict[str, Any]
     problem: MtpExtractError | None
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, as ``mtp-inspect --json`` prints it."""
-        return self.report
 
 
 def inspect(

@@ -15,23 +15,21 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture.roles import CENTROIDS, shapes_of
+from mtp_extract.architecture.roles import CENTROIDS, MATRIX, shapes_of
 from mtp_extract.checkpoint.arranged import FLOATS, INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record import FORMAT_VERSION
-from mtp_extract.checkpoint.rounding import SCALES, made_here, round_matrices
+from mtp_extract.checkpoint.rounding import RULES, SCALES
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.pipeline.check import CARD, RECORD, changed_card, files_in, read_record
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import model_card
-
-_READ_IN_FLOATS = ("lm_head", CENTROIDS)
-"""Of an ordered head, rows of floats are read."""
 
 Files = Mapping[str, Mapping[str, Any]]
 """By name: size and SHA-256 of a file."""
@@ -79,27 +77,40 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
 
 
 def _quantized(made: Arranged, rule: str) -> Arranged:
-    """``made`` with every matrix that has no codes rounded by ``rule``; what is not kept as codes stays as it was."""
-    name, rules = made.format.name, EVERY[made.format.name].rules
+    """``made`` with every matrix that has no codes rounded by ``rule``, where the format then keeps it as codes.
+
+    Roles that share a weight share its codes.
+    """
+    name, rules, kept = made.format.name, EVERY[made.format.name].rules, made.kept
     if rule not in rules:
         raise UnsupportedError(
             f"The {name} format holds no codes that {rule} makes"
             + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
             remedies=("quantize",) if rules else ("format",),
         )
-    ordered = any(kept.how == INDICES for kept in made.kept.values())
-    rounded = round_matrices(made.checkpoint, rule, _READ_IN_FLOATS if ordered else ())
-    tried = arrange(made.format, rounded, made.dtype, with_codes=made.with_codes)
-    by_rule = list(made_here(rounded))
-    refused = [role for role in by_rule if tried.kept[role].how != CODES]
-    if len(refused) == len(by_rule):
+    # Of an ordered head, rows of floats are read.
+    left = ("lm_head", CENTROIDS) if any(one.how == INDICES for one in kept.values()) else ()
+    tensors, rounded = dict(made.checkpoint.tensors), dict[int, Weight]()
+    done, why = False, "every matrix has its codes"
+    for role in (role for role in shapes_of(made.checkpoint.config) if role.kind == MATRIX and role.name not in left):
+        if (weight := tensors.get(role.name)) is None or weight.scheme is not None:
+            continue
+        if not RULES[rule].fits(weight):
+            why = f"no row is a whole number of blocks of {RULES[rule].block}"
+            continue
+        new = rounded.setdefault(id(weight), RULES[rule].rounded(weight))
+        held = made.format.keep(role, new, made.dtype)
+        if held.how == CODES:
+            tensors[role.name], done = new, True
+        else:
+            why = held.why
+    if not done:
         raise UnsupportedError(
-            f"The {name} format, written as {made.dtype}, cannot hold what {rule} makes: {tried.kept[refused[0]].why}. "
-            "Choose another rule or format.",
+            f"There is nothing to round by {rule} for the {name} format in {made.dtype}: {why}. Choose another rule or "
+            "format, or leave it out.",
             remedies=("quantize", "format"),
         )
-    tensors = {**rounded.tensors, **{role: made.checkpoint.tensors[role] for role in refused}}
-    checkpoint = replace(rounded, tensors=MappingProxyType(tensors))
+    checkpoint = replace(made.checkpoint, tensors=MappingProxyType(tensors))
     return arrange(made.format, checkpoint, made.dtype, with_codes=made.with_codes)
 
 
@@ -133,7 +144,7 @@ def finish(
         OutputError: they cannot be written, or read back differently.
         CheckpointError: the record is none that is read again.
     """
-    rules, told = list(made_here(made.checkpoint).values()), list(notes)
+    rules, told = [one.rule for one in made.checkpoint.tensors.values() if one.rule], list(notes)
     # A record of another release says nothing of its card.
     with suppress(CheckpointError):
         if (target / RECORD).is_file() and changed_card(target, read_record(target)):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from helpers.variant_files import variant
 
-from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.rounding import RULES, round_matrices, rounded_again
+from mtp_extract.checkpoint.rounding import RULES, rounded_again
 from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.chains import how_derived
-from mtp_extract.pipeline.extraction import checkpoint_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -79,15 +76,6 @@ def test_numbers_that_are_none(value: float) -> None:
 def test_steps_beyond_half_precision() -> None:
     with pytest.raises(UnsupportedError, match="FP16"):
         RULES["q4_0"].rounded(of_array(matrix() * np.float32(1e7))).floats()
-
-
-def test_only_matrices_without_codes_are_rounded() -> None:
-    with open_bundle(variant("torch_plain_norm")) as opened:
-        checkpoint = checkpoint_of(opened.drafter())
-        coded = {role for role, tensor in checkpoint.tensors.items() if tensor.scheme is not None}
-        assert coded
-        with pytest.raises(UnsupportedError, match="every matrix has its codes"):
-            round_matrices(checkpoint, "int8")
 
 
 def test_roundings_are_told_and_done_again() -> None:

@@ -167,7 +167,7 @@ def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path:
     # BF16 first, then the rule: the bundle gives the same again.
     with open_bundle(sample) as opened:
         verify_against(tmp_path / "out", opened)
-    with pytest.raises(UnsupportedError, match=r"every matrix has its codes|cannot hold what"):
+    with pytest.raises(UnsupportedError, match="There is nothing to round by"):
         convert(tmp_path / "out", tmp_path / "again", format=name, quantize=rule)
 
 
