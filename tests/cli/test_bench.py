@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.bounds import HANG
+from helpers.commands import run_here
 from helpers.model_server import KEY, MANNERS, ModelServer, Written, account, model_server, words_of
 from helpers.prompt_files import write_prompts
 from helpers.schemas import validator
@@ -97,6 +97,10 @@ def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: 
         assert drafts_of(of.sides["server"]) == (texts, drafted, accepted, rounds)
         assert of.sides["server"].acceptance.value == accepted / drafted
         assert of.sides["server"].tokens_per_round.value == pytest.approx(1 + accepted / rounds)
+    # These two say of themselves that they drafted nothing.
+    idle = found.total.sides["baseline"]
+    none = (5, 0, 0) if found.servers["server"].kind in ("llama-server", "mlx-vlm") else (0, None, None)
+    assert (idle.counted, idle.drafted, idle.accepted, idle.acceptance.value) == (*none, None)
     # Where only windows are counted apart, there is one, and no interval.
     assert (found.total.sides["server"].tokens_per_round.ci95 is None) == together
 
@@ -109,12 +113,6 @@ def test_a_prompt_that_repeats_another_is_not_asked(pair: tuple[ModelServer, Mod
     report = checked(found)
     assert (found.repeated, found.total.texts, found.prompts) == (2, 5, {"code": 3, "prose": 2})
     assert "7 prompts, 2 of them repeats, which were not asked." in report["notes"]
-
-
-@pytest.mark.parametrize("pair", ["llama-server", "mlx-vlm"], indirect=True)
-def test_a_baseline_that_says_it_drafted_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    baseline = run_benchmark(plan(prompts, *pair)).total.sides["baseline"]
-    assert (baseline.counted, baseline.drafted, baseline.acceptance.value) == (5, 0, None)
 
 
 def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], tmp_path: Path) -> None:
@@ -198,6 +196,7 @@ def test_others_that_use_the_server(
 @pytest.mark.parametrize(
     "moves",
     [
+        {"told": True, "drafted": 1},  # other than the answers say
         {"rounds": -20},
         {"drafted": -20},
         {"accepted": 20},
@@ -208,24 +207,26 @@ def test_others_that_use_the_server(
     ],
 )
 def test_counters_that_move_as_none_can(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, moves: dict[str, int]
+    pair: tuple[ModelServer, ModelServer],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moves: dict[str, int],
 ) -> None:
-    """As many requests as were asked, and drafts that these cannot have: nothing is computed with them."""
+    """As many requests as were asked, and drafts that these cannot have: nothing is computed with the page."""
     monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
-    server, baseline = pair
-    own = server.answer
+    server, own = pair[0], pair[0].answer
+    server.told = told = "told" in moves
 
     def twisted(prompt: str, most: int) -> list[str]:
         server.moved.update(moves)
         return own(prompt, most)
 
     server.answer = twisted
-    found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
-    checked(found)
-    assert all(window.disturbed for window in found.windows["server"])
-    assert drafts_of(found.total.sides["server"]) == (0, None, None, None)
-    # The answers' own count is right, and is used.
-    assert found.total.sides["server"].tokens == summed("tokens")
+    found = run_benchmark(plan(prompts, server, warm_up=0))
+    assert all(window.disturbed and window.page is None for window in found.windows["server"])
+    # What the answers count is right, and is used.
+    side = found.total.sides["server"]
+    assert (side.tokens, side.drafted) == (summed("tokens"), summed("drafted") if told else None)
 
 
 def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
@@ -331,22 +332,6 @@ def test_answers_without_a_speed(odd: Request) -> None:
     assert beside.tokens_per_s.value == 5
 
 
-def test_a_page_that_contradicts_the_answers_is_of_others(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, own = pair[0], pair[0].write
-    server.told = True
-
-    def twisted(asked: dict[str, Any]) -> Written:
-        server.moved.update({"drafted": 1})
-        return own(asked)
-
-    server.write = twisted
-    found = run_benchmark(plan(prompts, server, warm_up=0))
-    assert all(window.disturbed and window.page is None for window in found.windows["server"])
-    assert found.total.sides["server"].drafted == summed("drafted")
-
-
 def test_latency_is_as_vllm_has_it() -> None:
     """By NumPy's percentiles, of what the definitions of `vllm bench serve` come to."""
     found = side(*windows(*(answer(count, 0.4 * count, 0.5 + count) for count in (2, 3, 5))))
@@ -365,60 +350,37 @@ def test_a_client_that_is_the_limit_says_so(pair: tuple[ModelServer, ModelServer
         assert any("the client computed for up to 80% of the time" in note for note in again.notes) is said
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from mtp_extract.cli.bench import main; sys.argv[0] = 'mtp-bench'; main()"
-    paths = os.pathsep.join(path for path in sys.path if path)
-    proxies = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**proxies, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    assert KEY not in done.stdout + done.stderr
-    return done
-
-
-def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, baseline = pair
     server.key = baseline.key = KEY
-    common = ["--baseline", f"{baseline.url}/v1", "--prompts", str(prompts), "--max-tokens", str(TOKENS)]
-    key = ["--api-key-env", "THE_KEY"]
+    monkeypatch.setenv("THE_KEY", KEY)
     # Neither is offline mode of the Hub a server's affair.
-    done = run(server.url, *common, *key, THE_KEY=KEY, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    common = (server.url, "--baseline", f"{baseline.url}/v1", "--prompts", prompts, "--api-key-env", "THE_KEY")
+    done = run_here("bench", *common, "--max-tokens", str(TOKENS))
+    assert (done.returncode, KEY in done.stdout + done.stderr) == (0, False)
     assert f"{summed('accepted')} of {summed('drafted')} drafts accepted" in done.stdout.splitlines()[0]
     assert "in 5 of 5 answers" in done.stdout.splitlines()[0]
-    printed = run(server.url, *common, *key, "--json", "--no-chat-template", "--concurrency", "3", THE_KEY=KEY)
-    assert printed.returncode == 0, printed.stderr
+    printed = run_here("bench", *common, "--json", "--no-chat-template", "--concurrency", "3")
+    assert (printed.returncode, KEY in printed.stdout + printed.stderr) == (0, False)
     validator("bench")(json.loads(printed.stdout))
     assert server.asked[-1][0] == "/v1/completions"
 
 
 def test_an_error_in_the_middle(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    server, _ = pair
-
-    def third(handler: Any) -> None:
-        handler.json({"error": {"message": "too many requests"}}, 429)
-
-    own = server.answer
+    server, own = pair[0], pair[0].answer
 
     def answer_two(prompt: str, most: int) -> list[str]:
         if len(server.asked) == 3:
-            server.overrides["/v1/chat/completions"] = third
+            busy = {"error": {"message": "too many requests"}}
+            server.overrides["/v1/chat/completions"] = lambda handler: handler.json(busy, 429)
         return own(prompt, most)
 
     server.answer = answer_two
-    done = run(server.url, "--prompts", str(prompts))
+    done = run_here("bench", server.url, "--prompts", prompts)
     assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        "limits the rate of requests. Send fewer at a time, or try later (429): too many requests (--concurrency)."
-        in done.stderr
-    )
-    assert done.stderr.splitlines()[-1].startswith(f"error: {server.url}: ")
+    said = "limits the rate of requests. Send fewer at a time, or try later (429): too many requests (--concurrency)."
+    assert done.stderr.splitlines()[-1] == f"error: {server.url}: the server {said}"
 
 
 def test_help_and_server_load_nothing_heavy() -> None:

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from time import sleep
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, accoun
 
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.options import key_from
+from mtp_extract.serving import client
 from mtp_extract.serving.client import Answer, Question, Server, read_answer
 from mtp_extract.serving.counters import KINDS, Counters
 
@@ -28,6 +29,12 @@ def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = Fal
     """The answer to one question."""
     (found,) = server.ask([Question(prompt, most, chat, more)])
     return found
+
+
+def written(*events: Any) -> bytes:
+    """``events`` as a server writes them; bytes as they are."""
+    datas = (event if isinstance(event, bytes) else json.dumps(event).encode() for event in events)
+    return b"".join(b"data: " + data + b"\n\n" for data in datas)
 
 
 def read(kind: str, *pieces: tuple[float, bytes], asked: int = 9) -> Answer:
@@ -122,15 +129,13 @@ def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Coun
 
 def test_text_that_comes_at_once_has_no_speed() -> None:
     """A proxy that keeps the text until it ends, and sends the end after it."""
-    pieces = (b"data: " + json.dumps(event).encode() + b"\n" for event in (TEXT, FINISHED | used(3)))
-    found = read("vLLM", *zip((11.0, 13.0), pieces, strict=True))
+    found = read("vLLM", (11.0, written(TEXT)), (13.0, written(FINISHED | used(3))))
     assert (found.tokens, found.first_s, found.seconds) == (3, 1.0, 0.0)
 
 
 def test_times_are_those_of_arrival() -> None:
     """Pieces may end anywhere; what comes in one came at one time."""
-    events = [TEXT | used(2), TEXT, {"choices": [{"text": "b"}]} | used(4), FINISHED]
-    data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    data = written(TEXT | used(2), TEXT, {"choices": [{"text": "b"}]} | used(4), FINISHED)
     second, third = (data.index(b"data", at) + 9 for at in (1, data.index(b'"b"')))
     answer = read("vLLM", (11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
     assert (answer.text, answer.tokens, answer.first_tokens) == ("aab", 4, 2)
@@ -139,8 +144,8 @@ def test_times_are_those_of_arrival() -> None:
 
 def test_token_ids_are_taken_where_they_are_all_there() -> None:
     def ids(*given: Any) -> tuple[int, ...] | None:
-        events = [*({"choices": [{"text": "a", "token_ids": some}]} for some in given), used(3) | FINISHED]
-        return read("vLLM", *((11.0, b"data: " + json.dumps(event).encode() + b"\n") for event in events)).token_ids
+        events = ({"choices": [{"text": "a", "token_ids": some}]} for some in given)
+        return read("vLLM", (11.0, written(*events, used(3) | FINISHED))).token_ids
 
     assert ids([5], [7, 0]) == (5, 7, 0)
     assert ids([5], [7]) is None, "fewer than were counted"
@@ -149,34 +154,45 @@ def test_token_ids_are_taken_where_they_are_all_there() -> None:
             ids([5], wrong)
 
 
-def test_what_a_page_rounds_is_not_taken() -> None:
-    kind = KIND["llama-server"]
-    page = "llamacpp:tokens_predicted_total 1.23457e+06\nllamacpp:spec_decode_num_drafts_total 999999\n"
-    assert kind.of_page(page) == Counters(rounds=999999)
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+POSITIONS = (f'{ACCEPTED}_per_pos_total{{position="0"}} 4', f'{ACCEPTED}_per_pos_total{{a="1",position="2"}} 3')
 
 
-def test_drafts_by_place() -> None:
-    kind = KIND["vLLM"]
-    name = "vllm:spec_decode_num_accepted_tokens"
-    page = f'{name}_total 7\n{name}_per_pos_total{{position="0"}} 4\n{name}_per_pos_total{{a="1",position="2"}} 3\n'
-    found = kind.of_page(page)
-    assert found == Counters(accepted=7, positions=(4, 0, 3))
-    assert (found - Counters(accepted=2, positions=(2,))).positions == (2, 0, 3)
-    assert (found - Counters(accepted=2)).positions is None
-    assert kind.of_page(page.replace(" 7", " 8")).positions is None, "others than all that were accepted"
+@pytest.mark.parametrize(
+    ("kind", "lines", "expected"),
+    [
+        # A page that rounds large counts.
+        (
+            "llama-server",
+            ("llamacpp:tokens_predicted_total 1.23457e+06", "llamacpp:spec_decode_num_drafts_total 999999"),
+            Counters(rounds=999999),
+        ),
+        # The value of a line stands before its time and its exemplar.
+        (
+            "vLLM",
+            (
+                'vllm:generation_tokens_total{model_name="a # } 7 b"} 493 # {trace_id="x"} 1',
+                'vllm:generation_tokens_total{model_name="b\\" } 2"} 7 1795404470000',
+                "vllm:request_success_total 3 # {} 1 1.5",
+                'vllm:request_success_total{a="} 9',
+                "vllm:request_success_total",
+                "# vllm:request_success_total 5",
+            ),
+            Counters(requests=3, tokens=500),
+        ),
+        ("vLLM", (f"{ACCEPTED}_total 7", *POSITIONS), Counters(accepted=7, positions=(4, 0, 3))),
+        # By position, others than all that were accepted.
+        ("vLLM", (f"{ACCEPTED}_total 8", *POSITIONS), Counters(accepted=8)),
+    ],
+)
+def test_lines_of_a_page(kind: str, lines: Sequence[str], expected: Counters) -> None:
+    assert KIND[kind].of_page("\n".join(lines)) == expected
 
 
-def test_the_value_of_a_line_stands_before_its_time_and_its_exemplar() -> None:
-    kind = KIND["vLLM"]
-    lines = (
-        'vllm:generation_tokens_total{model_name="a # } 7 b"} 493 # {trace_id="x"} 1',
-        'vllm:generation_tokens_total{model_name="b\\" } 2"} 7 1795404470000',
-        "vllm:request_success_total 3 # {} 1 1.5",
-        'vllm:request_success_total{a="} 9',
-        "vllm:request_success_total",
-        "# vllm:request_success_total 5",
-    )
-    assert kind.of_page("\n".join(lines)) == Counters(requests=3, tokens=500)
+def test_counters_move_by_their_difference() -> None:
+    found = Counters(accepted=7, positions=(4, 0, 3))
+    assert found - Counters(accepted=2, positions=(2,)) == Counters(accepted=5, positions=(2, 0, 3))
+    assert found - Counters(accepted=2) == Counters(accepted=5)
 
 
 def test_the_model_is_chosen(connect: Connect) -> None:
@@ -238,14 +254,8 @@ def body(data: bytes, kind: str = "application/json") -> Callable[[Any], None]:
 
 
 def stream(*events: Any, end: bool = True) -> Callable[[Any], None]:
-    def answer(handler: Any) -> None:
-        data = b"".join(
-            b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
-            for event in events
-        )
-        handler.send(data + (b"data: [DONE]\n\n" if end else b""), "text/event-stream")
-
-    return answer
+    data = written(*events) + (b"data: [DONE]\n\n" if end else b"")
+    return lambda handler: handler.send(data, "text/event-stream")
 
 
 def cut(handler: Any) -> None:
@@ -423,8 +433,12 @@ def trickling_head(handler: Any) -> None:
 def test_an_answer_that_takes_too_long(
     connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], None]
 ) -> None:
-    """By the clock of whoever waits, though something comes all the time."""
+    """By the clock of whoever waits, though something comes all the time; pages are no answers."""
     server = connect(vllm.url)
+    with monkeypatch.context() as patched, pytest.raises(ServerError, match="expected an answer within"):
+        patched.setattr(client, "_PAGE_TIMEOUT", 0.1)
+        patched.setitem(vllm.overrides, "/v1/models", answer)
+        connect(vllm.url)
     monkeypatch.setattr(server, "_timeout", 0.1)
     vllm.overrides["/v1/completions"] = answer
     with pytest.raises(ServerError, match=rf"^{vllm.url}: expected an answer within 0\.1 seconds") as caught:
