@@ -18,7 +18,6 @@ from multiprocessing import TimeoutError as Late
 from multiprocessing.pool import ThreadPool
 from threading import Event
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -337,7 +336,7 @@ class Server:
                 raise
 
         try:
-            # Its threads are those of a daemon: what they still wait for holds up nobody.
+            # Its threads are daemons: what they still wait for holds up neither this call nor the end of the process.
             with ThreadPool(max(1, min(at_a_time, len(calls), _MOST_IN_FLIGHT))) as pool:
                 ended = pool.imap_unordered(work, range(len(calls)))
                 while len(found) < len(calls):
@@ -439,14 +438,15 @@ def _root(url: str) -> str:
     Raises:
         MtpExtractError: it is none, or has a login in it, which would be shown and kept with the name of the server.
     """
-    shown = escape(url.partition("?")[0].rpartition("@")[2])
+    http, shown = http_library(), escape(url.partition("?")[0].rpartition("@")[2])
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
+        parts = http.URL(url)
+        usable = parts.scheme in ("http", "https") and parts.host and (parts.port is None or 0 < parts.port < 1 << 16)
+    except (http.InvalidURL, ValueError):
         usable = False
     if not usable or not url.isprintable() or " " in url:
         raise MtpExtractError(f"{shown}: expected the URL of a server, such as http://localhost:8000.")
-    if parts.username is not None:
+    if parts.userinfo:
         raise MtpExtractError(f"{shown}: expected a URL without a login, found one. Give a key.", remedies=("key",))
-    return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1").rstrip("/"), "", ""))
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return str(parts.copy_with(path=path, query=None, fragment=None)).rstrip("/")

@@ -232,7 +232,10 @@ def test_what_is_no_key(value: str | None, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "url",
-    ["", "localhost:8000", "ftp://host", "http://", "http://[::1", "http://host:99999", "http://a b", "http://h\n"],
+    [
+        *("", "localhost:8000", "ftp://host", "http://", "http://[::1", "http://a b", "http://h\n", "http://host:0"),
+        *("http://host:99999", "http://\u2603:1", "http://[v1.a]:1", f"http://host/{'a' * 70_000}"),
+    ],
 )
 def test_what_is_no_url(connect: Connect, url: str) -> None:
     with pytest.raises(MtpExtractError, match="expected the URL of a server"):
