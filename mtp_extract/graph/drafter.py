@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.errors import NoDrafterError, RoleError, escape
+from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import computing
 from mtp_extract.graph.expressions import Expr
@@ -31,7 +31,7 @@ from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
 from mtp_extract.graph.roles import FoundRole, SetAside, in_order, set_aside
 from mtp_extract.graph.rotation import Rotation, rotation_of
-from mtp_extract.litertlm.tflite import Tensor
+from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -88,6 +88,8 @@ def walk(graph: FlatGraph) -> Walk:
         if name not in names:
             found = ", ".join(map(escape, names)) or "none"
             raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
+        if names[name].tensor.type is not TensorType.FLOAT32:
+            raise UnsupportedError(f"The {kind} {names[name].label} should be FLOAT32, as runtimes hand it over.")
     return _Drafter(graph).walk()
 
 

@@ -16,7 +16,7 @@ from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
-from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError
+from mtp_extract.errors import MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.graph.call import grid_of
@@ -151,8 +151,6 @@ def _caches(drafter: Shard) -> dict[str, Any]:
     result = {}
     for name, tensor in drafter.walk.caches.items():
         scale, zero_point = grid_of(tensor) or (None, None)
-        if scale is not None and not 0 <= scale < math.inf:
-            raise FormatError(f"{tensor.label} has a scale of {scale}: the file is damaged.")
         layers = [index for index, layer in enumerate(drafter.walk.layers) if name in (layer.key, layer.value)]
         own = {"dtype": tensor.type_name, "shape": list(tensor.shape), "scale": scale, "zero_point": zero_point}
         result[name] = {**own, "layers": layers}

@@ -12,7 +12,6 @@ from adversary.edits import (
     Case,
     Change,
     Edit,
-    Sample,
     cases,
     chain,
     edge,
@@ -108,6 +107,8 @@ def keys_as_codes(scale: float, zero_point: int = 0) -> Change:
 GRIDS: dict[str, Change] = {
     "activations_cut_off_at_0.6": activations_as_codes(0.005),
     "activations_in_steps_of_1.5": activations_as_codes(1.5),
+    "logits_as_codes": edge("logits", lambda g, x: quantized(g, x, 6 / 127)),
+    "projected_as_codes": edge("projected_activations", lambda g, x: quantized(g, x, 0.1)),
     "keys_by_a_scale_of_0": keys_as_codes(0.0),
     "keys_by_a_zero_point_that_is_no_code": keys_as_codes(0.02, 1000),
 }
@@ -175,7 +176,7 @@ FOURTH: tuple[Case, ...] = (
     *cases("fourth: shapes of another type", SHAPES),
     *cases("fourth: constants", CONSTANTS, exact=True),
     Case("fourth: constants", "infinite_epsilons", every_eps(np.inf)),
-    *cases("fourth: grids of inputs", GRIDS, Sample(40), exact=True, why="the caches' own codes are other numbers"),
+    *cases("fourth: grids of the interface", GRIDS, exact=True, why="runtimes hand over other numbers"),
     *cases("fourth: caches", {"two_of_four_heads": more_heads("k", "v")}, why=NO_ENGINE),
     *cases("fourth: caches", {"last_two_of_four_heads": more_heads("k", "v", first=2)}, why=NO_ENGINE),
     *cases("fourth: caches", {"two_of_four_heads_of_values": more_heads("v")}, why=NO_ENGINE),
