@@ -156,7 +156,7 @@ def continue_greedily(
 
 def measure_agreements(
     base: Base,
-    drafters: Sequence[tuple[Drafter, int, int]],
+    drafters: Sequence[tuple[Drafter, int]],
     continuations: Continuations,
     *,
     batch: int,
@@ -166,7 +166,7 @@ def measure_agreements(
     """Teacher forcing over all texts, a batch at a time, which the base reads once for all drafters.
 
     Args:
-        drafters: each with its draft steps and a number n: it drafts at every n-th position of a text, from the first.
+        drafters: each with its draft steps.
         along: as of :func:`~mtp_extract.speculate.teacher.teacher_forced`.
 
     Returns:
@@ -180,9 +180,9 @@ def measure_agreements(
     for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
         rows = torch.tensor([usable[position] for position in group])
         texts = [continuations.texts[row] for row in rows.tolist()]
-        full = read_texts(base, texts, [drafter.needs for drafter, _, _ in drafters])
-        for part, (drafter, steps, every) in zip(parts, drafters, strict=True):
-            found = teacher_forced(base, drafter, texts, steps, along=along, every=every, full=full)
+        full = read_texts(base, texts, [drafter.needs for drafter, _ in drafters])
+        for part, (drafter, steps) in zip(parts, drafters, strict=True):
+            found = teacher_forced(base, drafter, texts, steps, along=along, full=full)
             part.append(dataclasses.replace(found, text=rows[found.text]))
         done()
     return [Agreement.joined(part) for part in parts]

@@ -21,11 +21,6 @@ def number(value: float | None, form: str, ends: Ends = None, *, between: str = 
     return f"{value:{form}}" + (f" ({ends[0]:{form}}{between}{ends[1]:{form}})" if ends else "") + unit
 
 
-def signed(value: float | None, ends: Ends) -> str:
-    """A difference with its interval, ``+0.30 (+0.21 to +0.39)``."""
-    return number(value, "+.2f", ends, between=" to ")
-
-
 def mean(found: Figure) -> str:
     """A measured mean, ``2.98 (2.90–3.10)``."""
     return number(found.value, ".2f", found.ci95)
@@ -36,8 +31,3 @@ def rate(found: Figure) -> str:
     if found.value is None:
         return DASH
     return number(100 * found.value, ".1f", found.ci95 and [100 * end for end in found.ci95])
-
-
-def within(ends: Ends, form: str = ".2f") -> str:
-    """An interval in words, ``95 %: 2.90–3.10``, or that there is none."""
-    return f"95 %: {ends[0]:{form}}–{ends[1]:{form}}" if ends else "no interval"

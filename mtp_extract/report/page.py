@@ -7,9 +7,10 @@ what is not to be seen in it is spelled out, and the page forbids itself to load
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +28,10 @@ class Headline:
     """A large figure at the head of a page."""
 
     name: str
-    value: str  # the figure, or :data:`NOT_MEASURED`
+    value: str  # the figure; empty where it was not measured
     of: str  # what it was measured over, with its interval; or why it was not
     means: str  # what ``name`` means, in a line
-    standing: Literal["", "good", "bad", "none"] = ""
+    standing: Literal["", "good", "bad"] = ""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,16 @@ class Table:
     rows: Sequence[Sequence[str | int]]
     what: str = ""  # what it shows, in a line
     about: str = ""  # what its columns mean, and how it was measured; for readers who were not there
-    picture: str = ""  # the same as a picture: the address of an SVG, as :mod:`mtp_extract.report.figures` draws it
+    picture: Callable[[], str] | None = None  # draws it: the address of an SVG, by :mod:`mtp_extract.report.figures`
     folded: bool = False  # only for who looks closer
+
+    @property
+    def room(self) -> str:
+        """Its class by the room that it wants: how wide its place must be for its rows to be rows."""
+        longest, columns = max((len(str(cell)) for row in self.rows for cell in row), default=0), len(self.columns)
+        if columns < 3 or (columns < 6 and longest < 30):
+            return "narrow"
+        return "medium" if columns < 7 else "wide"
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def plain_json(record: object) -> Any:
 
 
 def as_html(page: Page) -> str:
-    """The page."""
+    """The page; without pictures where matplotlib is missing, which a note says."""
     # Imported here: only what writes a page pays for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -93,9 +102,9 @@ def as_html(page: Page) -> str:
         keep_trailing_newline=True,
     )
     templates.filters["cell"] = lambda value: Markup(_cell(str(value)))  # noqa: S704 - it escapes what it is given
-    templates.filters["room"] = _room
-    tables = sorted(page.tables, key=lambda table: table.folded)
-    return templates.get_template("page.html").render(page=page, tables=tables)
+    template, tables = templates.get_template("page.html"), sorted(page.tables, key=lambda table: table.folded)
+    drawn = find_spec("matplotlib") is not None
+    return template.render(page=page, tables=tables, drawn=drawn, not_measured=NOT_MEASURED)
 
 
 def _cell(text: str) -> str:
@@ -105,11 +114,3 @@ def _cell(text: str) -> str:
     if re.fullmatch(_NUMBER, text):
         return f'<span class="number">{escape(text)}</span>'
     return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(visible(text)))
-
-
-def _room(table: Table) -> str:
-    """The class of a table by the room that it wants: how wide its place must be for its rows to be rows."""
-    longest, columns = max((len(str(cell)) for row in table.rows for cell in row), default=0), len(table.columns)
-    if columns < 3 or (columns < 6 and longest < 30):
-        return "narrow"
-    return "medium" if columns < 7 else "wide"

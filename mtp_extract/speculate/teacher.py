@@ -113,7 +113,6 @@ def teacher_forced(
     steps: int,
     *,
     along: bool = False,
-    every: int = 1,
     full: Fed | None = None,
     logits_at_once: int = _LOGITS_AT_ONCE,
 ) -> Agreement:
@@ -124,7 +123,6 @@ def teacher_forced(
         texts: padded to the longest; group texts of similar length.
         steps: K, at least 1.
         along: every step reads the text's own token, as a tree's branch does that goes where the text goes.
-        every: of each text only every so many anchors, from the first on.
         full: :func:`read_texts` of these texts, where it is at hand.
         logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors than fit are
             drafted in parts.
@@ -137,7 +135,7 @@ def teacher_forced(
         MtpExtractError: ``steps`` is no number of at least 1.
     """
     count("steps", steps, least=1)
-    taken = [text.anchors[::every] for text in texts]
+    taken = [text.anchors for text in texts]
     lengths = torch.tensor(list(map(len, taken)))
     if not lengths.any():
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")

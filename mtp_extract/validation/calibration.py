@@ -42,17 +42,17 @@ def measure_ranges(
     """
     require("torch", "transformers")
     from mtp_extract.drafter.load import load_drafter
-    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreements
+    from mtp_extract.evaluate.agreement import measure_agreements
     from mtp_extract.evaluate.base_model import load_base, memory_guard
-    from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
+    from mtp_extract.evaluate.prompts import prompts_or_shipped
     from mtp_extract.speculate.loop import SpeculativeGenerator
+    from mtp_extract.validation.run import write_texts
 
     chosen = prompts_or_shipped(Path(prompts) if prompts is not None else None)
     say(f"loading the base {base}")
     loaded = load_base(base, device)
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
-    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    encoded = encode_prompts(chosen, generator.codec, chat_template=chat_template)
+    pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     roles = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == MATRIX]
     seen: dict[str, tuple[Range, Range]] = dict.fromkeys(roles, ((inf, -inf), (inf, -inf)))
 
@@ -65,12 +65,11 @@ def measure_ranges(
 
     for role in roles:
         drafter.get_submodule(role).register_forward_hook(partial(note, role))
+    sizes = {"new_tokens": new_tokens, "batch": _BATCH}
     with memory_guard("running the base"):
-        say(f"continuing {len(chosen)} prompts with the base alone")
-        done = counter(show, "the base's text", -(-len(chosen) // _BATCH))
-        written = continue_greedily(generator.base, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=done)
+        written = write_texts(pair, chosen, **sizes, chat_template=chat_template, say=say, show=show)
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         done = counter(show, "drafting along it", len(written.usable))
-        measure_agreements(generator.base, [(drafter, _STEPS, 1)], written, batch=1, done=done)
+        measure_agreements(pair.base, [(drafter, _STEPS)], written, batch=1, done=done)
     return seen

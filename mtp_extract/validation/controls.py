@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -23,7 +23,8 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
 _NEGLIGIBLE = 0.05
-_MOST_LOGITS = 1 << 31  # of one control, where nobody says otherwise: 8192 positions of 262 144 tokens
+
+Standing = Literal["below", "above", "same", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,16 @@ class Control:
 
 
 class ControlResult(Record):
-    """A control beside the real drafter, at the same positions. Of one that was not run only ``skipped`` is there."""
+    """A control beside the real drafter, at the same positions."""
 
     name: str  #: what is broken, as a key
     what: str  #: the same in words
     suspect: str  #: what to look at if it scores better
-    skipped: str | None = None  #: why it was not run
-    top1: Figure | None = None  #: of the first draft, at the positions at which controls drafted
-    #: the real drafter's less this; its interval holds together with those of the other controls
-    difference: Figure | None = None
+    top1: Figure  #: of the first draft
+    difference: Figure  #: the real drafter's less this; its interval holds together with those of the other controls
     #: `below` the real drafter, `above` it, the `same` (at most 5 points either way, or no first draft is changed),
     #: `undecided` (too few texts for any of these)
-    standing: Literal["below", "above", "same", "undecided"] | None = None
+    standing: Standing
 
 
 def _another_text(base: BaseState) -> BaseState:
@@ -137,14 +136,6 @@ LEVEL = 1 - 0.05 / len(CONTROLS)
 """Of each control's interval: so that in 95 % of measurements none of them all misleads."""
 
 
-class Drafted(NamedTuple):
-    """What drafters of one base drafted after the tokens of the same texts."""
-
-    agreements: list[Agreement]  # one for each drafter
-    controls: list[ControlResult]  # of the first of them; none of one that is no MTP drafter
-    positions: int  # at which controls drafted, of all that there are
-
-
 def draft_together(
     base: Base,
     drafters: Sequence[Drafter],
@@ -152,56 +143,49 @@ def draft_together(
     steps: int,
     *,
     batch: int,
-    most: int | None = None,
     done: Done = lambda: None,
-) -> Drafted:
+) -> tuple[list[Agreement], list[ControlResult]]:
     """Every drafter, and every control of the first, over the same texts, which the base reads once.
 
-    Controls draft one token.
+    Controls draft one token. One that would change nothing is left out.
 
     Args:
         steps: of the drafters.
-        most: positions at which controls draft, spread over all texts; None for as many as take minutes.
         done: called after each batch.
+
+    Returns:
+        An agreement for each drafter; the controls of the first, none of one that is no MTP drafter.
 
     Raises:
         PairError: no text is long enough to draft from.
     """
-    usable, texts, sound = continuations.usable, continuations.texts, drafters[0]
-    broken, results = dict[str, Altered](), dict[str, ControlResult]()
+    sound, asked, broken = drafters[0], [(drafter, steps) for drafter in drafters], list[Control]()
     for control in CONTROLS:
-        if not isinstance(sound, MtpDrafter):
-            break
-        results[control.name] = result = ControlResult(control.name, control.what, control.suspect)
-        if (changed := control.drafter(sound)) is None:
-            result.skipped = "nothing to change in this drafter"
-        elif min(batch, len(usable)) < control.needs_texts:
-            result.skipped = f"it needs {control.needs_texts} texts in a batch"
-        else:
-            broken[control.name] = control.broken(changed)
-    positions = sum(len(texts[index].anchors) for index in usable)
-    every = max(1, -(-positions // (most or max(1, _MOST_LOGITS // base.vocab_size))))
-    asked = [*((drafter, steps, 1) for drafter in drafters), *((drafter, 1, every) for drafter in broken.values())]
+        changed = control.drafter(sound) if isinstance(sound, MtpDrafter) else None
+        if changed is not None and min(batch, len(continuations.usable)) >= control.needs_texts:
+            broken.append(control)
+            asked.append((control.broken(changed), 1))
     found = measure_agreements(base, asked, continuations, batch=batch, done=done)
-    whole, first = found[0], torch.tensor([text.anchors.start for text in texts])
-    real = whole.where((whole.anchor - first[whole.text]) % every == 0)
-    for name, theirs in zip(broken, found[len(drafters) :], strict=True):
-        compare(results[name], real, theirs)
-    return Drafted(found[: len(drafters)], list(results.values()), len(real.anchor))
+    theirs = zip(broken, found[len(drafters) :], strict=True)
+    return found[: len(drafters)], [compare(control, found[0], one) for control, one in theirs]
 
 
-def compare(result: ControlResult, real: Agreement, broken: Agreement) -> None:
-    """Add to ``result`` how ``broken`` stands to ``real``, both over the same positions."""
+def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
+    """How ``broken`` stands to ``real``, both over the same positions."""
     aimed = real.targets[:, 0] >= 0
     text, changed = real.text[aimed], bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
     ours, theirs = ((found.drafts[:, 0] == found.targets[:, 0])[aimed].double() for found in (real, broken))
     interval = difference_over_texts(text, ours - theirs, LEVEL)
-    result.top1 = figure(float(theirs.mean()), len(text), share_over_texts(text, theirs))
-    result.difference = figure(float((ours - theirs).mean()), len(text), interval)
-    if interval is None:
-        result.standing = "undecided"
-    elif changed and (interval.low > 0 or interval.high < 0):
-        result.standing = "below" if interval.low > 0 else "above"
-    else:
-        nearly = not changed or max(interval.high, -interval.low) <= _NEGLIGIBLE
-        result.standing = "same" if nearly else "undecided"
+    standing: Standing = "undecided"
+    if interval and changed and (interval.low > 0 or interval.high < 0):
+        standing = "below" if interval.low > 0 else "above"
+    elif interval and (not changed or max(interval.high, -interval.low) <= _NEGLIGIBLE):
+        standing = "same"
+    return ControlResult(
+        control.name,
+        control.what,
+        control.suspect,
+        figure(float(theirs.mean()), len(text), share_over_texts(text, theirs)),
+        figure(float((ours - theirs).mean()), len(text), interval),
+        standing,
+    )

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mtp_extract.evaluate.intervals import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
 from mtp_extract.report.files import PAIR, REPORT_LISTED
-from mtp_extract.report.numbers import DASH, mean, number, rate, signed, within
-from mtp_extract.report.page import NOT_MEASURED, Headline, Page, Table, as_json, write_report
+from mtp_extract.report.numbers import DASH, mean, number, rate
+from mtp_extract.report.page import Page, Table, as_json, write_report
 from mtp_extract.validation.result import DrafterFigures, Validation
-from mtp_extract.validation.verdict import drafts_of
+from mtp_extract.validation.verdict import drafts_of, findings, headlines
 
 _BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
 _ROUND, _FORCED = "tokens per round", "teacher-forced tokens per round"
 _ALL = "all"
-_MEANS = {
-    "Tokens per round": "Drafts that stand, and the base's own token; 1 without a drafter.",
-    "Speedup": "Tokens a second with the drafter, over the base alone.",
-    "Same text": "Texts that are what the base alone writes, to the last token.",
-}
 _STANDING = {
     "below": "below the real drafter",
     "above": "above the real drafter",
@@ -48,87 +42,38 @@ def write_validation(found: Validation, target: Path, *, overwrite: bool = False
 
 
 def page_of(found: Validation) -> Page:
-    """The page; without pictures where matplotlib is missing."""
-    base, drawn = found.base, find_spec("matplotlib") is not None
-    about = [f"Base: {base.name}, in {base.dtype} on {', '.join(base.devices)}."] if base else []
-    about += [f"File: {found.source}."] if found.source else []
-    notes = [*found.notes, *([] if drawn else ["Nothing is drawn: matplotlib is missing; the extra validate has it."])]
+    """The page."""
+    about = list[str]()
+    if base := found.base:
+        template = "with" if base.chat_template else "without"
+        about.append(f"Base: {base.name}, in {base.dtype} on {', '.join(base.devices)}, {template} its chat template.")
+        counts = ", ".join(f"{count} {name}" for name, count in found.settings["prompts"].items())
+        about.append(f"Prompts: {counts}; at most {found.settings['new_tokens']} new tokens each.")
+    if found.source:
+        about.append(f"File: {found.source}.")
     return Page(
         title=f"Validation of {found.drafter}",
         about=" ".join(about),
-        verdict=found.verdict,
-        headlines=[_identity(found), *_measured(found)],
-        tables=list(tables(found, drawn=drawn)),
-        notes=notes,
+        verdict=" ".join(f"{finding}." for finding in findings(found)),
+        headlines=headlines(found),
+        tables=list(tables(found)),
+        notes=found.notes,
     )
 
 
-def _identity(found: Validation) -> Headline:
-    """Is it the file's drafter?"""
-    passed, failed, left = ([c.name for c in found.checks if c.passed is answer] for answer in (True, False, None))
-    of, means = "compared with no file", "Verified: its weights, settings and outputs are those of the file."
-    if found.checks:
-        of = f"{len(passed)} of {len(found.checks)} checks against {found.source} passed"
-    of += f", not checked: {', '.join(left)}" if left else ""
-    if found.refuted:
-        return Headline("Verdict", "Refuted", f"{of}, refuted: {', '.join(failed)}", means, "bad")
-    return Headline("Verdict", *(("Verified", of, means, "good") if found.verified else ("Not verified", of, means)))
-
-
-def _measured(found: Validation) -> list[Headline]:
-    """Of the best chain tokens per round and speedup; and whether text stays."""
-    if found.base is None or not found.drafters:
-        return [Headline(name, NOT_MEASURED, "it was run beside no base", _MEANS[name], "none") for name in _MEANS]
-    base, first = found.base, found.drafters[0]
-    best, chain = first.worth[first.best], drafts_of(first.best, first.worth[first.best])
-    which, worst = min(first.worth.items(), key=lambda item: item[1].same_text)
-    whole = worst.same_text == base.timed
-    drafted = "whatever is drafted" if whole else f"{drafts_of(which, worst)}, the worst"
-    speed, why = number(best.measured_speedup, ".2f", unit="×"), "no text was timed"
-    if first.disturbed:
-        speed, why = DASH, "something else used the machine meanwhile"
-    return [
-        _headline(
-            "Tokens per round",
-            mean(Figure(best.tokens_per_round.value, best.rounds)),
-            f"{chain}; {within(best.tokens_per_round.ci95)}" if best.rounds else "no text left anything to draft",
-        ),
-        _headline(
-            "Speedup",
-            speed,
-            why
-            if speed == DASH
-            else f"{chain}; {base.timed} texts, one at a time, on {', '.join(base.devices)}; no interval",
-        ),
-        _headline(
-            "Same text",
-            f"{worst.same_text} of {base.timed}" if best.rounds else DASH,
-            f"greedy, in {base.dtype}; {drafted}" if best.rounds else "no round drafted anything",
-            good=whole,
-        ),
-    ]
-
-
-def _headline(name: str, value: str, of: str, *, good: bool = False) -> Headline:
-    if value == DASH:
-        return Headline(name, NOT_MEASURED, of, _MEANS[name], "none")
-    return Headline(name, value, of, _MEANS[name], "good" if good else "")
-
-
-def tables(found: Validation, *, drawn: bool = False) -> Iterator[Table]:
-    """The tables in the order in which they are read; ``drawn`` with their pictures."""
+def tables(found: Validation) -> Iterator[Table]:
+    """The tables in the order in which they are read."""
     if found.drafters:
-        yield worth(found, drawn)
-        yield _by_step(found.drafters, drawn)
-        yield _by_workload(found.drafters, drawn)
+        yield worth(found)
+        yield _by_step(found.drafters)
+        yield _by_workload(found.drafters)
     if found.checks:
         yield checks(found)
     if found.controls:
-        yield controls(found, drawn)
-    yield Table("Setting", ("", ""), [*_setting(found)], "What a second run needs.", folded=True)
+        yield controls(found)
 
 
-def worth(found: Validation, drawn: bool = False) -> Table:
+def worth(found: Validation) -> Table:
     """What drafting is worth: every chain and tree of every drafter."""
     base, (first, *others) = found.base, found.drafters
     assert base is not None
@@ -143,6 +88,7 @@ def worth(found: Validation, drawn: bool = False) -> Table:
         }
         for drafter in found.drafters
     }
+    best = drafts_of(first.best, first.worth[first.best])
     lengths[first.name] = {"the base alone": (1.0, None), **lengths[first.name]}
     return Table(
         "What drafting is worth",
@@ -166,13 +112,11 @@ def worth(found: Validation, drawn: bool = False) -> Table:
             f"{number(base.forward_ms, '.2f')} ms a forward. A chain drafts each token after the one before; the "
             f"drafts of a tree branch. {_BRACKETS}"
         ),
-        picture=figures.bars(lengths, _ROUND, strong="" if others else drafts_of(first.best, first.worth[first.best]))
-        if drawn
-        else "",
+        picture=partial(figures.bars, lengths, _ROUND, strong="" if others else best),
     )
 
 
-def _by_step(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
+def _by_step(drafters: Sequence[DrafterFigures]) -> Table:
     first, *others = drafters
     steps = first.agreement.steps
     more = {f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others}
@@ -199,13 +143,11 @@ def _by_step(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
             "the positions at which all drafts before it were. Top-1: the draft is the base's token; top-5: the base's "
             f"token is among the drafter's five likeliest. {_BRACKETS}"
         ),
-        picture=figures.lines({n: curve for n, curve in lines.items() if curve}, "share of drafts (%)")
-        if drawn
-        else "",
+        picture=partial(figures.lines, {name: one for name, one in lines.items() if one}, "share of drafts (%)"),
     )
 
 
-def _by_workload(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
+def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
     first, *others = drafters
     parts = {drafter.name: {**drafter.workloads, _ALL: drafter.agreement} for drafter in drafters}
     points = {
@@ -218,7 +160,10 @@ def _by_workload(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
         cells = [*shares, mean(one.teacher_forced)]
         for other in others:
             change = {**other.changes, _ALL: other.change}[name]
-            cells += (mean(parts[other.name][name].teacher_forced), signed(change.mean, change.interval))
+            cells += (
+                mean(parts[other.name][name].teacher_forced),
+                number(change.mean, "+.2f", change.interval, between=" to "),
+            )
         rows.append((name, one.texts, *cells))
     more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
     return Table(
@@ -231,7 +176,7 @@ def _by_workload(drafters: Sequence[DrafterFigures], drawn: bool) -> Table:
             "others ended, which is more often at a token that is hard to draft, and come to less."
             + (" Differences are text by text, each with its own interval." if others else "")
         ),
-        picture=figures.bars(points, _FORCED) if drawn and points[first.name] else "",
+        picture=partial(figures.bars, points, _FORCED),
     )
 
 
@@ -247,27 +192,25 @@ def checks(found: Validation) -> Table:
     )
 
 
-def controls(found: Validation, drawn: bool = False) -> Table:
+def controls(found: Validation) -> Table:
     """What the drafter reaches with one thing broken at a time."""
     rows, points = list[Sequence[str]](), {"the real drafter": _percent(found.drafters[0].agreement.steps[0].top1)}
     for one in found.controls:
-        scores, said = (DASH, DASH), f"not run: {one.skipped}"
-        if one.top1 and one.difference and one.standing:
-            scores, points[one.name] = (rate(one.top1), rate(one.difference)), _percent(one.top1)
-            said = _STANDING[one.standing] + (f"; look at {one.suspect}" if one.standing == "above" else "")
-        rows.append((one.name, *scores, f"{one.what}: {said}"))
+        said = _STANDING[one.standing] + (f"; look at {one.suspect}" if one.standing == "above" else "")
+        rows.append((one.name, rate(one.top1), rate(one.difference), f"{one.what}: {said}"))
+        points[one.name] = _percent(one.top1)
     return Table(
         "Controls",
         ("control", "top-1 %, step 1", "below by", "what is broken: what it says"),
         rows,
         what="The same with one thing broken on purpose: each should draft worse.",
         about=(
-            "Below by: points of top-1 that the drafter is ahead, at the same positions; of the controls that ran, all "
-            "intervals hold together in 95 % of measurements."
+            "Below by: points of top-1 that the drafter is ahead, at the same positions; in 95 % of measurements all "
+            "intervals hold together. What would change nothing of this drafter is left out."
         ),
-        picture=figures.bars({"": points}, "top-1 of the first draft (%)", form=".1f", strong="the real drafter")
-        if drawn
-        else "",
+        picture=partial(
+            figures.bars, {"": points}, "top-1 of the first draft (%)", form=".1f", strong="the real drafter"
+        ),
         folded=True,
     )
 
@@ -280,21 +223,3 @@ def _point(found: Figure) -> figures.Point:
 def _percent(found: Figure) -> figures.Point:
     value, ends = _point(found)
     return 100 * value, ends and [100 * end for end in ends]
-
-
-def _setting(found: Validation) -> Iterator[tuple[str, str]]:
-    yield "drafter", found.drafter
-    if found.source:
-        yield "file", found.source
-    if found.base:
-        yield "base", f"{found.base.name} ({found.base.dtype}, on {', '.join(found.base.devices)})"
-        yield "drafter computes in", found.base.drafter_dtype
-        yield "chat template", "applied" if found.base.chat_template else "not applied"
-    yield from ((name.replace("_", " "), _words(value)) for name, value in found.settings.items() if value != [])
-
-
-def _words(value: Any) -> str:
-    """A setting: numbers, names, or numbers by name."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -9,21 +9,23 @@ from torch import nn
 
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import Network
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.validation.result import Validation
 
 
-def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> dict[str, Any]:
+def pair_of(pair: SpeculativeGenerator, found: Validation, positions: int) -> dict[str, Any]:
     """What base and drafter of ``found`` hold for one sequence of so many ``positions``, and what rounds took."""
-    needs, worth, base_facts = drafter.needs, found.drafters[0].worth, found.base
-    assert base_facts is not None
+    base, drafter, worth, facts = pair.base, pair.drafter, found.drafters[0].worth, found.base
+    assert isinstance(drafter, Network) and facts is not None
+    needs = drafter.needs
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
     head = isinstance(drafter, Eagle3Drafter)
     role = "eagle3_head" if head else "mtp_drafter"
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",
-        "target": {"name": base_facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
+        "target": {"name": facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
         "draft": {"name": found.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
         "bridge": {
             "source": "target_hidden_stream",
@@ -42,7 +44,7 @@ def pair_of(base: Base, found: Validation, drafter: Network, positions: int) -> 
         "buffers": _buffers(base, drafter, fed, positions),
         "metrics": {
             drafted: {
-                "backbone_only_tok_per_sec": base_facts.tokens_per_s,
+                "backbone_only_tok_per_sec": facts.tokens_per_s,
                 "speculative_tok_per_sec": of.tokens_per_s,
                 "draft_tokens_per_batch": of.drafts,
                 "accepted_tokens/drafted_tokens": of.accepted / of.drafted if of.drafted else None,

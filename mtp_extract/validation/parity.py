@@ -9,55 +9,52 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mtp_extract.bundle import Shard, open_bundle
-from mtp_extract.checkpoint.arranged import arrange
-from mtp_extract.checkpoint.files import write_file
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import position_masks
 from mtp_extract.drafter.mtp import MtpDrafter, MtpState
-from mtp_extract.formats import format_named
+from mtp_extract.drafter.protocol import KV
+from mtp_extract.errors import UnsupportedError, few
+from mtp_extract.graph.drafter import ACTIVATIONS
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
+from mtp_extract.litertlm.tflite import Tensor
 from mtp_extract.pipeline.check import Check
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.extraction import extract
 
 _LONGEST = 768  # slots; random contents of the 32003 of a published file prove nothing more
 _SHARE_OF_RANGE = 0.25
+_QUIET, _NEAR = np.float32(1e-3), 8
 _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √head_dim spread attention logits by as much
 
+Inputs = Mapping[str, NDArray[Any]]
+"""What the signature takes for one draft step, by name; activations and caches in float32."""
+
 Outputs = tuple[Floats, Floats]
-"""Logits [vocabulary] and projected state [base width] of one case."""
+"""Logits [vocabulary] and projected state [base width] of one step."""
 
 Examination = Callable[[Path, MtpDrafter, Shard], tuple[bool | None, str]]
 """Directory, its drafter in float32, and the file's drafter → whether a program agrees, and the evidence."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One draft step."""
-
-    embedding: Floats  # [base width], scaled
-    hidden: Floats  # [base width]
-    kv: Mapping[str, tuple[Floats, Floats]]  # layer type → K and V, each [KV heads, position + 1, head_dim]
-    position: int  # of the query, and of the last visible slot
-
-
-@dataclass(frozen=True)
 class Apart:
-    """How far two programs' outputs are from each other, over all cases."""
+    """How far two programs' outputs are from each other, over all steps."""
 
-    logits: float  # largest difference, as a share of that case's range; infinite where a number is none
+    logits: float  # largest difference, as a share of that step's range; infinite where a number is none
     state: float  # likewise
-    correlation: float  # mean over the cases, of the output where it is less
-    top1: int  # cases with the same largest logit
+    correlation: float  # mean over the steps, of the output where it is less
+    top1: int  # steps with the same largest logit
 
     @property
     def worst(self) -> float:
@@ -65,60 +62,101 @@ class Apart:
         return max(self.logits, self.state)
 
 
-def caches_of(source: Shard) -> dict[str, tuple[str, str]]:
-    """The names of the inputs for K and V, by layer type."""
-    pairs = zip(source.config.layer_types, source.walk.layers, strict=True)
-    return {kind: (layer.key, layer.value) for kind, layer in pairs}
+def caches_of(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]]]:
+    """By layer type, the names of the inputs for K and V, each with the axis of its slots."""
+    found = {}
+    for kind, layer in zip(source.config.layer_types, source.walk.layers, strict=True):
+        keys, values = (source.walk.caches[name].shape for name in (layer.key, layer.value))
+        # Where a square cache leaves it open, V is transposed, as in every published file.
+        transposed = keys != values or values[2] == values[3]
+        found[kind] = (layer.key, 2), (layer.value, 3 if transposed else 2)
+    return found
 
 
-def slots_of(source: Shard) -> int:
-    """How many positions the caches hold."""
-    return max(source.walk.caches[key].shape[2] for key, _ in caches_of(source).values())
+def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[Inputs]:
+    """``count`` random steps at positions spread from 1 to the end of the caches; the same for the same seed.
 
+    Args:
+        quiet: each at one of the first positions comes again, with its activations at a thousandth, where epsilons of
+            norms show.
 
-def random_cases(source: Shard, count: int, seed: int = 0) -> list[Case]:
-    """``count`` random cases at positions spread from 1 to the end of the caches; the same for the same seed."""
+    Raises:
+        UnsupportedError: the signature has an input that this release does not know.
+    """
     random, config = np.random.default_rng(seed), source.config
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
     unit = first.scale * np.iinfo(first.type).max * _SHARE_OF_RANGE if first else 1.0
+    end = max(source.walk.caches[key].shape[2] for (key, _), _ in caches_of(source).values())
+    for position in np.geomspace(1, min(end, _LONGEST) - 1, count).round().astype(int).tolist():
+        slots, width = np.arange(end), 2 * config.backbone_hidden_size
+        seen = slots <= position
+        # [start, end, end]: the newest slot, and one past the last that may be read.
+        param = [position, position + 1, position + 1, 0, 0, 0, 0]
+        inputs: dict[str, NDArray[Any]] = {
+            ACTIVATIONS: (random.standard_normal((1, 1, width)) * unit).astype(np.float32),
+            INPUT_POS: np.array([position], np.int32),
+            MASK: seen[None, None, None],
+            MASK_LOCAL: (seen & (slots > position - (config.sliding_window or end)))[None, None, None],
+            PARAM_TENSOR: np.array([[[param]]], np.int32),
+        }
+        for kind, (keys, values) in caches_of(source).items():
+            for (name, axis), spread in ((keys, _KEY_SPREAD / config.kv_layers[kind].head_dim ** 0.5), (values, 1.0)):
+                tensor = source.walk.caches[name]
+                inputs[name] = np.zeros(tensor.shape, np.float32)
+                visible = np.moveaxis(inputs[name], axis, 2)[:, :, : position + 1]
+                visible[:] = random.standard_normal(visible.shape) * (_spread(tensor) or spread)
+        if unknown := sorted(set(source.signature.inputs) - set(inputs)):
+            raise UnsupportedError(
+                f"{source.model.region.source.name}: expected the inputs of a known drafter, found also "
+                f"{few(unknown)}, which this release cannot fill. Look for a newer release."
+            )
+        yield {name: inputs[name] for name in source.signature.inputs}
+        if quiet and position < _NEAR:
+            inputs[ACTIVATIONS] = inputs[ACTIVATIONS] * _QUIET
+            yield {name: inputs[name] for name in source.signature.inputs}
 
-    def draw(spread: float, *shape: int) -> Floats:
-        return (random.standard_normal(shape) * spread).astype(np.float32)
 
-    def cache(name: str, otherwise: float, *shape: int) -> Floats:
-        tensor = source.walk.caches[name]
-        packing, known = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
-        if packing is None or known is None or not known.scales.count:
-            return draw(otherwise, *shape)
-        zero = int(known.zero_point[0]) if known.zero_point.size else 0
-        return draw(float(known.scale[0]) * (packing.highest - zero) * _SHARE_OF_RANGE, *shape)
+def nearby(steps: Iterable[Inputs]) -> int:
+    """How many of ``steps`` are at the first positions; these come first."""
+    return sum(int(inputs[INPUT_POS][0]) < _NEAR for inputs in steps)
 
-    cases = list[Case]()
-    for position in np.geomspace(1, min(slots_of(source), _LONGEST) - 1, count).round().astype(int).tolist():
-        embedding, hidden = (draw(unit, config.backbone_hidden_size) for _ in range(2))
-        kv = {}
-        for kind, (key, value) in caches_of(source).items():
-            layer = config.kv_layers[kind]
-            shape = (layer.num_kv_heads, position + 1, layer.head_dim)
-            kv[kind] = (cache(key, _KEY_SPREAD / layer.head_dim**0.5, *shape), cache(value, 1.0, *shape))
-        cases.append(Case(embedding, hidden, kv, position))
-    return cases
+
+def _spread(tensor: Tensor) -> float | None:
+    """A quarter of the largest number that a cache of codes can hold; None of floats."""
+    packing, known = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
+    if packing is None or known is None or not known.scales.count:
+        return None
+    zero_point = int(known.zero_point[0]) if known.zero_point.size else 0
+    return float(known.scale[0]) * (packing.highest - zero_point) * _SHARE_OF_RANGE
+
+
+def visible_slots(source: Shard, inputs: Inputs) -> dict[str, KV]:
+    """By layer type, K and V up to the position, each [1, KV heads, position + 1, head_dim]."""
+    slots = int(inputs[INPUT_POS][0]) + 1
+
+    def seen(name: str, axis: int) -> torch.Tensor:
+        return torch.from_numpy(np.moveaxis(inputs[name], axis, 2)[:, :, :slots])
+
+    return {kind: (seen(*keys), seen(*values)) for kind, (keys, values) in caches_of(source).items()}
+
+
+def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[Inputs]) -> list[Outputs]:
+    """What ``drafter``, float32 on the CPU, computes of each of ``steps``."""
+    return [_reference_output(drafter, source, inputs) for inputs in steps]
 
 
 @torch.inference_mode()
-def reference_output(drafter: MtpDrafter, case: Case) -> Outputs:
-    """What ``drafter``, float32 on the CPU, computes of ``case``, without the slots that it may not see."""
-    position, slots = torch.tensor([[case.position]]), torch.arange(case.position + 1)[None]
-    embedding, hidden = (torch.from_numpy(part)[None, None] for part in (case.embedding, case.hidden))
-    kv = {kind: (torch.from_numpy(k)[None], torch.from_numpy(v)[None]) for kind, (k, v) in case.kv.items()}
-    masks = position_masks(drafter.config, dict.fromkeys(kv, slots), position)
+def _reference_output(drafter: MtpDrafter, source: Shard, inputs: Inputs) -> Outputs:
+    position, kv = torch.from_numpy(inputs[INPUT_POS])[None].long(), visible_slots(source, inputs)
+    embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
+    masks = position_masks(drafter.config, dict.fromkeys(kv, torch.arange(int(position) + 1)[None]), position)
     logits, after = drafter.step(MtpState(lambda _: embedding, hidden, drafter.views(kv, position, masks)), position)
     return logits.numpy().reshape(-1), after.hidden.numpy().reshape(-1)
 
 
 @np.errstate(all="ignore")
 def apart(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> Apart:
-    """How far ``ours`` are from ``theirs``, case by case."""
+    """How far ``ours`` are from ``theirs``, step by step."""
     far, alike = list[float](), list[float]()
     for mine, other in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
         pairs = [(a, b.astype(np.float64)) for a, b in zip(mine, other, strict=True)]
@@ -133,17 +171,10 @@ def examined(name: str, what: str, examine: Examination, directory: Path, drafte
     """The check ``name``: passed or not as ``examine`` says; open where it calls the sample's drafter wrong, too."""
     passed, evidence = examine(directory, drafter, source)
     if passed is False:
-        with known_drafter() as known:
-            if not examine(*known)[0]:
-                passed, evidence = None, f"it fails with a drafter that is known to be right, too: {evidence}"
+        with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
+            place = Path(folder) / "sample"
+            extract(str(sample_bundle()), place, dtype="f32")
+            known, _ = examine(place, load_drafter(place), opened.drafter())
+        if not known:
+            passed, evidence = None, f"it fails with a drafter that is known to be right, too: {evidence}"
     return Check(name, what, passed, evidence)
-
-
-@contextmanager
-def known_drafter() -> Iterator[tuple[Path, MtpDrafter, Shard]]:
-    """The sample's directory, its drafter in float32, and that in its file."""
-    with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
-        place, source = Path(folder), opened.drafter()
-        for file in arrange(format_named("transformers"), checkpoint_of(source), "f32").files:
-            write_file(place, file)
-        yield place, load_drafter(place), source

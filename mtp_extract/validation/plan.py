@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from msgspec import Meta
 
-from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.extras import require
 from mtp_extract.evaluate.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
@@ -83,21 +83,14 @@ class ValidationPlan:
         """The trees, and the chain that is adapted, by what to call them.
 
         Raises:
-            MtpExtractError: one is none, or too large or too deep.
+            MtpExtractError: one is none, or too large.
         """
         found: dict[str, Tree | AdaptiveDrafts] = {}
         for text in self.trees:
             if text == ADAPTIVE:
                 found[text] = AdaptiveDrafts(max(self.draft_steps))
-                continue
-            tree = Tree.parse(text)
-            if tree.depth > MOST_STEPS:
-                raise MtpExtractError(
-                    f"expected a tree of at most {MOST_STEPS} steps, found {tree.depth} in {escape(text)}; make it "
-                    "less deep"
-                )
-            # A number alone is the name of a chain.
-            found[f"tree of {text}" if text.isdecimal() else text] = tree
+            else:  # a number alone is the name of a chain
+                found[f"tree of {text}" if text.isdecimal() else text] = Tree.parse(text)
         return found
 
     def check(self) -> None:

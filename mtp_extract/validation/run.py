@@ -14,13 +14,13 @@ import torch
 from mtp_extract._version import __version__
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
-from mtp_extract.drafter.load import Network, load_any, load_drafter
+from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluate.agreement import continue_greedily, figures, groups
-from mtp_extract.evaluate.base_model import load_base, memory_guard
+from mtp_extract.evaluate.agreement import Continuations, continue_greedily, figures, groups
+from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.measured import compare, of_agreement
-from mtp_extract.evaluate.progress import counter
+from mtp_extract.evaluate.progress import Say, Show, counter
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
@@ -31,7 +31,6 @@ from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.target import Base
 from mtp_extract.validation.controls import draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
@@ -114,45 +113,28 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
         places[name if name not in places else f"{name} (2)"] = beside
     tuned = {name: _tuning_of(place) for name, place in places.items()}
     plan.say(f"loading the base {base}")
-    loaded, pairs, drafters = load_base(base, plan.device), dict[str, SpeculativeGenerator](), list[Network]()
+    loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
-        for name, place in places.items():
-            drafters.append(load_any(place, dtype=loaded.drafter_dtype, device=loaded.device))
-            try:
-                pairs[name] = SpeculativeGenerator(loaded.model, drafters[-1], loaded.tokenizer)
-            except PairError as error:
-                raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
-    pair, steps = pairs[found.drafter], sorted(set(plan.draft_steps))
-    encoded = encode_prompts(prompts, pair.codec, chat_template=plan.chat_template)
-    _check_room(plan, prompts, encoded, pair.base)
-    found.notes += loaded.notes
+        pairs = {name: _pair(loaded, place) for name, place in places.items()}
+    pair, drafters = pairs[found.drafter], [pair.drafter for pair in pairs.values()]
+    steps, sizes = sorted(set(plan.draft_steps)), {"batch": plan.batch, "new_tokens": plan.new_tokens}
+    plans = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
     with memory_guard("running the base"):
-        batches, size = len(list(groups([0] * len(prompts), plan.batch))), plan.new_tokens
-        plan.say(f"continuing {len(prompts)} prompts with the base alone")
-        done = counter(plan.show, "the base's text", batches)
-        written = continue_greedily(pair.base, prompts, encoded, new_tokens=size, batch=plan.batch, done=done)
+        written = write_texts(pair, prompts, **sizes, chat_template=plan.chat_template, say=plan.say, show=plan.show)
         plan.say("drafting after every token of them, and with one thing broken at a time")
-        done = counter(plan.show, "drafts after every token", batches)
-        drafted = draft_together(pair.base, drafters, written, steps[-1], batch=plan.batch, done=done)
-        plan.say("generating a few texts with drafts")
-        alone = generate_alone(pair, written, new_tokens=size, timed=plan.timed)
-        found.base = BaseFacts(
-            "the sample's base" if plan.directory is None else public_name(base),
-            loaded.dtype,
-            list(loaded.devices),
-            str(loaded.drafter_dtype).removeprefix("torch."),
-            plan.chat_template and pair.codec.has_template,
-            len(alone),
-            known(tokens_per_s(alone)),
-            known(forward_ms(alone)),
+        done = counter(plan.show, "drafts after every token", _batches(len(written.usable), plan.batch))
+        agreements, found.controls = draft_together(
+            pair.base, drafters, written, steps[-1], batch=plan.batch, done=done
         )
-        plans = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
+        plan.say("generating a few texts with drafts")
+        alone = generate_alone(pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
         done = counter(plan.show, "a few texts with drafts", len(pairs) * len(plans))
-        before, parts = of_agreement(drafted.agreements[0]), written.workloads
-        for (name, one), agreement in zip(pairs.items(), drafted.agreements, strict=True):
-            after = of_agreement(agreement)
-            sizes = {"new_tokens": size, "batch": plan.batch}
-            worth = measure_worth(one, written, agreement, plans, alone, **sizes, done=done)
+        before, parts = of_agreement(agreements[0]), written.workloads
+        for (name, one), agreement in zip(pairs.items(), agreements, strict=True):
+            after, worth = (
+                of_agreement(agreement),
+                measure_worth(one, written, agreement, plans, alone, **sizes, done=done),
+            )
             found.drafters.append(
                 DrafterFigures(
                     name,
@@ -166,34 +148,69 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
                     {workload: compare(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
                 )
             )
-    found.controls = drafted.controls
-    found.settings = {
-        "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-        "batch": plan.batch,
-        "new_tokens": size,
-        "draft_steps": steps,
-        "trees": list(plan.wanted),
-        **({"control_positions": drafted.positions} if drafted.controls else {}),
-    }
-    found.pair = pair_of(pair.base, found, drafters[0], max(len(text.tokens) for text in written.texts))
+    found.base = BaseFacts(
+        "the sample's base" if plan.directory is None else public_name(base),
+        loaded.dtype,
+        list(loaded.devices),
+        str(loaded.drafter_dtype).removeprefix("torch."),
+        plan.chat_template and pair.codec.has_template,
+        len(alone),
+        known(tokens_per_s(alone)),
+        known(forward_ms(alone)),
+    )
+    workloads = dict(Counter(prompt.workload for prompt in prompts))
+    found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
+    found.pair = pair_of(pair, found, max(len(text.tokens) for text in written.texts))
+    found.notes += loaded.notes
     if again := len(written.repeats):
         found.notes.append(f"{again} of {len(written.texts)} texts repeat another, or its end, and are not counted.")
-    positions = len(drafted.agreements[0].anchor)
-    if drafted.controls and drafted.positions < positions:
-        found.notes.append(f"Controls drafted at {drafted.positions} of {positions} positions, spread over all texts.")
     found.notes += notes_of(found)
 
 
-def _check_room(plan: ValidationPlan, prompts: Sequence[Prompt], encoded: Sequence[Sequence[int]], base: Base) -> None:
-    """Refuse a prompt whose continuation the base has no room for."""
-    context = getattr(base.config, "max_position_embeddings", None)
+def _pair(loaded: LoadedBase, place: Path) -> SpeculativeGenerator:
+    """The base with the drafter in ``place``.
+
+    Raises:
+        PairError: they do not belong together.
+    """
+    drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
+    try:
+        return SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    except PairError as error:
+        raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
+
+
+def write_texts(
+    pair: SpeculativeGenerator,
+    prompts: Sequence[Prompt],
+    *,
+    new_tokens: int,
+    batch: int,
+    chat_template: bool,
+    say: Say,
+    show: Show,
+) -> Continuations:
+    """What the base alone writes greedily after each of ``prompts``.
+
+    Raises:
+        PairError: the base's context has no room for a prompt and what follows it.
+    """
+    encoded = encode_prompts(prompts, pair.codec, chat_template=chat_template)
+    context = getattr(pair.base.config, "max_position_embeddings", None)
     length, longest = max((len(tokens), index) for index, tokens in enumerate(encoded))
-    if context is not None and length + plan.new_tokens > context:
+    if context is not None and length + new_tokens > context:
         raise PairError(
             f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
-            f"found {length} and {plan.new_tokens} new ones; give shorter prompts",
+            f"found {length} and {new_tokens} new ones; give shorter prompts",
             remedies=("prompts", "new_tokens"),
         )
+    say(f"continuing {len(prompts)} prompts with the base alone")
+    done = counter(show, "the base's text", _batches(len(prompts), batch))
+    return continue_greedily(pair.base, prompts, encoded, new_tokens=new_tokens, batch=batch, done=done)
+
+
+def _batches(texts: int, batch: int) -> int:
+    return len(list(groups([0] * texts, batch)))
 
 
 def _tuning_of(directory: Path) -> str | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
 
@@ -17,14 +16,17 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.formats import format_of
+from mtp_extract.graph.drafter import ACTIVATIONS
+from mtp_extract.graph.flat import INPUT_POS
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
-    Case,
+    Inputs,
     Outputs,
     apart,
     examined,
-    random_cases,
-    reference_output,
+    random_inputs,
+    reference_outputs,
+    visible_slots,
 )
 
 TOLERANCE = 1e-4
@@ -76,11 +78,9 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         if cap != config.final_logit_softcap:
             return False, f"the soft cap is {cap}, not {config.final_logit_softcap}"
-        cases = random_cases(source, _SAMPLES)
-        found = apart(
-            [reference_output(drafter, case) for case in cases],
-            [_outputs(model.eval(), case, config) for case in cases],
-        )
+        ours, theirs = (random_inputs(source, _SAMPLES) for _ in range(2))
+        outputs = [_outputs(model.eval(), source, config, inputs) for inputs in theirs]
+        found = apart(reference_outputs(drafter, source, ours), outputs)
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
     evidence = f"outputs within {found.worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
@@ -88,17 +88,17 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
 
 
 @torch.inference_mode()
-def _outputs(model: Any, case: Case, config: DrafterConfig) -> Outputs:
-    """What transformers computes of ``case``."""
-    kv = {}
-    for kind, layer in config.kv_layers.items():
-        # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
-        seen = min(layer.sliding_window or case.position + 1, case.position + 1)
-        kv[kind] = tuple(torch.from_numpy(part)[None, :, -seen:] for part in case.kv[kind])
+def _outputs(model: Any, source: Shard, config: DrafterConfig, inputs: Inputs) -> Outputs:
+    """What transformers computes of ``inputs``."""
+    # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
+    kv = {
+        kind: tuple(part[:, :, -(config.kv_layers[kind].sliding_window or part.shape[2]) :] for part in pair)
+        for kind, pair in visible_slots(source, inputs).items()
+    }
     only = next(iter(kv.values()))
     output = model(
-        inputs_embeds=torch.from_numpy(np.concatenate((case.embedding, case.hidden)))[None, None],
-        position_ids=torch.tensor([[case.position]]),
+        inputs_embeds=torch.from_numpy(inputs[ACTIVATIONS]),
+        position_ids=torch.from_numpy(inputs[INPUT_POS])[None].long(),
         # It makes a mask of either kind, whether a layer has use for it or not.
         shared_kv_states={SLIDING: only, FULL: only, **kv},
     )

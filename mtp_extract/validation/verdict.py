@@ -1,4 +1,4 @@
-"""From figures to words: the verdict in one sentence, and what to know of the figures."""
+"""From figures to words: the four large figures, the verdict, and what to know of the figures."""
 
 from __future__ import annotations
 
@@ -9,31 +9,83 @@ from msgspec import structs
 from mtp_extract.errors import several
 from mtp_extract.evaluate.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
-from mtp_extract.report.numbers import mean, rate, signed
+from mtp_extract.report.numbers import number, rate
+from mtp_extract.report.page import NOT_MEASURED, Headline
 from mtp_extract.validation.plan import ADAPTIVE
-from mtp_extract.validation.result import BaseFacts, Validation
+from mtp_extract.validation.result import Validation
 from mtp_extract.validation.worth import Worth
+
+_MEANS = {
+    "Tokens per round": "Drafts that stand, and the base's own token; 1 without a drafter.",
+    "Speedup": "Tokens a second with the drafter, over the base alone.",
+    "Same text": "Texts that are what the base alone writes, to the last token.",
+}
 
 
 def concluded(found: Validation) -> Validation:
-    """``found`` with its verdict: whether it is verified or refuted, and the sentence."""
-    passed, left = ([check.name for check in found.checks if check.passed is answer] for answer in (True, None))
-    wrong = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
-    verified = set(passed).issuperset(NEEDED) and not wrong
-    if wrong:
-        text = f"Refuted: {', and '.join(wrong)}"
-    elif verified:
-        text = f"Verified: the checkpoint is the drafter of {found.source} ({', '.join(passed)})"
+    """``found`` with its verdict: whether it is verified or refuted, and what was found in a few sentences."""
+    names = {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
+    found.refuted, found.verified = bool(names[False]), not names[False] and {*names[True]}.issuperset(NEEDED)
+    if found.refuted:
+        said = ", and ".join(f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False)
+    elif found.verified:
+        said = f"the checkpoint is the drafter of {found.source} ({', '.join(names[True])})"
     elif found.checks:
-        text = f"Not verified: that this is the drafter of {found.source} (not checked: {', '.join(left)})"
+        said = f"that this is the drafter of {found.source} (not checked: {', '.join(names[None])})"
     else:
-        text = "Not verified: that this is the function of a .litertlm file (it was compared with none)"
-    if found.base is None:
-        text += "; not measured: how well it drafts for a base (it was run beside none)"
-    else:
-        text += f"; measured: {', and '.join(_measured(found, found.base))}"
-    text += f"; {_suspect(found)}" if found.controls else ""
-    return structs.replace(found, verified=verified, refuted=bool(wrong), verdict=f"{text}.")
+        said = "that this is the function of a .litertlm file (it was compared with none)"
+    identity, *figures = headlines(found)
+    measured = "Not measured: how well it drafts for a base (it was run beside none)"
+    if found.base is not None:
+        words = (f"{one.name.lower()} {one.value or NOT_MEASURED} ({one.of})" for one in figures)
+        measured = f"Measured: {'; '.join(words)}"
+    sentences = (f"{identity.value}: {said}", measured, *findings(found))
+    return structs.replace(found, verdict=" ".join(f"{sentence}." for sentence in sentences))
+
+
+def headlines(found: Validation) -> list[Headline]:
+    """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
+    names = {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
+    of = f"{len(names[True])} of {len(found.checks)} checks against {found.source} passed"
+    for word, some in (("refuted", names[False]), ("not checked", names[None])):
+        of += f", {word}: {', '.join(some)}" if some else ""
+    identity = Headline(
+        "Verdict",
+        "Refuted" if found.refuted else "Verified" if found.verified else "Not verified",
+        of if found.checks else "compared with no file",
+        "Verified: its weights, settings and outputs are those of the file.",
+        "bad" if found.refuted else "good" if found.verified else "",
+    )
+    if found.base is None or not found.drafters:
+        return [identity, *(Headline(name, "", "it was run beside no base", means) for name, means in _MEANS.items())]
+    base, first = found.base, found.drafters[0]
+    best, chain = first.worth[first.best], drafts_of(first.best, first.worth[first.best])
+    if not best.rounds:
+        why = "no text left anything to draft"
+        return [identity, *(Headline(name, "", why, means) for name, means in _MEANS.items())]
+    ends = best.tokens_per_round.ci95
+    length = number(best.tokens_per_round.value, ".2f")
+    length_of = f"{chain}; {f'95 %: {ends[0]:.2f}–{ends[1]:.2f}' if ends else 'no interval'}"
+    speed = "" if first.disturbed else number(best.measured_speedup, ".2f", unit="×")
+    speed_of = f"{chain}; {several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
+    if first.disturbed:
+        speed_of = "something else used the machine meanwhile"
+    drafted = [(drafts_of(name, worth), worth, one.name) for one in found.drafters for name, worth in one.worth.items()]
+    which, worst, whose = min(drafted, key=lambda one: one[1].same_text)
+    whole = worst.same_text == base.timed
+    which = "whatever is drafted" if whole else f"{which}{f' of {whose}' if found.drafters[1:] else ''}, the worst"
+    return [
+        identity,
+        Headline("Tokens per round", length, length_of, _MEANS["Tokens per round"]),
+        Headline("Speedup", speed, speed_of, _MEANS["Speedup"]),
+        Headline(
+            "Same text",
+            f"{worst.same_text} of {base.timed}",
+            f"greedy, in {base.dtype}; {which}",
+            _MEANS["Same text"],
+            "good" if whole else "",
+        ),
+    ]
 
 
 def drafts_of(name: str, worth: Worth) -> str:
@@ -43,47 +95,28 @@ def drafts_of(name: str, worth: Worth) -> str:
     return f"{name} chain" if worth.tree == ADAPTIVE else f"tree {name}"
 
 
-def _measured(found: Validation, base: BaseFacts) -> Iterator[str]:
-    first, *others = found.drafters
-    best, top1 = first.worth[first.best], first.agreement.steps[0].top1
-    if best.rounds:
-        said = f"{mean(best.tokens_per_round)} tokens per round with a {drafts_of(first.best, best)}"
-        if best.measured_speedup is not None and not first.disturbed:
-            said += f", {best.measured_speedup:.2f} times the base's speed on {several(base.timed, 'text')}"
-        yield said
-    few = "" if top1.ci95 else f" ({undecided(first.agreement.texts)})"
-    yield f"its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
-    for other in others:
-        change, few = other.change, "" if other.change.interval else f" ({undecided(other.change.texts)})"
-        yield (
-            f"beside it, in teacher-forced tokens per round on the same texts, {other.name} "
-            f"{signed(change.mean, change.interval)}{few}"
-        )
-    if not best.rounds:
-        yield "no round drafted any token, so whether drafts leave the text as it is was not seen"
+def findings(found: Validation) -> Iterator[str]:
+    """What the large figures do not say, in sentences: the first draft, the drafter beside it, and the controls."""
+    for drafter in found.drafters[:1]:
+        top1 = drafter.agreement.steps[0].top1
+        few = "" if top1.ci95 else f" ({undecided(drafter.agreement.texts)})"
+        yield f"Its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
+    for other in found.drafters[1:]:
+        change = other.change
+        few = "" if change.interval else f" ({undecided(change.texts)})"
+        by = number(change.mean, "+.2f", change.interval, between=" to ")
+        yield f"Beside it, in teacher-forced tokens per round on the same texts: {other.name} {by}{few}"
+    if not found.controls:
         return
-    drafted = [(name, worth, one.name) for one in found.drafters for name, worth in one.worth.items()]
-    name, worst, whose = min(drafted, key=lambda one: one[1].same_text)
-    which = f"with a {drafts_of(name, worst)}{f' of {whose}' if others else ''}, the worst"
-    yield (
-        f"the loop's text is the base's own for {worst.same_text} of {base.timed} prompts in {base.dtype}, "
-        f"{'whatever is drafted' if worst.same_text == base.timed else which}"
-    )
-
-
-def _suspect(found: Validation) -> str:
-    """Which part of the drafter's inputs the controls point at."""
-    ran = [(result, result.difference) for result in found.controls if result.difference is not None]
-    if not ran:
-        return "no control could be run"
-    if all(gap.ci95 is None for _, gap in ran):
-        return f"what the controls say is {undecided(found.drafters[0].agreement.texts)}"
-    above = [(gap.value or 0.0, result) for result, gap in ran if result.standing == "above"]
-    if not above:
-        below = sum(result.standing == "below" for result, _ in ran)
-        return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
-    _, leading = min(above, key=lambda one: one[0])
-    return f"{leading.name} scores above it, so the controls point at {leading.suspect}"
+    above = [one for one in found.controls if one.standing == "above"]
+    if all(one.difference.ci95 is None for one in found.controls):
+        yield f"What the controls say is {undecided(found.drafters[0].agreement.texts)}"
+    elif above:
+        leading = min(above, key=lambda one: one.difference.value or 0.0)
+        yield f"The control {leading.name} scores above it: look at {leading.suspect}"
+    else:
+        below = sum(one.standing == "below" for one in found.controls)
+        yield f"{below} of {len(found.controls)} controls score below it, none above, so they point at no suspect"
 
 
 def notes_of(found: Validation) -> Iterator[str]:
@@ -102,11 +135,8 @@ def notes_of(found: Validation) -> Iterator[str]:
                 f"Times and speedups mean nothing here ({drafter.name}): rounds took less time than a single token of "
                 "the base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it."
             )
-        for name, worth in drafter.worth.items():
-            if worth.divergences:
-                places = [f"of prompt {prompt + 1} at token {token + 1}" for prompt, token in worth.divergences]
-                yield (
-                    f"With a {drafts_of(name, worth)} of {drafter.name}, text leaves the base's: {', '.join(places)}. "
-                    "No drafter can change text: where two tokens nearly tie the base's rounding decides, else the "
-                    "loop is at fault."
-                )
+        if found.base and any(worth.same_text < found.base.timed for worth in drafter.worth.values()):
+            yield (
+                f"Some text with drafts of {drafter.name} is not the base's own. No drafter can change text: where two "
+                "tokens nearly tie the base's rounding decides, else the loop is at fault."
+            )

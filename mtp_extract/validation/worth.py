@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from statistics import fmean
-from typing import Annotated
 
-from msgspec import Meta
 from torch import Tensor
 
 from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_agreements
@@ -41,8 +39,6 @@ class Worth(Record, kw_only=True):
     accepted: Count  #: drafts that stand
     tokens_per_round: Figure  #: of these rounds: 1 + accepted / rounds
     same_text: Count  #: of the texts that were timed, those that are what the base alone writes
-    #: the others: number of the prompt, and the first token that differs among the generated ones, both from 0
-    divergences: list[Annotated[list[Count], Meta(min_length=2, max_length=2)]]
     tokens_per_s: float | None  #: one text at a time, after its first token
     verify_ms: float | None  #: mean of a round, one text at a time
     draft_ms: float | None  #: likewise
@@ -124,7 +120,7 @@ def standing(
     trees = {name: what for name, what in plans.items() if isinstance(what, Tree)}
     if trees:
         depth = max(tree.depth for tree in trees.values())
-        asked = [(generator.drafter, depth, 1)]
+        asked = [(generator.drafter, depth)]
         (along,) = measure_agreements(generator.base, asked, written, batch=batch, along=True)
         ranks = _by_place(along, along.ranks)
         for name, tree in trees.items():
@@ -183,9 +179,6 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
     interval = share_interval([held / depth for held in accepted], list(map(len, walks)))
     drafting = [r for one in made.values() for r in one.rounds if r.drafted]
     verify, draft = _mean([r.verify_ms for r in drafting]), _mean([r.draft_ms for r in drafting])
-    # One text at a time is compared with one at a time: the sums may be ordered otherwise than in a batch.
-    pairs = {row: (alone[row].tokens, one.tokens) for row, one in made.items()}
-    parted = [[row, _first_apart(own, other)] for row, (own, other) in pairs.items() if own != other]
     return Worth(
         tree=None if isinstance(what, int) else name,
         drafts=what.drafts if isinstance(what, Tree) else depth,
@@ -194,20 +187,13 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
         drafted=sum(count for walk in walks for count, _ in walk),
         accepted=sum(accepted),
         tokens_per_round=figure(length, rounds, interval and interval.scaled(depth, 1.0)),
-        same_text=len(made) - len(parted),
-        divergences=parted,
+        same_text=sum(one.tokens == alone[row].tokens for row, one in made.items()),
         tokens_per_s=known(tokens_per_s(made)),
         verify_ms=known(verify),
         draft_ms=known(draft),
         predicted_speedup=known(length * forward_ms(alone) / (verify + draft)),
         measured_speedup=known(tokens_per_s(made) / tokens_per_s(alone)),
     )
-
-
-def _first_apart(own: Sequence[int], other: Sequence[int]) -> int:
-    """The first token at which ``other`` is not ``own``; where one of them only ends earlier, its length."""
-    pairs = enumerate(zip(own, other, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(own), len(other)))
 
 
 def forward_ms(alone: Texts) -> float:

@@ -12,4 +12,4 @@ def measure_agreement(
     base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int
 ) -> Agreement:
     """Teacher forcing over all texts."""
-    return measure_agreements(base, [(drafter, steps, 1)], continuations, batch=batch)[0]
+    return measure_agreements(base, [(drafter, steps)], continuations, batch=batch)[0]
