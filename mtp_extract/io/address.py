@@ -71,7 +71,7 @@ def parse_address(text: str) -> HubAddress | None:
 
     scheme, rest = text.split("://", 1) if "://" in text else ("", text)
     hosts = {*constants.HF_URL_HOSTS, urlsplit(constants.ENDPOINT).netloc}
-    is_page = scheme != "hf" and rest.partition("/")[0] in hosts
+    is_page = scheme != "hf" and rest.partition("/")[0].lower() in hosts
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
     uri = text if is_page else "hf://" + _REVISION_AT_END.sub(r"\1@\3/\2", rest)
