@@ -147,7 +147,7 @@ def test_the_size_is_that_of_the_weights(
     for name, size in (("model.safetensors", 2_000_000_000), ("other.safetensors", 9_000_000_000)):
         with open(tmp_path / name, "wb") as file:
             file.truncate(size)
-        hub.add("org/base", name, Content(tmp_path / name, "0" * 64), lfs=True)
+        hub.add("org/base", name, Content.of_file(tmp_path / name, "0" * 64), lfs=True)
     hub.add("org/base", "config.json", Content.of((base / "config.json").read_bytes()))
     monkeypatch.setattr(base_model, "free_memory", lambda device: 1_150_000_000)
     with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base has 2\.0 GB of weights") as found:
