@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
-from mtp_extract.evaluate.progress import Say, Show, silent
+from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.insertion.base import planned_base_insertion
 from mtp_extract.insertion.base_checkpoint import holds_base, holds_drafter
 from mtp_extract.insertion.comparison import BaseComparison, compare_base

@@ -59,7 +59,7 @@ Workloads = Annotated[
     Path | None, typer.Option(help="Prompts as .txt or .jsonl; by default about 100 of ours.", metavar="FILE")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")]
-"""See :func:`~mtp_extract.evaluate.base_model.load_base`."""
+"""See :func:`~mtp_extract.evaluation.base_model.load_base`."""
 BASE = typer.Option("--base", help="The base model: a directory, or an id of the Hugging Face Hub.", metavar="MODEL")
 ChatTemplate = Annotated[bool, typer.Option(help="Apply the base's chat template, if it has one.")]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")]

@@ -32,8 +32,8 @@ from mtp_extract.doctor.run import hold_against
 from mtp_extract.doctor.texts import samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
+from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.prompts import encode_prompts, read_prompts
 from mtp_extract.pipeline.extraction import extract
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters

@@ -32,7 +32,7 @@ from _rehearsal.commands import write_prompts
 from _rehearsal.shapes import FULL, SHAPES, SLIDING, Shape
 
 from mtp_extract.drafter.load import load_any
-from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.tuning.plan import TuningPlan

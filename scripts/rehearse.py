@@ -51,7 +51,7 @@ import signal, sys
 from pathlib import Path
 from helpers.loop_server import loop_server
 from mtp_extract.drafter.load import load_any
-from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.speculate.loop import SpeculativeGenerator
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 loaded = load_base(sys.argv[1], sys.argv[3])

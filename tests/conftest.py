@@ -19,7 +19,7 @@ NEED_TORCH = (
     "adversary",
     "doctor",
     "drafter",
-    "evaluate",
+    "evaluation",
     "speculate",
     "tuning",
     "validation",

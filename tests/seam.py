@@ -35,7 +35,7 @@ from mtp_extract.errors import (
     UnsupportedError,
     few,
 )
-from mtp_extract.evaluate.prompts import read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.formats import FORMATS, format_named
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import FlatGraph, flatten

@@ -26,7 +26,7 @@ from typer.main import get_command
 import mtp_extract
 from mtp_extract.cli import COMMANDS
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-from mtp_extract.evaluate.prompts import read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"

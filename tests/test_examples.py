@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 import mtp_extract
 from mtp_extract.data import sample_bundle, sample_prompts
-from mtp_extract.evaluate.prompts import read_prompts, shipped_prompts
+from mtp_extract.evaluation.prompts import read_prompts, shipped_prompts
 from mtp_extract.insertion.plan import InsertionResult
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"

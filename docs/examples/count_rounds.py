@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluate.prompts import read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-from mtp_extract.evaluate.prompts import read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("source", nargs="?", default=sample_bundle(), help="the bundle with the drafter")

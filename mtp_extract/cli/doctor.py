@@ -29,7 +29,7 @@ def command(plan: DoctorPlan, print_json: AsJson = False) -> None:
             raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} {what}")
         _file(plan.place, print_json)
         return
-    from mtp_extract.evaluate.extras import require
+    from mtp_extract.evaluation.extras import require
 
     require("torch", "transformers")
     from mtp_extract.doctor.run import diagnose

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
-from mtp_extract.evaluate.progress import Show, silent
+from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.source import Progress
 
 if TYPE_CHECKING:

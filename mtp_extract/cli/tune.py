@@ -20,7 +20,7 @@ from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
 if TYPE_CHECKING:
-    from mtp_extract.evaluate.intervals import Interval
+    from mtp_extract.evaluation.intervals import Interval
     from mtp_extract.tuning.run import Outcome
     from mtp_extract.tuning.verdict import Comparison, Comparisons
 

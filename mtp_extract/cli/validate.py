@@ -22,7 +22,7 @@ from mtp_extract.cli.terminal import (
     write_json,
 )
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluate.extras import require
+from mtp_extract.evaluation.extras import require
 from mtp_extract.validation.plan import ValidationPlan, sample_plan
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from mtp_extract.doctor.result import Fit, Rates
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.agreement import figure, groups
-from mtp_extract.evaluate.intervals import LEAST_TEXTS, share_interval, student
-from mtp_extract.evaluate.measured import Measured
+from mtp_extract.evaluation.agreement import figure, groups
+from mtp_extract.evaluation.intervals import LEAST_TEXTS, share_interval, student
+from mtp_extract.evaluation.measured import Measured
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced

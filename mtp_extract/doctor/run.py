@@ -19,9 +19,9 @@ from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.errors import MtpExtractError, escape, several
-from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluate.progress import Say, silent
-from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped, require_texts
+from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluation.progress import Say, silent
+from mtp_extract.evaluation.prompts import encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
 from mtp_extract.pipeline.check import RECORD, read_record, with_record

@@ -13,10 +13,10 @@ from mtp_extract.doctor.counts import BATCH, Counts
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import TextFit
 from mtp_extract.errors import PairError
-from mtp_extract.evaluate.agreement import base_texts, figure, groups
-from mtp_extract.evaluate.intervals import repeats
-from mtp_extract.evaluate.measured import share_over_texts
-from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluation.agreement import base_texts, figure, groups
+from mtp_extract.evaluation.intervals import repeats
+from mtp_extract.evaluation.measured import share_over_texts
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.serving.client import Answer, Question, Server
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mtp_extract.doctor.counts import sure
 from mtp_extract.doctor.faults import FAULTS, SOUND
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, Serving, TextFit
-from mtp_extract.evaluate.intervals import undecided
+from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.report.numbers import mean, number
 
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is surely the likeliest

@@ -22,9 +22,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from mtp_extract.errors import several
-from mtp_extract.evaluate.intervals import Interval, ratio_interval, share_interval
-from mtp_extract.evaluate.progress import counter
-from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped, require_texts
+from mtp_extract.evaluation.intervals import Interval, ratio_interval, share_interval
+from mtp_extract.evaluation.progress import counter
+from mtp_extract.evaluation.prompts import Prompt, prompts_or_shipped, require_texts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
 from mtp_extract.serving.client import Question, Server

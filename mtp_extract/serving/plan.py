@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from msgspec import Meta
 
-from mtp_extract.evaluate.progress import Say, Show, silent
+from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.options import ApiKey, Baseline, ServedModel, Workloads, check_other
 
 

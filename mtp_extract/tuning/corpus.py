@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.intervals import LEAST_TEXTS, repeats
-from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.progress import Show, silent
-from mtp_extract.evaluate.prompts import FEW, Prompt, encode_prompts, shipped_prompts, spread
+from mtp_extract.evaluation.intervals import LEAST_TEXTS, repeats
+from mtp_extract.evaluation.measured import Measured
+from mtp_extract.evaluation.progress import Show, silent
+from mtp_extract.evaluation.prompts import FEW, Prompt, encode_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan

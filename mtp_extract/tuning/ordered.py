@@ -29,9 +29,9 @@ from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.agreement import groups
-from mtp_extract.evaluate.measured import share_over_texts
-from mtp_extract.evaluate.progress import Show
+from mtp_extract.evaluation.agreement import groups
+from mtp_extract.evaluation.measured import share_over_texts
+from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE

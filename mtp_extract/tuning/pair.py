@@ -12,7 +12,7 @@ from xxhash import xxh3_128
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair

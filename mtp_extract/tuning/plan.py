@@ -14,7 +14,7 @@ import typer
 from msgspec import Meta
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
-from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.evaluation.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.options import BASE, Device, Overwrite, check_values
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluate.extras import require
-from mtp_extract.evaluate.progress import Show, silent
+from mtp_extract.evaluation.extras import require
+from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run_tuning(
     plan.check()
     import msgspec
 
-    from mtp_extract.evaluate.base_model import memory_guard
+    from mtp_extract.evaluation.base_model import memory_guard
     from mtp_extract.io.address import public_name
     from mtp_extract.tuning.corpus import divided, gather
     from mtp_extract.tuning.eagle3 import new_head

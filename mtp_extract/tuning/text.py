@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from mtp_extract.errors import CheckpointError, PairError, escape
-from mtp_extract.evaluate.agreement import base_texts, groups
-from mtp_extract.evaluate.progress import Show, silent
-from mtp_extract.evaluate.prompts import Messages, Prompt, encode_prompts
+from mtp_extract.evaluation.agreement import base_texts, groups
+from mtp_extract.evaluation.progress import Show, silent
+from mtp_extract.evaluation.prompts import Messages, Prompt, encode_prompts
 from mtp_extract.io.files import read_regular
 from mtp_extract.serving.client import Question, Server
 from mtp_extract.speculate.teacher import Text

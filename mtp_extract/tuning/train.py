@@ -29,10 +29,10 @@ from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
-from mtp_extract.evaluate.agreement import groups
-from mtp_extract.evaluate.base_model import free_memory
-from mtp_extract.evaluate.measured import Measured, of_agreement
-from mtp_extract.evaluate.progress import Show, silent
+from mtp_extract.evaluation.agreement import groups
+from mtp_extract.evaluation.base_model import free_memory
+from mtp_extract.evaluation.measured import Measured, of_agreement
+from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning.corpus import Corpus

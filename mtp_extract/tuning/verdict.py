@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mtp_extract.errors import escape
-from mtp_extract.evaluate.intervals import Interval, undecided
-from mtp_extract.evaluate.measured import Change, Measured, Saving, compare, saving
+from mtp_extract.evaluation.intervals import Interval, undecided
+from mtp_extract.evaluation.measured import Change, Measured, Saving, compare, saving
 from mtp_extract.tuning.corpus import Corpus, seen
 
 MOST_LOST = 0.05

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
-from mtp_extract.evaluate.extras import require
-from mtp_extract.evaluate.progress import Say, Show, counter, silent
+from mtp_extract.evaluation.extras import require
+from mtp_extract.evaluation.progress import Say, Show, counter, silent
 from mtp_extract.insertion.drafter import Range, Ranges
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def measure_ranges(
     """
     require("torch", "transformers")
     from mtp_extract.drafter.load import load_drafter
-    from mtp_extract.evaluate.agreement import measure_agreements
-    from mtp_extract.evaluate.base_model import load_base, memory_guard
-    from mtp_extract.evaluate.prompts import prompts_or_shipped
+    from mtp_extract.evaluation.agreement import measure_agreements
+    from mtp_extract.evaluation.base_model import load_base, memory_guard
+    from mtp_extract.evaluation.prompts import prompts_or_shipped
     from mtp_extract.speculate.loop import SpeculativeGenerator
     from mtp_extract.validation.run import write_texts
 

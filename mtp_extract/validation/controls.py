@@ -16,8 +16,8 @@ import torch
 from mtp_extract.drafter.masks import LITERT, Convention
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter
-from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_agreements
-from mtp_extract.evaluate.measured import difference_over_texts, share_over_texts
+from mtp_extract.evaluation.agreement import Continuations, Done, figure, measure_agreements
+from mtp_extract.evaluation.measured import difference_over_texts, share_over_texts
 from mtp_extract.io.typed import Figure, Record
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.evaluate.extras import unusable
+from mtp_extract.evaluation.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from mtp_extract.evaluate.intervals import LEAST_TEXTS
+from mtp_extract.evaluation.intervals import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures

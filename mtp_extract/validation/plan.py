@@ -11,8 +11,8 @@ import typer
 from msgspec import Meta
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.extras import require
-from mtp_extract.evaluate.progress import Say, Show, silent
+from mtp_extract.evaluation.extras import require
+from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.options import BASE, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.adaptive import AdaptiveDrafts

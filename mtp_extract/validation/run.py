@@ -17,11 +17,11 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluate.agreement import Continuations, continue_greedily, figures, groups
-from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluate.measured import compare, of_agreement
-from mtp_extract.evaluate.progress import Say, Show, counter
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
+from mtp_extract.evaluation.agreement import Continuations, continue_greedily, figures, groups
+from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluation.measured import compare, of_agreement
+from mtp_extract.evaluation.progress import Say, Show, counter
+from mtp_extract.evaluation.prompts import Prompt, encode_prompts, prompts_or_shipped
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here

@@ -14,7 +14,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import escape
-from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
+from mtp_extract.evaluation.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.formats import format_of
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS

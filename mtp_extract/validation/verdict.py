@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from mtp_extract.errors import several
-from mtp_extract.evaluate.intervals import undecided
+from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.numbers import number, rate
 from mtp_extract.report.page import NOT_MEASURED, Headline

@@ -14,8 +14,8 @@ from statistics import fmean
 
 from torch import Tensor
 
-from mtp_extract.evaluate.agreement import Continuations, Done, figure, measure_agreements
-from mtp_extract.evaluate.intervals import share_interval
+from mtp_extract.evaluation.agreement import Continuations, Done, figure, measure_agreements
+from mtp_extract.evaluation.intervals import share_interval
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator

@@ -13,8 +13,8 @@ import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
+from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.prompts import encode_prompts, read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 

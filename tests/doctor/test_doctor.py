@@ -29,7 +29,7 @@ from mtp_extract.doctor.tables import tables
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.base_model import LoadedBase, load_base
+from mtp_extract.evaluation.base_model import LoadedBase, load_base
 from mtp_extract.io.source import LocalSource
 from mtp_extract.report.page import plain_json
 from mtp_extract.speculate.loop import SpeculativeGenerator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.agreement import Continuations, measure_agreements
+from mtp_extract.evaluation.agreement import Continuations, measure_agreements
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 

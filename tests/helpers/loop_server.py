@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from helpers.model_server import ModelServer, Written, model_server
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts
+from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import Round, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluation.prompts import Prompt
 
 __all__ = ["few_of", "write_prompts"]
 

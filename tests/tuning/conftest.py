@@ -22,7 +22,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.evaluation.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text

@@ -23,8 +23,8 @@ from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.evaluate.intervals import Interval
-from mtp_extract.evaluate.measured import Change
+from mtp_extract.evaluation.intervals import Interval
+from mtp_extract.evaluation.measured import Change
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tuning import ordered

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.evaluation.prompts import shipped_prompts
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tuning import corpus, train
 from mtp_extract.tuning.plan import TuningPlan

@@ -14,8 +14,8 @@ import transformers
 from helpers.first_pair import first_base
 
 from mtp_extract.errors import MtpExtractError, PairError
-from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluation.measured import Measured
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mtp_extract.cli.tune import _show_comparisons
-from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluation.measured import Measured
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.verdict import Comparisons

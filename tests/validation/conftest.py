@@ -14,9 +14,9 @@ import mtp_extract
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.agreement import Continuations, continue_greedily
-from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts
+from mtp_extract.evaluation.agreement import Continuations, continue_greedily
+from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation

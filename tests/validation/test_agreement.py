@@ -10,8 +10,8 @@ from helpers.agreement import measure_agreement
 from helpers.stepping import teacher_forced_by_stepping
 
 from mtp_extract.errors import MtpExtractError, PairError
-from mtp_extract.evaluate.agreement import Continuations, figures
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts
+from mtp_extract.evaluation.agreement import Continuations, figures
+from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import SpeculativeGenerator

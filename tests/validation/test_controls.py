@@ -12,9 +12,9 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import TRANSFORMERS
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed
-from mtp_extract.evaluate.agreement import Continuations, continue_greedily
-from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
+from mtp_extract.evaluation.agreement import Continuations, continue_greedily
+from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.prompts import encode_prompts, read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement

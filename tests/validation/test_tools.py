@@ -17,7 +17,7 @@ from helpers.first_pair import first_bundle
 
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
+from mtp_extract.evaluation.extras import TRANSFORMERS, unusable
 from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.page import checks

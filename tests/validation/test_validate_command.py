@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from mtp_extract.cli import validate
 from mtp_extract.data import sample_prompts
 from mtp_extract.errors import OutputError
-from mtp_extract.evaluate.prompts import read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.validation.result import Validation
 
 # They share the pair, and a whole validation of it.

@@ -17,7 +17,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError
-from mtp_extract.evaluate.measured import Change
+from mtp_extract.evaluation.measured import Change
 from mtp_extract.io.place import check_place
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED

@@ -9,7 +9,7 @@ import pytest
 from helpers.agreement import measure_agreement
 from msgspec import structs
 
-from mtp_extract.evaluate.agreement import Continuations
+from mtp_extract.evaluation.agreement import Continuations
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement

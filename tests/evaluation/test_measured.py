@@ -15,9 +15,9 @@ from helpers.random_pairs import PROMPTS, random_base, random_drafter
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
-from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.intervals import difference_interval, ratio_bounds, share_interval
-from mtp_extract.evaluate.measured import (
+from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.intervals import difference_interval, ratio_bounds, share_interval
+from mtp_extract.evaluation.measured import (
     Change,
     Measured,
     compare,

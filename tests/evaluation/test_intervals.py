@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate import intervals
-from mtp_extract.evaluate.intervals import (
+from mtp_extract.evaluation import intervals
+from mtp_extract.evaluation.intervals import (
     LEAST_TEXTS,
     Interval,
     difference_bounds,

@@ -7,7 +7,7 @@ import torch
 from helpers.random_pairs import base_alone, random_base
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.agreement import base_texts, groups
+from mtp_extract.evaluation.agreement import base_texts, groups
 from mtp_extract.speculate.target import Base
 
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9), (2, 2), (5, 4, 3))

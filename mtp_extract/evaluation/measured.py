@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import rnn
 
-from mtp_extract.evaluate.intervals import Interval, difference_interval, ratio_interval, share_interval
+from mtp_extract.evaluation.intervals import Interval, difference_interval, ratio_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, OfTexts
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.prompts import FEW, Prompt, prompts_or_shipped, read_prompts, shipped_prompts
+from mtp_extract.evaluation.prompts import FEW, Prompt, prompts_or_shipped, read_prompts, shipped_prompts
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, side_of
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
@@ -120,7 +120,7 @@ def test_refused(tmp_path: Path, name: str) -> None:
 def test_absent_and_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MtpExtractError, match="No such file"):
         read_prompts(tmp_path / "absent.txt")
-    monkeypatch.setattr("mtp_extract.evaluate.prompts.LARGEST", 10)
+    monkeypatch.setattr("mtp_extract.evaluation.prompts.LARGEST", 10)
     with pytest.raises(MtpExtractError, match="expected at most 10 bytes, found 11"):
         read_prompts(written(tmp_path / "x.txt", "a" * 11))
 

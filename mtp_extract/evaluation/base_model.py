@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mtp_extract.errors import MtpExtractError, PairError, escape, few
-from mtp_extract.evaluate.extras import quiet_transformers, require
+from mtp_extract.evaluation.extras import quiet_transformers, require
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import files_of
 

@@ -14,8 +14,8 @@ from helpers.hub_server import Content, HubServer
 from safetensors.torch import load_file, save_file
 
 from mtp_extract.errors import MtpExtractError, PairError, SourceError
-from mtp_extract.evaluate import base_model
-from mtp_extract.evaluate.base_model import free_memory, load_base, memory_guard
+from mtp_extract.evaluation import base_model
+from mtp_extract.evaluation.base_model import free_memory, load_base, memory_guard
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.intervals import Interval, repeats
-from mtp_extract.evaluate.measured import of_agreement, share_over_texts
-from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluation.intervals import Interval, repeats
+from mtp_extract.evaluation.measured import of_agreement, share_over_texts
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.codec import count
 from mtp_extract.speculate.target import Base
