@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.insertion.base import planned_base_insertion
 from mtp_extract.insertion.base_checkpoint import holds_base, holds_drafter
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
-from mtp_extract.insertion.drafter import planned_insertion
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
@@ -165,24 +163,21 @@ def insert(
     source, ranges = checkpoint_here(source, or_bundle=True), None
     if (Path(source) / RECORD).is_file():
         verify(Path(source), REPORT_FILES)
-    of_drafter = {"graph_from": graph_from, "base": base, "section": section}
-    with ExitStack() as stack:
-        if holds_base(Path(source)):
-            if wrong := tuple(name for name, value in of_drafter.items() if value is not None):
-                why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
-                raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
-            plan = stack.enter_context(planned_base_insertion(source, bundle, progress))
-        else:
-            if base is not None:
-                from mtp_extract.validation.calibration import measure_ranges
+    if base is not None and not holds_base(Path(source)):
+        from mtp_extract.validation.calibration import measure_ranges
 
-                if not Path(source).is_dir():
-                    why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
-                    raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
-                ranges = measure_ranges(source, base, say=say, show=show)
-            plan = stack.enter_context(
-                planned_insertion(source, bundle, ranges=ranges, graph_from=graph_from, section=section)
-            )
+        if not Path(source).is_dir():
+            why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
+            raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
+        ranges = measure_ranges(source, base, say=say, show=show)
+    of_drafter = {"graph_from": graph_from, "base": base, "section": section}
+    wrong = tuple(name for name, value in of_drafter.items() if value is not None)
+    if wrong and holds_base(Path(source)):
+        why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
+        raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
+    with planned_insertion(
+        source, bundle, ranges=ranges, graph_from=graph_from, section=section, progress=progress
+    ) as plan:
         planned(plan)
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
 

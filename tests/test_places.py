@@ -15,8 +15,7 @@ from helpers.record_document import TUNING
 from mtp_extract import extract, validate
 from mtp_extract.errors import OutputError
 from mtp_extract.formats import FORMATS
-from mtp_extract.insertion.base import planned_base_insertion
-from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.place import check_place
 from mtp_extract.pipeline.check import recorded, verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
@@ -59,7 +58,7 @@ def insert(source: Path, bundle: Path, out: Path) -> None:
 
 
 def insert_base(source: Path, bundle: Path, out: Path) -> None:
-    with planned_base_insertion(source, bundle) as plan:
+    with planned_insertion(source, bundle) as plan:
         plan.write(out, overwrite=True)
 
 

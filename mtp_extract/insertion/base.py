@@ -7,10 +7,8 @@ as there are signatures. Weights are streamed.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +20,12 @@ from mtp_extract.checkpoint.weight import filled
 from mtp_extract.errors import CheckpointError, PairError, RoleError, UnsupportedError, escape, few
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, read_base
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint
 from mtp_extract.insertion.encoding import check_written, encode
 from mtp_extract.insertion.fit import differences
 from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Place, Slot, slots_of
-from mtp_extract.io.place import files_of
+from mtp_extract.io.place import PathLike
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
@@ -167,42 +165,35 @@ def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
         yield Match(role, name, weight.shape if weight else shape, places, slots, problem)
 
 
-@contextmanager
-def planned_base_insertion(
-    directory: str | os.PathLike[str],
-    bundle: str | os.PathLike[str],
-    progress: Progress = lambda done, total: None,
-) -> Iterator[InsertionPlan]:
-    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is; ``progress`` is of its weights.
+def plan_base(
+    checkpoint: BaseCheckpoint, opened: Opened, inputs: tuple[PathLike | None, ...], progress: Progress
+) -> InsertionPlan:
+    """Plan to put a base into the bundle ``opened``.
 
     Raises:
-        CheckpointError: the directory is no complete checkpoint of a Gemma 4 base.
+        CheckpointError: it has tensors that no bundle holds.
         PairError: it is of another geometry than the bundle's base.
         UnsupportedError: a weight has no place of its own in the bundle.
         RoleError: the bundle's graphs cannot be read.
     """
-    checkpoint = read_base(Path(directory))
     if checkpoint.unknown:
         raise CheckpointError(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
-    with open_bundle(bundle) as opened:
-        slots = _slots(opened, checkpoint)
-        encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
-        every, notes = [encoding for own in encodings.values() for encoding in own], []
-        written = tuple(overlays(every))
-        if written and any(place.found.input is not None for slot in slots for place in slot.places):
-            notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
-        if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
-            notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
+    slots = _slots(opened, checkpoint)
+    encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
+    written, notes = tuple(overlays(encoding for own in encodings.values() for encoding in own)), []
+    if written and any(place.found.input is not None for slot in slots for place in slot.places):
+        notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
+    if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
+        notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
 
-        def check(path: Path) -> None:
-            with open_bundle(path) as new:
-                check_written(path, _slots(new, checkpoint))
+    def check(path: Path) -> None:
+        with open_bundle(path) as new:
+            check_written(path, _slots(new, checkpoint))
 
-        inputs = (bundle, *files_of(directory))
-        yield InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
+    return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
 
 
 def _slots(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Say, Show, counter, silent
-from mtp_extract.insertion.drafter import Range, Ranges
+from mtp_extract.insertion.activations import Range, Ranges
 
 if TYPE_CHECKING:
     from torch import Tensor

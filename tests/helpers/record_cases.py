@@ -21,7 +21,7 @@ from helpers.fuzz_cases import Outcome, bundle_bytes
 from mtp_extract import extract
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.inspection import inspect_checkpoint

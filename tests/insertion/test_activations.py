@@ -12,7 +12,8 @@ from helpers.variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.insertion.drafter import Ranges, planned_insertion
+from mtp_extract.insertion.activations import Ranges
+from mtp_extract.insertion.run import planned_insertion
 
 STATIC = variant("torch_static8_mix48_kv8")
 

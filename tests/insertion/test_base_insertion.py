@@ -33,11 +33,12 @@ from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.cli._command import run_lean
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
-from mtp_extract.insertion.base import find_base, matches, planned_base_insertion
+from mtp_extract.insertion.base import find_base, matches
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, compare_base
 from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.plan import InsertionResult
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.assembled import write_copy
 from mtp_extract.pipeline.extraction import extract
 
@@ -46,7 +47,7 @@ LAYER = f"{PREFIX}layers.0."
 
 def put(base: Path, bundle: Path, out: Path) -> InsertionResult:
     read = list[tuple[int, int]]()
-    with planned_base_insertion(base, bundle, lambda *bytes_read: read.append(bytes_read)) as plan:
+    with planned_insertion(base, bundle, progress=lambda *bytes_read: read.append(bytes_read)) as plan:
         assert read == sorted(read) and read[-1][0] == read[-1][1] > 0
         return plan.write(out)
 
@@ -62,7 +63,7 @@ def tuned(weights: Weights) -> None:
 @pytest.mark.parametrize("dtype", ["", "f16"])
 def test_the_base_that_is_there_changes_nothing(sample: Path, tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "new.litertlm"
-    with planned_base_insertion(base_with(tmp_path / "base", dtype=dtype), sample) as plan:
+    with planned_insertion(base_with(tmp_path / "base", dtype=dtype), sample) as plan:
         kept = {d.how for role, each in plan.encodings.items() for d in each if dtype == "" or role.endswith("norm")}
         plan.write(out)
     assert kept == {KEPT}
@@ -71,7 +72,7 @@ def test_the_base_that_is_there_changes_nothing(sample: Path, tmp_path: Path, dt
 
 def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) -> None:
     base, out = base_with(tmp_path / "base", tuned, shards=2), tmp_path / "new.litertlm"
-    with planned_base_insertion(base, sample) as plan:
+    with planned_insertion(base, sample) as plan:
         assert {each[0].how for role, each in plan.encodings.items() if role.endswith("norm")} == {FLOATS}
         assert {each[0].how for role, each in plan.encodings.items() if role.endswith("proj")} == {REQUANTIZED}
         assert max(decision.error for each in plan.encodings.values() for decision in each) < 0.01
@@ -103,7 +104,7 @@ def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: P
     at = place.model.region.begin + quantization.scales.start + 4 * 5
     bundle, out = patched(tmp_path / "scale.litertlm", {at: scale.tobytes()}), tmp_path / "new.litertlm"
     base = base_with(tmp_path / "base", tuned)
-    with planned_base_insertion(base, bundle) as plan:
+    with planned_insertion(base, bundle) as plan:
         assert [d.how for d in plan.encodings["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
         plan.write(out)
     with open_bundle(out) as opened:
@@ -298,7 +299,7 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.C
 
 def test_the_packaged_base_changes_no_byte(tmp_path: Path) -> None:
     again = tmp_path / "again.litertlm"
-    with planned_base_insertion(sample_base(), sample_bundle()) as plan:
+    with planned_insertion(sample_base(), sample_bundle()) as plan:
         plan.write(again)
     assert again.read_bytes() == sample_bundle().read_bytes()
 
@@ -311,7 +312,7 @@ def test_a_weight_with_a_factor_in_it_is_put_back_with_it(tmp_path: Path) -> Non
     tensors[name] = np.ascontiguousarray(tensors[name][::-1])
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "new.litertlm"
-    with planned_base_insertion(base, sample_bundle()) as plan:
+    with planned_insertion(base, sample_bundle()) as plan:
         plan.write(out)
     for weights, same in ((base, True), (sample_base(), False)):
         with open_bundle(out) as opened:

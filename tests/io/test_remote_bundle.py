@@ -23,7 +23,7 @@ from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 import mtp_extract
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError
-from mtp_extract.insertion.base import planned_base_insertion
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io import assembled
 from mtp_extract.io.remote import RemoteSource
 from mtp_extract.io.source import LocalSource
@@ -231,7 +231,7 @@ def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_pa
     made = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
     mtp_extract.insert(made.directory, URL, tmp_path / "drafter.litertlm")
     assert (tmp_path / "drafter.litertlm").read_bytes() == sample.read_bytes()
-    with planned_base_insertion(first_base(), URL) as plan:
+    with planned_insertion(first_base(), URL) as plan:
         plan.write(tmp_path / "base.litertlm")
     assert (tmp_path / "base.litertlm").read_bytes() == sample.read_bytes()
 

@@ -24,7 +24,7 @@ from mtp_extract.cli import upload as upload_command
 from mtp_extract.errors import HubError
 from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of

@@ -15,7 +15,7 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of

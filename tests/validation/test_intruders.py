@@ -23,7 +23,7 @@ from mtp_extract.cli import inspect
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion.drafter import planned_insertion
+from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.pipeline.check import unexpected_in, verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of

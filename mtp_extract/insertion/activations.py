@@ -1,0 +1,81 @@
+"""Scales of static activations, put into a bundle anew: as wide as what a drafter computes beside its base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from mtp_extract.bundle import Shard
+from mtp_extract.graph.flat import Value
+from mtp_extract.insertion.plan import Overlay
+from mtp_extract.litertlm.tflite import Tensor, TensorType
+
+_LIMITS = {TensorType.INT8: (-128, 127), TensorType.INT16: (-32768, 32767)}
+# The operators between floats and a quantized matrix product.
+_ENTERS, _PRODUCTS, _LEAVES = "QUANTIZE", ("FULLY_CONNECTED", "BATCH_MATMUL"), "DEQUANTIZE"
+
+Range = tuple[float, float]
+"""The least and the largest value that was seen."""
+
+Ranges = Mapping[str, tuple[Range, Range]]
+"""Role of a matrix → what went into it and what came out."""
+
+
+def calibrated(drafter: Shard, changed: bool, ranges: Ranges | None) -> tuple[list[Overlay], list[str]]:
+    """New scales of static activations, and notes on them; ``changed``: whether any weight is."""
+    static = [role.role for role in drafter.walk.roles if role.input is not None]
+    if not static:
+        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
+    if ranges is None:
+        note = (
+            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
+            "may be accepted less often than the checkpoint's. A base and prompts give new ones."
+        )
+        return [], [note] if changed else []
+    scales, kept = _recalibrated(drafter, ranges)
+    done = f"Static activations of {len(static)} matrices were calibrated anew."
+    return [*scales], [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
+
+
+def _recalibrated(drafter: Shard, ranges: Ranges) -> tuple[list[tuple[int, bytes]], list[str]]:
+    """New scales and zero points, each with where in the file it goes, and the roles that keep an old one because other
+    operators share it.
+    """
+    # What several roles read has one range.
+    written: dict[int, bytes] = {}
+    kept: dict[str, None] = {}
+    for role in drafter.walk.roles:
+        node = role.result.producer if role.result is not None else None
+        if role.input is None or node is None or role.role not in ranges:
+            continue
+        for value, bounds in zip((node.operand(0), node.outputs[0]), ranges[role.role], strict=True):
+            if _is_own(value):
+                written.update(_scale_bytes(drafter.model.region.begin, value.tensors[-1], bounds))
+            else:
+                kept[role.role] = None
+    return list(written.items()), list(kept)
+
+
+def _is_own(value: Value) -> bool:
+    """Whether ``value`` lies between floats and one kind of matrix only."""
+    maker, readers = value.producer, {node.kind for node, _ in value.consumers}
+    if value.tensors[-1].type not in _LIMITS or maker is None:
+        return False
+    return (maker.kind == _ENTERS and readers <= set(_PRODUCTS)) or (maker.kind in _PRODUCTS and readers <= {_LEAVES})
+
+
+def _scale_bytes(begin: int, tensor: Tensor, bounds: Range) -> Iterator[tuple[int, bytes]]:
+    quantization, type_ = tensor.quantization, tensor.type
+    assert quantization is not None and type_ is not None
+    lowest, highest = _LIMITS[type_]
+    low, high = min(bounds[0], 0.0), max(bounds[1], 0.0)
+    symmetric = not quantization.zero_point.any()
+    # As weights are quantized; a range of nothing keeps its scale.
+    span, steps = (max(-low, high), highest) if symmetric else (high - low, highest - lowest)
+    scale = np.float32(span) / np.float32(steps)
+    if 0 < scale < np.inf:
+        yield begin + quantization.scales.start, np.array([scale], "<f4").tobytes()
+        if not symmetric:
+            zero_point = np.rint(np.float32(lowest) - np.float32(low) / scale)
+            yield begin + quantization.zero_points.start, np.array([zero_point], "<i8").tobytes()
