@@ -6,7 +6,7 @@ root and a new list of sections may lead on into the old buffer. Whatever the sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import flatbuffers
@@ -47,13 +47,15 @@ def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
         ranges.append((at, at + content.size))
         at = aligned(at + content.size, ALIGNMENT)
     size = max((end for _, end in ranges), default=ALIGNMENT)
+    header = _header(bundle, kept, added, ranges)
     sections = ((begin, content) for (begin, _), content in zip(ranges, contents, strict=True))
-    return Assembled(bundle.source.name, size, (*_header(bundle, kept, added, ranges), *sections))
+    pieces = ((0, Region(BytesSource(header), 0, len(header), "the new header")), *sections)
+    return Assembled(bundle.source.name, size, pieces)
 
 
 def _header(
     bundle: Bundle, kept: Sequence[Section], added: Sequence[Added], ranges: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, Region]]:
+) -> bytes:
     """The header that lists the sections ``kept`` and ``added``, which lie at ``ranges`` now."""
     source, name = bundle.source, bundle.source.name
     region = Region(source, HEADER_START, bundle.header_end - HEADER_START, "the header")
@@ -69,20 +71,15 @@ def _header(
     end = shift + region.size
     if end > ALIGNMENT:
         raise UnsupportedError(f"{name}: its header leaves no room for another section.")
-    yield 0, Region(source, 0, HEADER_START, "the header")
-    yield 24, _bytes(end.to_bytes(8, "little"))
-    yield HEADER_START, _bytes(front)
-    yield shift, region
+    header = bytearray(source.read(0, HEADER_START) + front + region.read())
+    header[24:32] = end.to_bytes(8, "little")
     for section, place in zip(kept, ranges, strict=False):
         for slot, value in zip((1, 2), place, strict=True):
             if at := tables[section.index].at(slot):
-                yield shift + at, _bytes(value.to_bytes(8, "little"))
+                header[shift + at : shift + at + 8] = value.to_bytes(8, "little")
             elif section.size:
                 raise UnsupportedError(f"{name}: {section.label} does not say where it lies.")
-
-
-def _bytes(data: bytes) -> Region:
-    return Region(BytesSource(data), 0, len(data), "the new header")
+    return bytes(header)
 
 
 def _front(root: Table, kept: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
