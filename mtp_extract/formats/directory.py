@@ -244,7 +244,8 @@ class DirectoryFormat:
             else:
                 floats = ("F32",) if self.key else reading.FLOATS
                 expected[stems[role]] = shape, ("I64",) if role.kind == INDEX else floats
-        reading.check_tensors(expected, stored, more=() if self.key else (f"{HEAD}{_WEIGHT}",))
+        copied = {} if self.key else {f"{HEAD}{_WEIGHT}": expected[f"{EMBEDDING}{_WEIGHT}"]}
+        reading.check_tensors(expected, stored, more=copied)
         require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}

@@ -169,7 +169,7 @@ class GgufFormat:
         names = {role: role.names[self.name] for role in shapes_of(config)}
         known = (*reading.FLOATS, *_QUANTIZED)
         expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(expected, found, more=(_ROPE,))
+        reading.check_tensors(expected, found, more={_ROPE: (_frequency_factors(config).shape, reading.FLOATS)})
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
         floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats))

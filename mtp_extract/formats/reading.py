@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
@@ -151,26 +152,26 @@ def find_tensors(
     return found
 
 
-def check_tensors(expected: Expected, found: Tensors, more: Iterable[str] = ()) -> None:
+def check_tensors(expected: Expected, found: Tensors, more: Expected = MappingProxyType({})) -> None:
     """Hold the tensors of a file against what its config asks for.
 
     Args:
-        more: names that may be there as well.
+        more: tensors that may be there as well.
 
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
     problems = []
-    for name, (shape, dtypes) in expected.items():
+    for name, (shape, dtypes) in {**more, **expected}.items():
         if name not in found:
-            problems.append(f"{escape(name)}: expected a tensor, found none")
+            problems += [f"{escape(name)}: expected a tensor, found none"] if name in expected else []
         elif (tensor := found[name][1]).shape != shape:
             problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(tensor.shape)}")
         elif tensor.dtype not in dtypes:
             problems.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(tensor.dtype)}")
     problems += [
         f"{escape(name)}: expected no such tensor, found {list(found[name][1].shape)}"
-        for name in found.keys() - expected.keys() - set(more)
+        for name in found.keys() - expected.keys() - more.keys()
     ]
     if problems:
         raise mismatch(problems)

@@ -219,6 +219,7 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
         (_tensor("d2t", lambda t: t["d2t"].int()), "d2t: expected I64, found I32"),
         (_tensor("d2t", lambda t: None), "d2t: expected a tensor"),
         (_tensor("t2d", lambda t: ~t["t2d"]), "t2d: expected the tokens that d2t names"),
+        (_tensor("t2d", lambda t: t["t2d"].long()), "t2d: expected BOOL, found I64"),
         (_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
         (
             _tensor("fc.weight", lambda t: torch.ones(32, 96, dtype=torch.int8)),
