@@ -50,16 +50,13 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
         return Check("transformers", _WHAT, None, "this is asked of the transformers format only")
     if why := unusable("transformers", "Gemma4AssistantForCausalLM"):
         return Check("transformers", _WHAT, None, f"transformers: {why}; {TRANSFORMERS} works")
-    found, version = examined("transformers", _WHAT, _examine, directory, drafter, source), _version()
+    found = examined("transformers", _WHAT, _examine, directory, drafter, source)
+    version = str(sys.modules["transformers"].__version__)
     if found.passed is False and not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
         found = replace(found, passed=None, evidence=f"it is of no release that was tried: {found.evidence}")
     if found.passed is None:
         return replace(found, evidence=f"transformers {escape(version)}: {found.evidence}; {TRANSFORMERS} works")
     return found
-
-
-def _version() -> str:
-    return str(sys.modules["transformers"].__version__)
 
 
 def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:

@@ -24,7 +24,7 @@ _MEANS = {
 
 def concluded(found: Validation) -> Validation:
     """``found`` with its verdict: whether it is verified or refuted, and what was found in a few sentences."""
-    names = {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
+    names = _names(found)
     found.refuted, found.verified = bool(names[False]), not names[False] and {*names[True]}.issuperset(NEEDED)
     if found.refuted:
         said = ", and ".join(f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False)
@@ -43,9 +43,14 @@ def concluded(found: Validation) -> Validation:
     return structs.replace(found, verdict=" ".join(f"{sentence}." for sentence in sentences))
 
 
+def _names(found: Validation) -> dict[bool | None, list[str]]:
+    """Of the checks that were passed, that refute, and that were left open."""
+    return {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
+
+
 def headlines(found: Validation) -> list[Headline]:
     """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
-    names = {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
+    names = _names(found)
     of = f"{len(names[True])} of {len(found.checks)} checks against {found.source} passed"
     for word, some in (("refuted", names[False]), ("not checked", names[None])):
         of += f", {word}: {', '.join(some)}" if some else ""
