@@ -52,7 +52,6 @@ class TextFit(Record):
     """Whether the served texts are the base's own."""
 
     texts: Positive  #: that were looked at
-    same: Count  #: of these, those that are the reference's own
     likeliest: Figure  #: share of their tokens that are the base's argmax, which all should be
     prompts_alike: Share | None  #: share of the prompts that the server read as they are here; null where not reported
 

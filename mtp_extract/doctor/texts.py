@@ -31,7 +31,6 @@ class Sample:
     """A text to look along."""
 
     text: Text
-    own: bool  # whether these are the tokens that the reference writes
     answer: Answer | None = None  # None without a server
     read_alike: bool | None = None  # whether the server read the prompt as it is here; None where it does not say
     without_bos: bool = False  # whether it read the prompt but for the BOS token that it begins with here
@@ -66,9 +65,10 @@ def samples(
 ) -> list[Sample]:
     """Texts to count along; those that are too short, repeat another, or say nothing of drafts, are left out.
 
-    Rounds are of tokens, and most servers report text alone. Text that is the reference's own has its tokens; other
-    text is made tokens again, and left out where these are not as many as the server counts. Prompts are taken as the
-    server read them, where it says so. Where no answer says anything of drafts, all are kept.
+    Rounds are of tokens, and most servers report text alone. Where one does, the reference writes after the same
+    prompts: text that is its own has its tokens; other text is made tokens again, and left out where these are not as
+    many as the server counts. Prompts are taken as the server read them, where it says so. Where no answer says
+    anything of drafts, all are kept.
 
     Raises:
         PairError: the server writes tokens that the base does not have.
@@ -82,17 +82,17 @@ def samples(
         )
     bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
     prompts = [_as_read(*pair, bos) for pair in zip(encoded, told, strict=True)]
-    found = list[Sample]()
-    written = base_texts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
+    found, written = list[Sample](), list[Tokens]([()] * len(prompts))
+    if not all(answer is not None and answer.token_ids is not None for answer in told):
+        written = base_texts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
     for here, prompt, answer, own in zip(encoded, prompts, told, written, strict=True):
         tokens = own if answer is None else _tokens(generator, answer, own)
-        if tokens is None:
-            continue
         alike = None
         if answer is not None and (answer.prompt_ids is not None or answer.prompt_tokens is not None):
             alike = prompt == here and answer.prompt_tokens in (None, len(here))
-        text = Text((*prompt, *tokens), len(prompt))
-        found.append(Sample(text, tokens == own, answer, alike, without_bos=prompt == here[1:]))
+        if tokens is not None:
+            text = Text((*prompt, *tokens), len(prompt))
+            found.append(Sample(text, answer, alike, without_bos=prompt == here[1:]))
     again = repeats([sample.text.tokens for sample in found])
     kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
     return [sample for sample in kept if _accepted(sample) is not None] or kept
@@ -166,7 +166,6 @@ def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextF
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
     return TextFit(
         texts=len(chosen),
-        same=sum(sample.own for sample in chosen),
         likeliest=figure(float(hits.mean()), len(hits), share_over_texts(text_of, hits)),
         prompts_alike=sum(alike) / len(alike) if alike else None,
     )

@@ -43,7 +43,7 @@ def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
 
     def counts(*positions: int, tokens: int = 10, stops: tuple[int, ...] = ()) -> tuple[float, list[float] | None]:
         told = Counters(rounds=5, drafted=15, accepted=sum(positions), positions=positions)
-        found = served_counts([Sample(text, True, Answer("", tokens, 1, None, 0.0, counted=told))], STEPS, stops)
+        found = served_counts([Sample(text, Answer("", tokens, 1, None, 0.0, counted=told))], STEPS, stops)
         assert found is not None and found.tokens.tolist() == [9] and found.rounds.tolist() == [5]
         return float(found.accepted[0]), found.by_step[0].tolist() if found.by_step is not None else None
 

@@ -97,7 +97,7 @@ def test_twins_are_not_told_apart(rates: Mapping[str, np.ndarray]) -> None:
 
 
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
-    found = undiagnosed(TextFit(20, 0, Figure(0.8, 600, [0.75, 0.85]), None))
+    found = undiagnosed(TextFit(20, Figure(0.8, 600, [0.75, 0.85]), None))
     served = simulated(rates[next(iter(FAULTS))], np.random.default_rng(1))
     hold_against(found, Expected({SOUND: expectation(rates[SOUND])}, LITERT), served)
     verdict = judge(found)
