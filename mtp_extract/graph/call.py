@@ -63,7 +63,8 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
         return None
     if quantization.scales.count != 1 or quantization.zero_points.count > 1:
         raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scales.count} scales.")
-    scale, zero_point = float(quantization.scale[0]), int([*quantization.zero_point, 0][0])
+    scale = float(quantization.scale[0])
+    zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     lowest, highest = code_range(tensor.type)
     if not (0 < scale < math.inf and lowest <= zero_point <= highest):
         raise FormatError(f"{tensor.label} has the scale {scale:g} and the zero point {zero_point}: it is damaged.")

@@ -176,7 +176,7 @@ class _Builder:
         graph = self.model.subgraphs[index]
         for filled in (*graph.inputs, *(i for op in graph.operators for i in op.outputs)):
             if filled >= 0 and self.model.has_data(tensor := self.model.tensor(index, filled)):
-                raise RoleError(f"{tensor.label} is filled by the runtime, and numbers are stored for it, too.")
+                raise RoleError(f"{tensor.label} is filled when the graph runs, and numbers are stored for it, too.")
         # An input that is left out is a value that nothing computes.
         values = {i: Value([self.model.tensor(index, i)]) for i in graph.inputs if i >= 0} | arguments
         for op in graph.operators:

@@ -217,8 +217,8 @@ class Masks:
             return UNIFORM
         if not self._is_by_slot(value) or (tensor.type in NUMBER_TYPES and tensor.type not in FLOAT_TYPES):
             return None
-        numbers = self.graph.floats(value) if tensor.type in FLOAT_TYPES else self.graph.integers(value)
-        numbers = numbers.astype(np.float64)
+        is_float = tensor.type in FLOAT_TYPES
+        numbers = self.graph.floats(value) if is_float else self.graph.integers(value).astype(np.int64)
         step = _step(np.diff(numbers.reshape(-1, self.slots), axis=1))
         return None if step is None else Line(0, step)
 

@@ -6,6 +6,7 @@ A step of a drafter has one query; its position is also the slot of the caches t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +40,12 @@ class Positions:
         self.rotating: list[Value] = []
         self.count = 1
         self._first: dict[int, int] = {}
-        self._tables: dict[int, npt.NDArray[np.float64]] = {}
+        self._tables: dict[int, npt.NDArray[Any]] = {}
         self._same: dict[tuple[object, ...], Value] = {}
         self._canonical: dict[int, Value] = {}
 
-    def table(self, value: Value) -> npt.NDArray[np.float64]:
-        """What ``value`` is at every position, ``[positions, elements]``.
+    def table(self, value: Value) -> npt.NDArray[Any]:
+        """What ``value`` is at every position, ``[positions, elements]``: int64 of integers, else float64.
 
         Raises:
             UnsupportedError: it has many elements, or something else decides it, too.
@@ -53,10 +54,11 @@ class Positions:
             raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
         if id(value) not in self._tables:
             pieces = [numbers for _, (numbers,) in self.at(np.arange(self.slots), [value])]
-            self._tables[id(value)] = np.concatenate(pieces).astype(np.float64)
+            made = np.concatenate(pieces)
+            self._tables[id(value)] = made.astype(np.int64 if made.dtype.kind in "iu" else np.float64)
         return self._tables[id(value)]
 
-    def window(self, first_slots: npt.NDArray[np.float64]) -> int:
+    def window(self, first_slots: npt.NDArray[Any]) -> int:
         """The number of a table of first slots, the same for equal tables."""
         wanted = first_slots.astype(np.int64)
         for number, table in enumerate(self.first_slots):

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.checkpoint.weight import Constant, Weight, filled, row_ranges
+from mtp_extract.checkpoint.weight import Constant, Weight, divided, filled, row_ranges
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import code_range, computing, grid_of
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
@@ -24,7 +24,7 @@ from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.reading import LARGEST
-from mtp_extract.litertlm.storage import read_floats
+from mtp_extract.litertlm.storage import Floats, read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.grids import hold_grids
 from mtp_extract.proof.rotations import hold_rotations
@@ -170,14 +170,22 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
         if _reads_codes_of(weight, constant):
             continue
         for first, last in row_ranges(weight):
-            one, other = (w.floats(first, last).reshape(-1) for w in (constant, weight))
+            begin, other = first * weight.columns, weight.floats(first, last).reshape(-1)
+            one = _numbers_of(constant, begin, begin + other.size)
             wrong = ~((np.abs(one - other) <= np.float32(_ROUNDING) * np.abs(one)) & (np.abs(one) < LARGEST))
             if wrong.any():
                 where = int(wrong.argmax())
                 raise ProofError(
-                    f"{name}: the graph and the checkpoint part here: number {first * weight.columns + where} is "
+                    f"{name}: the graph and the checkpoint part here: number {begin + where} is "
                     f"{one[where]:.6g} in the graph and {other[where]:.6g} in the checkpoint. Nothing is written."
                 )
+
+
+def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:
+    """Elements ``[begin, end)`` of a constant, flat, as its file stores their scales."""
+    if isinstance(constant, Constant) and not constant.folded:
+        return divided(constant.source.floats(begin, end), constant.factor)
+    return constant.floats().reshape(-1)[begin:end]
 
 
 def _reads_codes_of(weight: Weight, constant: Weight) -> bool:

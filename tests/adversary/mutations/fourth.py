@@ -12,6 +12,7 @@ from adversary.edits import (
     Case,
     Change,
     Edit,
+    Sample,
     cases,
     chain,
     edge,
@@ -21,6 +22,7 @@ from adversary.edits import (
     through,
     unary,
 )
+from adversary.mutations.attention import both, slots, visible
 from adversary.mutations.blocks import every_eps
 
 Array = np.ndarray
@@ -146,6 +148,17 @@ def one_pair_for_both(g: Graph) -> None:
     g.set_input(place.softmax, 0, hidden)
 
 
+LARGE = 2**61
+"""float64 holds no neighbours of it."""
+
+
+def late(g: Graph, x: int) -> int:
+    """Slot 100 is seen from position 200 on: by INT64, which in floats were all the same."""
+    there = g.add(g.cast(g.input("input_pos"), np.int64), np.array([LARGE], np.int64))
+    begins = LARGE + np.where(slots(g) == 100, 200, slots(g)).astype(np.int64)
+    return both(g, x, g.reshape(g.call("GREATER_EQUAL", there, begins, shape=g.shape(x)), g.shape(x)))
+
+
 NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
 
 
@@ -182,6 +195,9 @@ FOURTH: tuple[Case, ...] = (
     *cases("fourth: caches", {"two_of_four_heads_of_values": more_heads("v")}, why=NO_ENGINE),
     *cases("fourth: caches", {"keys_in_two_batches": two_batches}, why="LiteRT refuses to run it"),
     *cases("fourth: caches", {"one_pair_for_both_types": one_pair_for_both}, layers=(0, 1), why=NO_ENGINE),
+    *cases(
+        "fourth: large integers", {"slot_100_late": visible(1, late)}, *(Sample(p, mask="past") for p in (100, 150))
+    ),
     *cases("fourth: results that are stored", STORED, why="LiteRT computes with the one or the other"),
 )
 """Cases that the interpreter cannot tell carry their reason."""
