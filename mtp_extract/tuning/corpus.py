@@ -129,10 +129,11 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
         contents = {tokens: item.content for tokens, (_, item) in zip(prompts, asked, strict=True)}
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
         # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
+        room = writer.context - plan.new_tokens
         fitting = [
             (side, item, tokens)
             for (side, item), tokens in zip(asked, prompts, strict=True)
-            if writer.fits(len(tokens)) or (plan.given and side != SHIPPED)
+            if len(tokens) <= room or (plan.given and side != SHIPPED)
         ]
         texts = dict[str, list[tuple[Prompt, Text]]]()
         for (side, item, _), text in zip(fitting, writer.texts([one[2] for one in fitting], tell), strict=True):

@@ -84,8 +84,8 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     shares = (corpus.trained, 1 - _RANDOM_SHARE), (strange[TRAINED], _RANDOM_SHARE)
     taught = [collect(pair, drafter, texts, int(share * most), (LITERT, TRANSFORMERS)) for texts, share in shares]
     watched = [collect(pair, drafter, texts, most) for texts in (corpus.watched, strange[WATCHED])]
-    shipped = {"shipped prompts": held_out[corpus.own :]} if held_out[corpus.own :] else {}
-    kinds = {"as trained on": held_out[: corpus.own], **shipped, "random tokens": strange[HELD_OUT]}
+    kinds = {"as trained on": held_out[: corpus.own], "shipped prompts": held_out[corpus.own :]}
+    kinds = {name: texts for name, texts in kinds.items() if texts} | {"random tokens": strange[HELD_OUT]}
     states = sum(len(one.states) for one in taught)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(before.tensors["lm_head"].array().copy())
@@ -105,14 +105,8 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
         index = units_of(corpus)[one.text] if name == "as trained on" else one.text
         kept[name] = {"share": float(hits.mean()), "interval": share_over_texts(index, hits)}
     size = vocabulary // count
-    about: dict[str, Any] = {
-        "centroids": count,
-        "top_k": top_k,
-        "tokens_a_cluster": size,
-        "best_step": best_step,
-        "states": states,
-    }
-    about |= {"rows_read": count + top_k * size, "rows_dense": vocabulary, "kinds": kept}
+    about: dict[str, Any] = {"centroids": count, "top_k": top_k, "tokens_a_cluster": size, "best_step": best_step}
+    about |= {"states": states, "rows_read": count + top_k * size, "rows_dense": vocabulary, "kinds": kept}
     return ordered(before, ordering, centroids, top_k), about
 
 

@@ -85,7 +85,7 @@ class Writer:
                     Line(names[prompt], len(prompt), (*prompt, *tokens))
                     for prompt, tokens in zip(batch, self._continued(batch), strict=True)
                 )
-                with written_whole(folder / f"{min(missing)}.jsonl") as file:
+                with written_whole(folder / f"{_number(sorted(missing)):012x}.jsonl") as file:
                     file.writelines(msgspec.json.encode(line) + b"\n" for line in lines if line.name in missing)
             done += len(batch)
             tell(f"text {done} of {total}", done, total)
@@ -94,13 +94,9 @@ class Writer:
         found = (stored[names[prompt]] for prompt in prompts)
         return [Text(line.tokens, line.prompt_length) for line in found]
 
-    def fits(self, prompt: int, new: int | None = None) -> bool:
-        """Whether so many tokens, and ``new`` ones after them, fit the base's context; by default all new ones."""
-        return prompt + (self.new_tokens if new is None else new) <= self.context
-
     def check_length(self, prompt: int, new: int, remedies: tuple[str, ...]) -> None:
-        """Raise PairError where they do not."""
-        if not self.fits(prompt, new):
+        """Raise PairError where so many tokens, and ``new`` ones after them, do not fit the base's context."""
+        if prompt + new > self.context:
             raise PairError(
                 f"expected prompts that fit the base's {self.context} tokens, found one of {prompt}, and {new} new "
                 "ones; give shorter prompts",
