@@ -19,8 +19,6 @@ from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.writing import as_written
 
-_READ = 1 << 24  # bytes
-
 
 class Pair:
     """A drafter beside its base.
@@ -77,9 +75,7 @@ class Pair:
         digest = xxh3_128()
         for name, value in sorted(self.loaded.model.state_dict().items()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-            numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            for at in range(0, len(numbers), _READ):
-                digest.update(numbers[at : at + _READ].data)
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def drafter_of(self, checkpoint: Checkpoint) -> Network:
