@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -137,6 +137,12 @@ def _small() -> Iterator[None]:
         yield
 
 
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """A file of prompts or texts, an object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
@@ -145,8 +151,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen = [p for side, count in sides.items() for p in [q for q in every if side_of(q) == side][:count]]
     assert len(chosen) == sum(sides.values())
     rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,6 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.tuning import ordered
 from mtp_extract.tuning.ordered import (
     Used,
-    balanced_clusters,
     build_head,
     cluster_of,
     clusters_of,
@@ -158,17 +157,21 @@ def test_numbers_that_cannot_be_are_refused(make: Callable[..., Outcome], tmp_pa
     assert 262145 % clusters_of(262145) == 0
 
 
-def test_heads_with_equal_rows_rows_of_nothing_or_no_numbers() -> None:
+def test_heads_and_states_of_equal_rows_of_nothing_or_no_numbers() -> None:
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(64, 6, generator=generator)
-    some = Used(states, torch.randint(24, (64,), generator=generator), torch.arange(64))
-    for head in (torch.zeros(24, 6), torch.ones(24, 6)):
-        ordering, centroids, _ = build_head(head, [some], [some], 6, 4, 0)
-        assert torch.equal(ordering.sort().values, torch.arange(24))
-        assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
-        assert bool(torch.isfinite(centroids).all())
-    with pytest.raises(MtpExtractError, match="finite"):
-        build_head(torch.full((24, 6), torch.nan), [some], [some], 6, 4, 0)
+    choices = torch.randint(24, (64,), generator=generator)
+    for states in (torch.randn(64, 6, generator=generator), torch.zeros(64, 6)):
+        some = [Used(states, choices, torch.arange(64))]
+        for head in (torch.zeros(24, 6), torch.ones(24, 6)):
+            ordering, centroids, _ = build_head(head, some, some, 6, 4, 0)
+            assert torch.equal(ordering.sort().values, torch.arange(24))
+            assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
+            assert bool(torch.isfinite(centroids).all())
+        for bad in (torch.nan, torch.inf):
+            head = torch.randn(24, 6, generator=generator)
+            head[7, 1] = bad
+            with pytest.raises(MtpExtractError, match="finite"):
+                build_head(head, some, some, 6, 4, 0)
 
 
 def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
@@ -251,12 +254,6 @@ def test_ranks_count_the_clusters_that_score_higher() -> None:
     assert ranks(states, rows, torch.tensor([0, 1, 2, 1])).tolist() == [1, 2, 0, 0]
 
 
-def test_states_of_nothing_are_no_error() -> None:
-    nothing = Used(torch.zeros(20, 4), torch.zeros(20, dtype=torch.long), torch.zeros(20, dtype=torch.long))
-    found, _ = learn_centroids([nothing], [nothing], torch.zeros(5, 4), steps=3, seed=0)
-    assert bool(torch.isfinite(found).all())
-
-
 def test_what_is_best_on_the_worst_kind_is_kept() -> None:
     """Rows learned from states with wrong labels fit such states; what is kept serves the right ones too."""
     taught, right = planted(3000, 1), planted(1500, 2)
@@ -269,11 +266,3 @@ def test_what_is_best_on_the_worst_kind_is_kept() -> None:
 
     assert step > 0
     assert worst(both) <= min(worst(means), worst(alone))
-
-
-def test_what_is_not_finite_is_refused() -> None:
-    for bad in (torch.nan, torch.inf):
-        vectors = torch.randn(12, 3)
-        vectors[7, 1] = bad
-        with pytest.raises(MtpExtractError, match="finite"):
-            balanced_clusters(vectors, 3)

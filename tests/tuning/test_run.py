@@ -23,6 +23,8 @@ from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 from mtp_extract.tuning.writing import locked
 
+from .conftest import write_rows
+
 
 def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
@@ -218,8 +220,7 @@ def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: P
     held = [row for row in rows if texts.side_of(row["source"]) == texts.HELD_OUT]
     copies = [s for s in map("copy {}".format, range(400)) if texts.side_of(s) == texts.HELD_OUT]
     again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
-    path = tmp_path / "twice.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]), encoding="utf-8")
+    path = write_rows(tmp_path / "twice.jsonl", [*rows, *again])
     once = gather(Pair(plan(tmp_path / "tuned")))
     twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
     assert twice.corpus.held_out == once.held_out
@@ -231,8 +232,7 @@ def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None
     sides = {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5}
     sources = [s for side, count in sides.items() for s in [s for s in every if texts.side_of(s) == side][:count]]
     rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(tmp_path / "texts.jsonl", rows)
     found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
     assert found.corpus.own > 5
     assert found.comparisons.overall.texts == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,8 @@ from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Writer, people_texts
+
+from .conftest import write_rows
 
 ANSWER = "It is the light that comes from all sides, scattered by the air.\n"
 
@@ -98,8 +99,7 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningP
             # The first two of each side end alike, and the next two.
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
             rows.append({"prompt": f"class {source}:\n{ending}", "source": source})
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(tmp_path / "texts.jsonl", rows)
     made = plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)
     found = gather(Pair(made))
     # Of those that end alike the first trained ones are left.
