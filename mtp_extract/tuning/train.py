@@ -315,7 +315,8 @@ def train(
     states = States(pair.base, drafter.needs, corpus.trained, plan.batch)
     optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
-    divided, optimizer = accelerator.prepare(latents, optimizer)
+    # In several processes it averages gradients.
+    wrapped, optimizer = accelerator.prepare(latents, optimizer)
     fingerprint = _fingerprint(pair, corpus)
     run = _resumed(plan, fingerprint, latents, optimizer)
 
@@ -338,7 +339,7 @@ def train(
     while run.done < steps and run.stale < PATIENCE:
         for group, highest in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = highest * rate(run.done, steps)
-        loss, agreement = _backward(pair, divided, *_batch(pair, states, corpus.kinds, run.done))
+        loss, agreement = _backward(pair, wrapped, *_batch(pair, states, corpus.kinds, run.done))
         accelerator.clip_grad_norm_(latents.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
