@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +102,27 @@ class Gradient:
     # F32 [N], 1 where the argmax is the base's, else 0; or, where ``kl`` or ``tv`` comes first, the probability that a
     # draft drawn here is accepted
     agreement: Tensor
-    states: Tensor  # [N, width], the derivative by the states
-    head: Tensor | None  # [V, width], that by the head; None where the head is not trained
+    made: list[Tensor | None]  # [N, width] by the states, [V, width] by the head; the latter None where none is wanted
+
+    def pass_on(self, states: Tensor, head: Tensor) -> None:
+        """Go on backwards from ``states`` and ``head``; what was ``made`` is let go of on the way."""
+        loss: Tensor = _PassedOn.apply(states, head, self.made)  # type: ignore[no-untyped-call]  # untyped in torch
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+class _PassedOn(torch.autograd.Function):
+    """Hands over gradients, and keeps none: that of a head is as large as the head."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, made: list[Tensor | None]) -> Tensor:
+        ctx.made = made
+        return states.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        made = (*ctx.made, None)
+        ctx.made.clear()
+        return made
 
 
 @torch.no_grad()
@@ -125,7 +145,7 @@ def gradient_of(rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = 
             of_head.addmm_(gradient.T, states[piece].float())
         # Before the next piece, which takes as much.
         del gradient
-    return Gradient(loss, agreement, of_states, None if of_head is None else of_head.to(head.dtype))
+    return Gradient(loss, agreement, [of_states, None if of_head is None else of_head.to(head.dtype)])
 
 
 def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -396,9 +396,7 @@ def _backward(
     states = functional_call(Rounds(drafter, plan.draft_steps), replaced, (batch, base.embed, convention))
     counted = states[within]
     made = gradient_of(rows, counted, head)
-    of_head = [] if made.head is None else [(head, made.head)]
-    ends, gradients = zip((counted, made.states), *of_head, strict=True)
-    torch.autograd.backward(ends, gradients)
+    made.pass_on(counted, head)
     told = torch.stack((made.loss, made.agreement.sum(), within.sum()))
     losses, right, count = pair.accelerator.gather(told[None]).T
     return float(losses.mean()), float(right.sum()) / max(1, int(count.sum()))

@@ -72,7 +72,7 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
     expected.backward()
     found = chunked(name, given, cap, temperature, at_once)
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for key, gradient in (("states", found.states), ("head", found.head)):
+    for key, gradient in zip(("states", "head"), found.made, strict=True):
         assert gradient is not None
         assert (gradient - exact[key].grad).abs().max() < 1e-5 * exact[key].grad.abs().max(), key
 
@@ -92,7 +92,18 @@ def test_agreement() -> None:
 
 
 def test_a_head_that_is_not_trained_has_no_gradient() -> None:
-    assert chunked("mixed", made(), None, 1.0, 200).head is None
+    assert chunked("mixed", made(), None, 1.0, 200).made[1] is None
+
+
+def test_a_gradient_is_passed_on_and_not_kept() -> None:
+    """Of the head it is as large as that, and a step has no room for two."""
+    given = made()
+    states, head = (given[name].requires_grad_() for name in ("states", "head"))
+    found = chunked("mixed", given, None, 1.0, 200)
+    of_states, of_head = (part.clone() for part in found.made if part is not None)
+    found.pass_on(2 * states, 3 * head)
+    assert found.made == []
+    assert torch.equal(states.grad, 2 * of_states) and torch.equal(head.grad, 3 * of_head)
 
 
 def test_nothing_of_the_rows_size_exists() -> None:
