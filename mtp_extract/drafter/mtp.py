@@ -125,7 +125,7 @@ class MtpState:
 class MtpDrafter(DrafterNetwork):
     """The MTP drafter: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
-    Made by :func:`mtp_extract.drafter.load_drafter`.
+    Made by :func:`mtp_extract.drafter.load.load_drafter`.
     """
 
     def __init__(self, config: DrafterConfig) -> None:

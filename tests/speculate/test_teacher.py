@@ -70,6 +70,17 @@ def test_anchors_are_the_rounds_of_generation(pair: Pair) -> None:
             anchor += len(round_.tokens)
 
 
+def test_a_drafter_of_no_numbers_ranks_no_token() -> None:
+    """Its argmax is some token, and nothing compares with what is no number."""
+    base = Base(random_base())
+    broken = random_drafter(base.model)
+    with torch.no_grad():
+        broken.final_norm.weight.fill_(torch.nan)
+    found = teacher_forced(base, broken, [Text(tuple(range(1, 20)), 5)], 2)
+    assert (found.ranks[found.targets >= 0] >= base.vocab_size).all()
+    assert (found.ranks[found.targets < 0] == -1).all()
+
+
 def test_texts_too_short(pair: Pair) -> None:
     with pytest.raises(PairError, match="at least two generated tokens"):
         teacher_forced(pair.generator.base, pair.drafter, [Text((1, 2, 3), 2)], 2)
