@@ -15,8 +15,9 @@ import mtp_extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.files import read_header
-from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
+from mtp_extract.pipeline import identity
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for, verify_against
@@ -228,3 +229,21 @@ def test_exact_gelu(tmp_path: Path) -> None:
             assert load_drafter(tmp_path / name).config.hidden_activation == "gelu"
         assert (tmp_path / "transformers").is_dir()
         convert(tmp_path / "transformers", tmp_path / "back", format="litert")
+
+
+@pytest.mark.parametrize(("error", "passed"), [(ProofError, False), (UnsupportedError, None)])
+@pytest.mark.parametrize("stored", ["f32"], indirect=True)
+def test_a_graph_that_is_not_proven(
+    stored: Path, source: Shard, monkeypatch: pytest.MonkeyPatch, error: type[MtpExtractError], passed: bool | None
+) -> None:
+    """The same config and tensors are not enough."""
+
+    def refuse(drafter: Shard, checkpoint: object) -> None:
+        raise error("layers.1: it is otherwise. Look there.")
+
+    monkeypatch.setattr(identity, "prove_checkpoint", refuse)
+    found = checked(stored, source)
+    assert [check.passed for check in found.values()] == [True, True, True, passed, True]
+    assert found["function"].evidence == "layers.1: it is otherwise"
+    with pytest.raises(CheckpointError, match=r"function: layers\.1: it is otherwise"):
+        verify_against(stored, source.opened)
