@@ -34,7 +34,7 @@ Read = Callable[[str], Weight]
 """Role → its tensor as written."""
 
 Proof = Mapping[str, Any]
-"""What was held, as ``--json`` prints it; :func:`mtp_extract.checkpoint.record.proof_record` keeps some of it."""
+"""What was held, as ``mtp-inspect --graph --json`` prints it; a record keeps what :func:`in_words` says of it."""
 
 _SAME, _ROUNDING = 1e-5, 1e-6
 _KEY_SIZE = 16.0
@@ -205,7 +205,7 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
 
 
 def in_words(proof: Mapping[str, Any]) -> list[str]:
-    """What the ``proof`` of a record says, in sentences: what was held, and what is not the checkpoint's."""
+    """``proof`` in sentences, as a record keeps it: what was held, and what is not the checkpoint's."""
     rows = proof["mask_rows"]
     masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else ", which are alike up to a shift")
     said = [
