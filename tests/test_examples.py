@@ -110,7 +110,7 @@ def test_both_loops_write_the_text_of_the_base_in_fewer_passes(run: Run) -> None
 def test_a_validation_is_read_from_its_report(
     run: Run, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtp_extract.validation.page.find_spec", lambda name: None)
+    monkeypatch.setattr("mtp_extract.report.page.find_spec", lambda name: None)
     printed = run("validate_pair", "--prompts", str(few), "--new-tokens", "8")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert report["verified"] and not report["refuted"]

@@ -108,7 +108,7 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     [
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),
-        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),
+        (("CHECKPOINT", "--base", "google/gemma-nope"), "or give the path of a local copy"),
         (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
         (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
     ],
