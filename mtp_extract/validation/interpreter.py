@@ -43,7 +43,7 @@ from mtp_extract.validation.parity import (
 NEARBY, FAR = 1e-5, 1e-4
 """Largest difference of an output in floats, as a share of its range, that counts as the same function.
 
-Far from the first position two float32 angles and the sums over many slots differ by more: 3e-5 of a drafter of E4B's
+Far from the first position two float32 angles and the sums over many slots differ by more: 6e-5 of a drafter of E4B's
 shape.
 """
 
