@@ -154,6 +154,7 @@ class SpeculativeGenerator:
         running = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
         chain = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
         whole = chain if isinstance(chain, Tree) else Tree((1,) * count("drafts", chain, least=0))
+        whole.require_tokens(base.vocab_size)
         drawn: list[Tensor] = []  # of each draft of a chain, the distribution it was drawn from
 
         def choose(logits: Tensor, width: int) -> Tensor:

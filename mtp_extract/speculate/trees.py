@@ -91,6 +91,19 @@ class Tree:
             rows[node][node] = True
         return rows
 
+    def require_tokens(self, vocabulary: int) -> None:
+        """Check that a base with so many tokens has as many choices for a place as this tree looks at.
+
+        Raises:
+            MtpExtractError: it has fewer.
+        """
+        if self.width > vocabulary:
+            raise MtpExtractError(
+                f"expected at most {vocabulary} drafts for one place, as many as the base has tokens, found "
+                f"{self.width}; make the tree narrower",
+                remedies=("trees",),
+            )
+
     def to_depth(self, depth: int) -> Tree:
         """The part that lies at most ``depth`` steps from the root."""
         return self if depth >= self.depth else Tree(self.widths[:depth])

@@ -31,6 +31,7 @@ from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.validation.controls import draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
@@ -105,6 +106,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
 
     Raises:
         PairError: a drafter does not fit the base, or a prompt its context.
+        MtpExtractError: a tree looks at more choices than the base has tokens.
     """
     prompts, places = prompts_or_shipped(plan.prompts), {found.drafter: directory}
     if plan.beside is not None:
@@ -119,6 +121,9 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     pair, drafters = pairs[found.drafter], [pair.drafter for pair in pairs.values()]
     steps, sizes = sorted(set(plan.draft_steps)), {"batch": plan.batch, "new_tokens": plan.new_tokens}
     plans = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
+    for tree in plan.wanted.values():
+        if isinstance(tree, Tree):
+            tree.require_tokens(pair.base.vocab_size)
     with memory_guard("running the base"):
         written = write_texts(pair, prompts, **sizes, chat_template=plan.chat_template, say=plan.say, show=plan.show)
         plan.say("drafting after every token of them, and with one thing broken at a time")

@@ -354,6 +354,12 @@ def test_what_does_not_fit_is_said_before_anything_is_measured(
         run_validation(dataclasses.replace(wanted, beside=Path("/absent")))
 
 
+def test_a_tree_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
+    with pytest.raises(MtpExtractError, match="at most 512 drafts for one place") as caught:
+        run_validation(dataclasses.replace(plan, trees=("600",)))
+    assert caught.value.remedies == ("trees",)
+
+
 def test_names_of_trees() -> None:
     wanted = ValidationPlan(None, trees=("4x2x1", "3")).wanted
     # A number alone is the name of a chain.
