@@ -70,8 +70,11 @@ def inspect(
     if is_checkpoint(source):
         checkpoint, bundle = Path(source), against
     elif against is not None and not os.path.isdir(against):
+        with open_bundle(source, progress=progress):  # what is wrong with it comes first
+            pass
         raise UnsupportedError(
-            f"{escape(against)}: expected a checkpoint's directory to hold a bundle against, found none. Name one.",
+            f"{escape(against)}: expected the directory of a checkpoint to compare {escape(source)} with, found none. "
+            "Give one.",
             remedies=("against",),
         )
     elif against is not None and holds_drafter(Path(against)):

@@ -43,13 +43,13 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key-env",
-        help="The environment variable that holds the servers' key.",
+        help="Environment variable that holds the server's key.",
         metavar="VARIABLE",
         parser=key_from,
     ),
 ]
 ServedModel = Annotated[
-    str | None, typer.Option(help="As the server calls it; needed where it serves several.", metavar="NAME")
+    str | None, typer.Option(help="Name of the model on the server; needed if it serves several.", metavar="NAME")
 ]
 Baseline = Annotated[
     str | None,
@@ -58,12 +58,14 @@ Baseline = Annotated[
 Workloads = Annotated[
     Path | None, typer.Option(help="Prompts as .txt or .jsonl; by default about 100 of ours.", metavar="FILE")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")]
+Device = Annotated[
+    str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.", metavar="DEVICE")
+]
 """See :func:`~mtp_extract.evaluation.base_model.load_base`."""
 BASE = typer.Option("--base", help="The base model: a directory, or an id of the Hugging Face Hub.", metavar="MODEL")
 ChatTemplate = Annotated[bool, typer.Option(help="Apply the base's chat template, if it has one.")]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there, if it is such a checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that mtp-extract wrote there.")]
 
 
 def check_other(baseline: str | None, url: str | None) -> None:

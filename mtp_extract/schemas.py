@@ -16,14 +16,14 @@ import msgspec
 from mtp_extract.io.typed import Excerpt
 
 Record = Literal["extraction", "report", "bench", "doctor"]
-"""Names of the files, without ``.json``."""
+"""The files ``extraction.json`` and ``report.json``, and what ``mtp-bench --json`` and ``mtp-doctor --json`` print."""
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The schema of the file ``name``, a :data:`Record`; what it does not list is not written.
+    """The schema of the record ``name``, a :data:`Record`; what it does not list is not written.
 
     Raises:
-        KeyError: there is no such file.
+        KeyError: there is no such record.
     """
     whole = _kind(name)
     _, parts = msgspec.json.schema_components([whole], ref_template="#/definitions/{name}")

@@ -243,7 +243,7 @@ def test_blocks_run(
 def of_python(desk: Desk, printed: str) -> None:
     """Roles and files were listed, a report written; drafts change no text, and the text is right."""
     assert "lm_head (" in printed
-    assert "masks in all 256 rows, which are alike up to a shift" in printed
+    assert "masks in all 256 rows (equal up to a shift)" in printed
     assert (desk.here / "report" / "report.json").is_file()
     alone = desk.names["generator"].generate(desk.names["question"], drafts=0, max_new_tokens=32)
     assert desk.names["result"].text == alone.text == "GTFHWECIMQYJVDZOKRXL"

@@ -9,11 +9,11 @@ COMMANDS = {
     "convert": "Write a checkpoint in another format.",
     "validate": "Check a drafter against its bundle, and measure acceptance with its base.",
     "tune": "Fit a drafter to its base, or make a new head.",
-    "insert": "Put a checkpoint back into a bundle.",
+    "insert": "Put a checkpoint into a bundle.",
     "bench": "Measure a running server with and without its drafter.",
     "doctor": "Find out why a server rejects drafts.",
     "upload": "Publish a checkpoint on the Hugging Face Hub.",
-    "schema": "Print the JSON schema of a file that is written.",
+    "schema": "Print the JSON schema of a record.",
 }
 """Each command and what it is for, in the order in which a user meets them; a module of this folder has its name."""
 

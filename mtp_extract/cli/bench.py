@@ -13,8 +13,8 @@ from mtp_extract.serving.plan import BenchPlan
 def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     """Measure a running server: vLLM, SGLang, llama-server, mlx-vlm's, or any that speaks OpenAI's protocol.
 
-    Tokens/s with its drafter, and without where --baseline names a server that has none; drafts and accepted drafts by
-    the server's own counters. For load tests take vllm bench serve or GuideLLM.
+    It prints tokens/s with the drafter, and without it if --baseline names a server that has none; and drafts and
+    accepted drafts by the server's own counters. For load tests use vllm bench serve or GuideLLM.
     """
     from mtp_extract.api import bench
     from mtp_extract.report.page import plain_json
@@ -29,8 +29,8 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
 
 
 _EXAMPLES = {
-    "mtp-bench http://localhost:8000 --baseline http://localhost:8001": "With its drafter, and without.",
-    "mtp-bench http://localhost:8000 --concurrency 8 --json": "Eight at a time; every answer, as JSON.",
+    "mtp-bench http://localhost:8000 --baseline http://localhost:8001": "Measures it with its drafter and without.",
+    "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
 app = new_app(command, _EXAMPLES)

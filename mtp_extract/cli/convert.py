@@ -22,14 +22,13 @@ def command(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf; or its id on "
-            "the Hub.",
+            help="A drafter's directory in any format, tuned or not; an official assistant; a .gguf; or a Hub id.",
             metavar="DIR",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="Where to write; by default DIR's name + -FORMAT.", metavar="OUT"),
+        typer.Option("-o", "--out", help="Directory to write; by default DIR's name + -FORMAT.", metavar="DIR"),
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
@@ -37,8 +36,8 @@ def command(
 ) -> None:
     """Write a drafter that was extracted, tuned or published into another format.
 
-    What has an extraction.json is held against it first. Integers, in DIR's own format or under codes/, are kept where
-    the new format has room for them; what is written is read back and compared.
+    A DIR with an extraction.json is checked against it first. Integers, in DIR's own format or under codes/, are kept
+    where the new format has room for them; what is written is read back and compared.
     """
     if plan.format is None:
         raise typer.BadParameter("name the engine that is to load it, or a format, with --for.")
@@ -55,8 +54,8 @@ def command(
 
 
 _EXAMPLES = {
-    "mtp-convert drafter --for llama.cpp": "With the bundle's own integers where --codes kept them.",
-    "mtp-convert gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "A published drafter, rounded to INT4.",
+    "mtp-convert drafter --for llama.cpp": "Writes a GGUF, with the bundle's own integers if --codes kept them.",
+    "mtp-convert gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "Rounds a published drafter to INT4.",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -1,4 +1,4 @@
-"""``mtp-doctor``: why acceptance is what it is; or whether a file holds a drafter at all."""
+"""``mtp-doctor``: why a server rejects drafts; or whether a file holds a drafter at all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mtp_extract.errors import escape
 
 
 def command(plan: DoctorPlan, print_json: AsJson = False) -> None:
-    """Say why acceptance is what it is: does the pair fit, what is to be expected, what is served, what is to blame.
+    """Find out why a server rejects drafts: whether the pair fits, what is expected, what is served, which fault it is.
 
-    Of a .litertlm, say in one line whether it holds a drafter, which, and for which base. The exit status is 1 where it
-    holds none, and where drafter and base do not fit.
+    Of a .litertlm it says in one line whether it holds a drafter, which, and for which base. The exit status is 1 if it
+    holds none, or if drafter and base do not fit.
     """
     from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 
@@ -29,6 +29,8 @@ def command(plan: DoctorPlan, print_json: AsJson = False) -> None:
             raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} {what}")
         _file(plan.place, print_json)
         return
+    if plan.base is None:
+        raise typer.BadParameter(f"{escape(plan.place)}: name the base that it drafts for, with --base MODEL.")
     from mtp_extract.evaluation.extras import require
 
     require("torch", "transformers")
@@ -64,8 +66,8 @@ def _file(source: str, print_json: bool) -> None:
 
 
 _EXAMPLES = {
-    "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Expected, served, and why.",
-    "mtp-doctor gemma-4-E4B-it.litertlm": "Does it hold a drafter, and for which base?",
+    "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Compares expected and served.",
+    "mtp-doctor gemma-4-E4B-it.litertlm": "Says whether it holds a drafter, and for which base.",
 }
 
 app = new_app(command, _EXAMPLES)

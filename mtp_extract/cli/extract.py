@@ -27,14 +27,14 @@ def command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="Where to write; by default SOURCE's name + -mtp-drafter.", metavar="DIR"),
+        typer.Option("-o", "--out", help="Directory to write; by default SOURCE's name + -mtp-drafter.", metavar="DIR"),
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
     sliding_window: Annotated[
         int | None,
         typer.Option(
-            help="Length of the window; asked for only where the file leaves it to the runtime.", min=1, metavar="N"
+            help="Length of the sliding window; needed only if the file leaves it to the runtime.", min=1, metavar="N"
         ),
     ] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
@@ -58,8 +58,8 @@ def command(
 
 
 _EXAMPLES = {
-    "mtp-extract litert-community/gemma-4-E4B-it-litert-lm": "From the Hub, for most engines, in BF16.",
-    "mtp-extract --sample -o drafter --for llama.cpp": "The sample that comes along, as llama.cpp loads it best.",
+    "mtp-extract litert-community/gemma-4-E4B-it-litert-lm": "Extracts from the Hub, for most engines, in BF16.",
+    "mtp-extract --sample -o drafter --for llama.cpp": "Extracts the sample in the format that llama.cpp loads.",
 }
 
 app = new_app(command, _EXAMPLES)

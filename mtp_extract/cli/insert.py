@@ -28,23 +28,21 @@ def command(
         ),
     ],
     bundle: Annotated[
-        str, typer.Argument(help="The .litertlm that it goes into; it stays as it is.", metavar="BUNDLE")
+        str, typer.Argument(help="The .litertlm that they go into; the file itself stays as it is.", metavar="BUNDLE")
     ],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The new bundle.", metavar="NEW.litertlm")] = None,
     graph_from: Annotated[
         str | None,
-        typer.Option(
-            help="For a bundle without a drafter: the .litertlm or .tflite whose drafter is added.", metavar="FILE"
-        ),
+        typer.Option(help="The .litertlm or .tflite whose drafter is added to a bundle without one.", metavar="FILE"),
     ] = None,
     base: Annotated[
         str | None,
         typer.Option(
-            help="For a graph with static activations: the base beside which their scales are calibrated anew.",
+            help="Base with which the scales of static activations are calibrated again, if the graph has such.",
             metavar="MODEL",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would change; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
 ) -> None:
@@ -87,8 +85,10 @@ def command(
         checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
         say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
         if result.proof is not None:
-            say_proof("Verified, its graph and its weights", in_words(result.proof))
+            say_proof("Verified", in_words(result.proof))
         say_notes(result.notes[len(plan.notes) :])
+    else:
+        say("Nothing was written.")
 
 
 def _show_plan(plan: InsertionPlan) -> None:
@@ -96,17 +96,17 @@ def _show_plan(plan: InsertionPlan) -> None:
     changed = [(role, each) for role, each in every if each.how != "kept"]
     what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
     name = escape(plan.source.name)
-    say(f"{what} {name}, in place: {len(changed)} of {len(every)} weights change, {size(plan.size)}")
+    say(f"{what} {name}: {len(changed)} of {len(every)} weights change, {size(plan.size)}")
     if changed:
-        say("How far what will be stored is from the checkpoint (relative RMS error):")
+        say("What is stored, and how far it is from the checkpoint (relative RMS error):")
         rows = [[role, each.storage.type.name, each.how, f"{each.error:.2g}"] for role, each in changed]
         table(rows, ["role", "stored", "what", "error"])
     say_notes(plan.notes)
 
 
 _EXAMPLES = {
-    "mtp-insert tuned gemma-4-E4B-it.litertlm -o tuned.litertlm": "The bundle, with the drafter in tuned/.",
-    "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "What would become of each weight, and its error.",
+    "mtp-insert tuned gemma-4-E4B-it.litertlm -o tuned.litertlm": "Writes the bundle with the drafter in tuned/.",
+    "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -11,7 +11,7 @@ import typer
 from mtp_extract.cli._command import AsJson, new_app, run_lean
 from mtp_extract.cli._written import found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
-from mtp_extract.errors import escape
+from mtp_extract.errors import escape, several
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
@@ -38,14 +38,13 @@ def command(
     against: Annotated[
         str | None,
         typer.Option(
-            help="For a checkpoint: derive every tensor again and compare all bits. For a bundle: a base's checkpoint; "
-            "says of every weight of the base whether the bundle holds it.",
+            help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
             metavar="SOURCE|DIR",
         ),
     ] = None,
     print_json: AsJson = False,
 ) -> None:
-    """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
+    """Show what a LiteRT bundle holds (only headers are read), or check and show what a checkpoint holds."""
     if section is not None and graph:
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
@@ -70,7 +69,7 @@ def _show_comparison(found: BaseComparison) -> None:
     say(f"{escape(found.bundle)}: its base, {found.layers} layers, against the base in {escape(found.checkpoint)}")
     rows = []
     for r in found.roles:
-        steps = "-" if r.steps is None else f"{r.steps:.3f}"
+        steps = "-" if r.steps is None else f"{r.steps:.3g}"
         error = "-" if r.error is None else f"{r.error:.2g}"
         rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why or ""])
     table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
@@ -85,7 +84,7 @@ def _show_comparison(found: BaseComparison) -> None:
 def _show_checkpoint(report: Mapping[str, Any]) -> None:
     holds, place = report["holds"], escape(report["directory"])
     if record := report["extraction"]:
-        say(f"{place}: {report['files']} files match extraction.json")
+        say(f"{place}: {several(report['files'], 'file')} as recorded in extraction.json")
         tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
@@ -207,8 +206,8 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 _EXAMPLES = {
-    "mtp-inspect gemma-4-E4B-it.litertlm": "Its sections and its drafter; only headers are read.",
-    "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Are all bits those of the bundle?",
+    "mtp-inspect gemma-4-E4B-it.litertlm": "Shows its sections and its drafter.",
+    "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
 app = new_app(command, _EXAMPLES)

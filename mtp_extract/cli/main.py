@@ -14,8 +14,8 @@ from mtp_extract.cli import COMMANDS, module_of
 from mtp_extract.cli._command import SETTINGS, epilog_of, run
 
 _EXAMPLES = {
-    "mtp extract gemma-4-E4B-it.litertlm": "The drafter, in a directory that transformers, vLLM and SGLang load.",
-    "mtp validate gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "How many of its drafts the base takes.",
+    "mtp extract gemma-4-E4B-it.litertlm": "Writes the drafter to a directory that transformers, vLLM and SGLang load.",
+    "mtp validate gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "Measures how many drafts are accepted.",
 }
 
 
@@ -52,7 +52,7 @@ _Version = Annotated[bool, typer.Option("--version", help="Print the version.", 
 
 @app.callback(context_settings=SETTINGS, no_args_is_help=True, epilog=epilog_of(_EXAMPLES))
 def _commands(version: _Version = False) -> None:
-    """Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles, prove it, convert it, fit it, serve it."""
+    """Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles; check, convert, tune and measure it."""
 
 
 def main(called: str = "mtp") -> None:

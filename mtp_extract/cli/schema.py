@@ -12,14 +12,14 @@ from mtp_extract.cli.terminal import write_json
 from mtp_extract.schemas import Record, schema
 
 
-def command(name: Annotated[Record, typer.Argument(help="Which record.", metavar="NAME")]) -> None:
-    """Print the JSON schema of extraction.json, of report.json, or of what a command prints with --json."""
+def command(name: Annotated[Record, typer.Argument(help="Record whose schema is printed.", metavar="NAME")]) -> None:
+    """Print the JSON schema of extraction.json, report.json, or what mtp-bench or mtp-doctor prints with --json."""
     write_json(schema(name))
 
 
 _EXAMPLES = {
-    "mtp-schema extraction": "What stands in extraction.json.",
-    "mtp-schema report": "What a validation's report.json holds.",
+    "mtp-schema extraction": "Explains every field of extraction.json.",
+    "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -16,7 +16,7 @@ from mtp_extract.report.card import CardWords
 
 def command(
     *,
-    directory: Annotated[Path, typer.Argument(help="What mtp-extract wrote.", metavar="DIR")],
+    directory: Annotated[Path, typer.Argument(help="Directory that mtp-extract wrote.", metavar="DIR")],
     repository: Annotated[str, typer.Argument(help="The repository on the Hub.", metavar="ORG/NAME")],
     private: Annotated[
         bool,
@@ -28,14 +28,14 @@ def command(
         bool,
         typer.Option(
             "--beside",
-            help="Send a GGUF alone, into a repository that exists, such as its base's GGUF has: what is there stays.",
+            help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays.",
         ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write into a repository that holds other content (its history keeps that).")
+        bool, typer.Option("--force", help="Write into a repository that holds other files (its history keeps them).")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and list what would go, with sizes and hashes; send nothing.")
+        bool, typer.Option("--dry-run", help="Check and list what would be sent, with sizes and hashes; send nothing.")
     ] = False,
     card: CardWords,
 ) -> None:
@@ -51,7 +51,7 @@ def command(
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     if result.dry_run:
-        say(f"Would go to {result.repository} ({visibility} if it is new): {len(result.files)} files, {total}")
+        say(f"Would be sent to {result.repository} ({visibility} if it is new): {len(result.files)} files, {total}")
     elif result.sent:
         created = f", a new {visibility} repository" if result.created else ""
         say(f"{len(result.sent)} of {len(result.files)} files ({total} in all) sent to {result.repository}{created}")
@@ -67,8 +67,8 @@ def command(
 
 
 _EXAMPLES = {
-    "mtp-upload gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --dry-run": "What would be sent.",
-    "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "A GGUF, beside that of its base.",
+    "mtp-upload gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --dry-run": "Lists what would be sent.",
+    "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
 app = new_app(command, _EXAMPLES)

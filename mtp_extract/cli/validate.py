@@ -34,9 +34,9 @@ def command(
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
-    """Validate a drafter: proof that it is the file's (--source), measurements beside the base (--base).
+    """Check a drafter against its bundle (--source), and measure acceptance with its base (--base).
 
-    Exit status 1 also when a check refutes the drafter.
+    The exit status is 1 also if a check refutes the drafter.
     """
     try:
         measured = {"--tree": plan.wanted, "--beside": plan.beside, "--prompts": plan.prompts}
@@ -90,8 +90,8 @@ def _show(found: Validation) -> None:
 
 
 _EXAMPLES = {
-    "mtp-validate drafter --source gemma-4-E4B-it.litertlm": "Is it what the bundle holds?",
-    "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Acceptance; a page in report/.",
+    "mtp-validate drafter --source gemma-4-E4B-it.litertlm": "Checks that it is what the bundle holds.",
+    "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
 app = new_app(command, _EXAMPLES)

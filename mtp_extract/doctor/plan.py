@@ -18,7 +18,7 @@ class DoctorPlan:
     place: Annotated[
         str,
         typer.Argument(
-            help="A drafter's directory, .gguf or id on the Hub; or a .litertlm, by path or address: does it hold one?",
+            help="A drafter's directory, .gguf or id on the Hub; or a .litertlm, by path or address, to look into.",
             metavar="DIR|FILE",
         ),
     ]

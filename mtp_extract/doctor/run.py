@@ -44,7 +44,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
     """
     if plan.base is None:
         raise MtpExtractError(
-            f"{escape(plan.place)}: expected the base to run this drafter beside, found none. Name it.",
+            f"{escape(plan.place)}: expected the base that it drafts for, found none. Name it.",
             remedies=("base",),
         )
     identity = identify(place, public_name(str(place)))

@@ -59,11 +59,12 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     directory = Path(checkpoint_here(name, largest=room))
     if not directory.is_dir():
         raise PairError(
-            f"expected a directory or a Hub id such as google/gemma-4-E4B-it, found {escape(name)}, which is neither"
+            f"{escape(name)}: expected a directory or a Hub id such as google/gemma-4-E4B-it, found neither. "
+            "Give a base."
         )
     if not (directory / "config.json").is_file():
         raise PairError(
-            f"expected a model's config.json in {escape(name)}, found none; give the base model's directory"
+            f"{escape(name)}: expected a model's config.json there, found none. Give the base model's directory."
         )
     size = sum(file.stat().st_size for file in files_of(directory) if _WEIGHTS.fullmatch(file.name))
     if size > room:  # before the machine starts to swap
@@ -81,8 +82,8 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         config = AutoConfig.from_pretrained(directory)
     if str(config.model_type).endswith("_assistant"):
         raise PairError(
-            f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
-            "drafts for"
+            f"{escape(name)}: expected a base model, found a drafter ({config.model_type}). Give the model that it "
+            "drafts for."
         )
     half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
     with memory_guard("loading the base"), quiet_transformers():
@@ -103,7 +104,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     parts = (("missing", info["missing_keys"]), ("of another shape than its config says", mismatched))
     if wrong := [f"{what}: {few(sorted(keys))}" for what, keys in parts if keys]:
         raise PairError(
-            f"expected every tensor of the base in {escape(name)}, found {'; '.join(wrong)}. Fetch the model again"
+            f"{escape(name)}: expected every tensor of the base, found {'; '.join(wrong)}. Fetch the model again."
         )
     model = model.eval().requires_grad_(False)
     embedding = model.get_input_embeddings().weight
@@ -154,10 +155,10 @@ def _explained(name: str, what: str) -> Iterator[None]:
     except Exception as error:  # What a damaged part raises in there has no class of its own.
         if _is_out_of_memory(error):
             raise
-        reason = escape(str(error).strip().split("\n")[0] or type(error).__name__)
+        reason = escape(str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)
         raise PairError(
-            f"expected a {what} in {escape(name)}, found: {reason}; give a Gemma 4 base model in transformers' format, "
-            "with its tokenizer files in the same directory"
+            f"{escape(name)}: expected a {what}, found: {reason}. Give a Gemma 4 base model in transformers' format, "
+            "with its tokenizer files in the same directory."
         ) from error
 
 

@@ -146,10 +146,10 @@ class DirectoryFormat:
                 packed[name] = Packed(codes.shape, codes.bits, group)
         if self.key and not packed:
             plain = any(len(own.weight.shape) == 2 and own.weight.scheme is None for own in kept.values())
-            such = "Extract the bundle in this format or with its codes, round the matrices to such, or choose"
+            such = "Extract the bundle with --codes, round the matrices here, or choose"
             raise UnsupportedError(
-                f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
-                f"{such if plain else 'Choose'} the transformers format, which the same engines load.",
+                f"The {self.name} format needs matrices of integers, and this drafter has none of its kind. "
+                f"{such if plain else 'Choose'} the transformers format, which its engines load too.",
                 remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
         if config.ordered_head is not None and HEAD in packed:

@@ -130,7 +130,7 @@ def find_tensors(
 
     def tensors(path: Path) -> Tensors:
         if not path.is_file():
-            raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
+            raise CheckpointError(f"{escape(path.parent)}: expected {path.name} there, found none; {advice}")
         return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
 
     index = index_of(directory, name)

@@ -313,8 +313,8 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     """
     if document.get("model_type") not in _TYPES:
         raise CheckpointError(
-            f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}; point to the "
-            "drafter's directory, not the base model's"
+            f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}. Give the "
+            "drafter's directory, not the base model's."
         )
     found, head = fields_of(document, _Document), None
     text = found.text_config

@@ -7,7 +7,7 @@ import re
 HEAD = 512
 """Bytes from the beginning of a file that :func:`kind_of` wants to see."""
 
-_OTHER_MODEL = "The drafter comes out of a LiteRT file: give that, such as gemma-4-E4B-it.litertlm."
+_OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; or for a checkpoint its directory."
 _UNPACK = "Unpack it, and give the .litertlm or .tflite in it."
 _WRONG_FILE = "Check that it is the right file."
 _AGAIN = "The download is probably incomplete: fetch it again."

@@ -71,8 +71,8 @@ def _not_here(text: str) -> str:
         names = []
     what = nearest(name, filter(str.isprintable, names)) or " Check the path."
     is_path = text.startswith(("/", ".", "~"))
-    no_id = "" if is_path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
-    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{what}"
+    no_id = "" if is_path else ", and it is no id of the Hugging Face Hub (ORG/NAME or ORG/NAME/FILE)"
+    return f"{escape(text) or repr(text)}: cannot be opened: No such file or directory{no_id}.{what}"
 
 
 def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:

@@ -18,6 +18,7 @@ from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
 from mtp_extract.checkpoint.record import CHECKPOINT, Pairs, provenance
 from mtp_extract.checkpoint.weight import same_weight
@@ -71,7 +72,7 @@ def convert(
     with staged(target, overwrite=overwrite, inputs=(place,), listed=recorded) as stage:
         files, back = write_and_read(made, stage, progress)
         made.require_same(back)
-        return finish(made, stage, target, files, read.origin_of(made), read.notes())
+        return finish(made, stage, target, files, read.origin_of(made), read.notes(made))
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,16 @@ class ReadDirectory:
         """Where an engine does not do what the bundle says, as the format notes it."""
         return arrange(format_named(self.layout), self.checkpoint, self.record["dtype"]).files[0].notes
 
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of the directory."""
-        if not (done := roundings(*self.record["converted_from"], self.record)):
+    def notes(self, made: Arranged) -> tuple[str, ...]:
+        """What a user should know of the directory: which rounding ``made`` has that extracting it had not made."""
+        own = {DTYPES[made.dtype].rounding} if made.dtype in DTYPES else set[str]()
+        if (made.format.name, made.dtype) == (self.layout, self.record["dtype"]):
+            own.update(self.record["rounded"])
+        done = [word for word in roundings(*self.record["converted_from"], self.record) if word not in own]
+        if not done:
             return ()
         return (
-            f"Before this, weights had been rounded ({', '.join(done)}); that is not undone; extracted in this "
-            "format right away, they would not have been.",
+            f"These weights were rounded earlier ({', '.join(done)}). Extract the bundle in this format to avoid that.",
         )
 
 

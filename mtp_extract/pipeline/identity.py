@@ -38,11 +38,11 @@ NEEDED = ("config", "files", "tensors", "function")
 """The checks without which nothing is proven. The record refutes as well, and may be missing."""
 
 _WHAT = {
-    "config": "every number of the config that the graph fixes is the graph's",
-    "files": "nothing lies here, and no file says anything, by which an engine would load something else",
-    "tensors": "every tensor is derived from the file's again, bit for bit, by the steps that are named",
-    "function": "every operator of the graph was read as a drafter's, whose numbers are all the checkpoint's",
-    "record": "extraction.json describes what lies here, and what it was taken from",
+    "config": "config.json agrees with the graph",
+    "files": "no file and no key makes an engine load something else",
+    "tensors": "every tensor equals what the bundle gives, bit for bit, after the named steps",
+    "function": "every operator of the graph is a drafter's, and its numbers are the checkpoint's",
+    "record": "extraction.json agrees with the files and the bundle",
 }
 
 
@@ -97,7 +97,7 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
     written, derived = format_.read(directory), dict[str, Chain]()
     differences = _apart(_meaning(original.mtp), _meaning(written.mtp))
     config = _check("config", differences, ["every number agrees"])
-    files = _check("files", _unexpected(directory, allowed), ["all are the drafter's, or read by nobody"])
+    files = _check("files", _unexpected(directory, allowed), ["nothing that would make an engine load something else"])
     tensors = Check("tensors", _WHAT["tensors"], None, "not of the file's config")
     function = Check("function", _WHAT["function"], None, "not of the file's config and tensors")
     record, own = Check("record", _WHAT["record"], None, f"there is no {RECORD}"), Verification(directory, {}, 0)

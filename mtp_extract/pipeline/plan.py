@@ -37,22 +37,22 @@ class WritingPlan:
         str | None,
         typer.Option(
             "--for",
-            help=f"The engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
+            help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
             metavar="NAME",
             autocompletion=_completed,
         ),
     ] = None
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Type of the numbers; f32 is exact. By default the first that the format has."),
+        typer.Option(help="Type of the numbers; f32 is exact. By default the format's usual one."),
     ] = None
-    codes: Annotated[bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")] = (
+    codes: Annotated[bool, typer.Option("--codes", help="Write the stored integers, scales and zero points too.")] = (
         False
     )
     quantize: Annotated[
         RuleName | None,
         typer.Option(
-            help=f"Round matrices that have no integers to such, by a rule the format holds ({_RULES}; its usual one "
+            help=f"Round matrices that have no integers to integers, by a rule of the format ({_RULES}; its usual one "
             "first)."
         ),
     ] = None

@@ -207,10 +207,10 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
 def in_words(proof: Mapping[str, Any]) -> list[str]:
     """``proof`` in sentences, as a record keeps it: what was held, and what is not the checkpoint's."""
     rows = proof["mask_rows"]
-    masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else ", which are alike up to a shift")
+    masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else " (equal up to a shift)")
     said = [
-        f"every operator was read as a drafter's; RoPE holds at all {proof['positions']} positions, masks in {masks}, "
-        "and every number of every tensor"
+        f"every operator was recognized; RoPE at all {proof['positions']} positions, masks in {masks} and every number "
+        "of every tensor are the bundle's"
     ]
     said += [
         f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}; the exact "

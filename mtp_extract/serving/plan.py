@@ -22,13 +22,13 @@ class BenchPlan:
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, metavar="N")] = 128
-    temperature: Annotated[float, typer.Option(help="0 is greedy; then texts are compared.", min=0, metavar="X")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Temperature; at 0 texts are compared.", min=0, metavar="X")] = 0.0
     concurrency: Annotated[int, typer.Option(help="Requests in flight at a time.", min=1, max=64, metavar="N")] = 1
     warm_up: Annotated[int, Meta(ge=0)] = 1
     """Requests to each server that are not measured."""
     timeout: Annotated[float, Meta(ge=0.1)] = 300.0
     """Seconds an answer may take."""
-    chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or to be continued.")] = True
+    chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or as text to be continued.")] = True
     say: Say = silent
     show: Show = silent
 

@@ -44,7 +44,7 @@ class TuningPlan:
         typer.Option(
             "-o",
             "--out",
-            help="Where to save the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
+            help="Directory for the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
             metavar="DIR",
         ),
     ] = None
@@ -57,13 +57,16 @@ class TuningPlan:
     mode: Annotated[
         Literal["norms", "qat", "float", "ordered", "eagle3"],
         typer.Option(
-            help="norms: train norms and layer scalars. qat: also the codes, on the stored grid. float: every weight. "
-            "ordered: make a head that scores clusters of tokens first. eagle3: train a new head; leave DIR out."
+            help="What to train. norms: norms and layer scalars. qat: also the codes, on the stored grid. float: every "
+            "weight. ordered: a head that scores clusters of tokens first. eagle3: a new head; leave DIR out."
         ),
     ] = "norms"
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts of your workload, as .txt or .jsonl; ours by default.", metavar="FILE"),
+        typer.Option(
+            help="Prompts of your workload, as .txt or .jsonl; by default ours.",
+            metavar="FILE",
+        ),
     ] = None
     text: Annotated[
         Path | None,
@@ -77,7 +80,7 @@ class TuningPlan:
         ),
     ] = None
     text_model: Annotated[
-        str | None, typer.Option(help="As that server calls the base; needed where it serves several.", metavar="NAME")
+        str | None, typer.Option(help="Name of the base on that server; needed if it serves several.", metavar="NAME")
     ] = None
     text_key: str | None = field(default=None, repr=False)
     """That server's key, where it wants one."""
@@ -85,7 +88,10 @@ class TuningPlan:
     temperature: Annotated[
         float,
         typer.Option(
-            help="At which the base is served, and writes the text; 0 is greedy.", min=0, max=100, metavar="X"
+            help="Temperature of serving and of the base's text; 0 is greedy.",
+            min=0,
+            max=100,
+            metavar="X",
         ),
     ] = 0.0
     chat_template: Annotated[bool, typer.Option(help="Put prompts into the base's chat format.")] = True
@@ -105,18 +111,19 @@ class TuningPlan:
         ),
     ] = 16
     learning_rate: Annotated[
-        float | None, typer.Option(help="By default the mode's own, by the drafter's width.", min=0, metavar="X")
+        float | None,
+        typer.Option(help="Rate; by default the mode's own, by the drafter's width.", min=0, metavar="X"),
     ] = None
     draft_vocab: Annotated[
         int,
         typer.Option(
-            help="Of eagle3: how many tokens it can propose, the base's most frequent ones.", min=1, metavar="N"
+            help="Number of tokens that an eagle3 head can propose, the base's most frequent ones.", min=1, metavar="N"
         ),
     ] = 32000
     seed: Annotated[int, Meta(ge=0)] = 0
     """The same seed, texts and machine give the same bytes."""
     device: Device = "auto"
-    force: Annotated[bool, typer.Option("--force", help="Save also what is not better.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Save the result even if it is not better.")] = False
     overwrite: Overwrite = False
 
     @property

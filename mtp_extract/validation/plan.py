@@ -38,24 +38,25 @@ class ValidationPlan:
     """None for the sample, which is then extracted first."""
     base: Annotated[str | None, BASE] = None
     beside: Annotated[
-        Path | None, typer.Option(help="Another drafter of that base, on the same texts.", metavar="DIR")
+        Path | None, typer.Option(help="Another drafter of that base, to measure on the same texts.", metavar="DIR")
     ] = None
     source: Annotated[
         str | None,
-        typer.Option(help="The .litertlm it was extracted from: proof that this is its drafter.", metavar="FILE"),
+        typer.Option(help="The .litertlm it was extracted from, to prove that this is its drafter.", metavar="FILE"),
     ] = None
     """Or a ``.tflite``, or an address."""
     prompts: Workloads = None
     draft_steps: Annotated[
-        Sequence[int], typer.Option(help="Drafts a round.", metavar="K,…", min=1, max=MOST_STEPS, parser=whole_numbers)
+        Sequence[int],
+        typer.Option(help="Numbers of drafts a round.", metavar="K,…", min=1, max=MOST_STEPS, parser=whole_numbers),
     ] = (1, 2, 4, 8)
     """Values of K to generate with; the largest is the number of steps of the agreement."""
     trees: Annotated[
         Sequence[str],
         typer.Option(
             "--tree",
-            help="Drafts that branch, too: 4x2x1 is four drafts, two after each, one after each of those; or adaptive, "
-            "a chain whose length follows acceptance. May be repeated.",
+            help="Tree of drafts to measure too: 4x2x1 is four drafts, two after each, one after each of those; or "
+            "adaptive, a chain whose length follows acceptance. May be repeated.",
             metavar="TREE",
         ),
     ] = ()

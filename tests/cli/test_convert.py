@@ -47,7 +47,7 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
     [
         (["--for", "litert", "--quantize", "q3_k"], 2, "--quantize"),
         (["--for", "litert-lm"], 1, "put a drafter into the bundle"),
-        (["--for", "lama.cpp"], 2, "not one of"),
+        (["--for", "lama.cpp"], 2, "Did you mean llama.cpp?"),
         (["--for", "litert", "--quantize", "q4_0"], 1, "(--for)"),
     ],
 )
@@ -78,6 +78,15 @@ def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) ->
     assert "layers.3.layer_scalar" in shown.stdout
 
 
+@pytest.mark.parametrize(("name", "told"), [("vllm", False), ("litert", True)])
+def test_only_a_loss_that_extracting_spares_is_told(sample: Path, tmp_path: Path, name: str, told: bool) -> None:
+    """BF16 of BF16 is what extracting writes; F32 of BF16 is not."""
+    extract(sample, tmp_path / "bf16")
+    result = RUNNER.invoke(convert.app, [str(tmp_path / "bf16"), "--for", name, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert ("rounded earlier (BF16)" in result.stdout) is told
+
+
 def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
     RUNNER.invoke(convert.app, [str(extracted), "--for", "gguf", "-o", str(tmp_path / "out")])
     alone = shutil.copy(tmp_path / "out" / "mtp-sample-Q4_0.gguf", tmp_path / "some.gguf")
@@ -85,7 +94,7 @@ def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
     assert "gguf format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
     # One that lies beside a record is what the record speaks of.
     shown = RUNNER.invoke(inspect.app, [str(tmp_path / "out" / "mtp-sample-Q4_0.gguf")])
-    assert "match extraction.json" in shown.stdout
+    assert "1 file as recorded in extraction.json" in shown.stdout
 
 
 def test_floats_alone(sample: Path, tmp_path: Path) -> None:

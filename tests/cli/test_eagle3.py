@@ -71,8 +71,8 @@ def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
     assert result.exit_code in (0, 1), result.output
     report = json.loads(result.stdout)
     (head,) = report["drafters"]
-    worth = head["generation"]["worth"]["2"]
-    assert worth["prompts"] == worth["same_text"] == 2
+    worth = head["worth"]["2"]
+    assert worth["same_text"] == 2
     assert head["agreement"]["steps"][0]["top1"] is not None and not report["controls"]
     assert any("the controls are those of an MTP drafter" in note for note in report["notes"])
     refused = run("validate", directory, "--source", sample)

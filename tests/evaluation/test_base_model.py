@@ -42,13 +42,15 @@ def test_float16_is_not_computed_in(copied: Path) -> None:
 def test_no_tokenizer(copied: Path) -> None:
     for path in copied.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(PairError, match=r"expected a tokenizer in .* with its tokenizer files in the same directory"):
+    with pytest.raises(
+        PairError, match=r"base: expected a tokenizer, .* with its tokenizer files in the same directory"
+    ):
         load_base(str(copied), "cpu")
 
 
 def test_no_weights(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
-    with pytest.raises(PairError, match=r"expected a model in .*model\.safetensors"):
+    with pytest.raises(PairError, match=r"base: expected a model, .*model\.safetensors"):
         load_base(str(copied), "cpu")
 
 
@@ -80,7 +82,7 @@ def test_not_whole(copied: Path, change: Callable[[dict[str, torch.Tensor]], obj
 def test_truncated(copied: Path, keep: int) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(PairError, match="expected a model in"):
+    with pytest.raises(PairError, match="base: expected a model, "):
         load_base(str(copied), "cpu")
 
 
@@ -97,12 +99,12 @@ def test_absurd_config(copied: Path, key: str, value: object) -> None:
 
 @pytest.mark.parametrize("name", ["./absent", "/absent", "absent"])
 def test_no_such_base(name: str) -> None:
-    with pytest.raises(PairError, match="which is neither"):
+    with pytest.raises(PairError, match="found neither"):
         load_base(name, "cpu")
 
 
 def test_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(PairError, match="give the base model's directory"):
+    with pytest.raises(PairError, match="Give the base model's directory"):
         load_base(str(tmp_path), "cpu")
 
 

@@ -288,7 +288,7 @@ KINDS = {
     "refusal of a storage": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "a text"),
     "zip": (_zip("config.json", zipfile.ZIP_DEFLATED), "an archive. Unpack it"),
     "empty zip": (b"PK\x05\x06" + bytes(18), "an archive"),
-    "GGUF": (b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file. The drafter comes out"),
+    "GGUF": (b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file. Give a LiteRT file"),
     "safetensors": (safetensors.numpy.save({"w": np.zeros(9, np.float32)}), "a safetensors file. The drafter"),
     "torch.save": (_zip("archive/data.pkl"), "an archive"),
     "gzip": (gzip.compress(b"x"), "an archive. Unpack it"),

@@ -107,7 +107,7 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     ("arguments", "message"),
     [
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
-        (("CHECKPOINT", "--base", "/absent"), "which is neither"),
+        (("CHECKPOINT", "--base", "/absent"), "found neither"),
         (("CHECKPOINT", "--base", "google/gemma-nope"), "or give the path of a local copy"),
         (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
         (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
