@@ -68,7 +68,7 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
     directory = tmp_path / "toy"
     result = extract(sample, directory, format="toy", dtype=dtype, codes=True)
     assert result.record["layout"] == "toy"
-    assert "RoPE holds at all 256 positions" in result.record["proof"][0]
+    assert "RoPE at all 256 positions" in result.record["proof"][0]
     assert set(result.files) == {
         "toy.safetensors",
         "toy.json",

@@ -233,7 +233,7 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
         (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "got `bool`"),
         (lambda d: edit(d, rope_theta=math.nan), "NaN is no number"),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
-        (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors in"),
+        (lambda d: (d / "model.safetensors").unlink(), "head: expected model.safetensors there"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:

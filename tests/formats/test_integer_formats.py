@@ -238,7 +238,7 @@ def test_static_scales_that_are_not_around_zero(sample: Path) -> None:
 @pytest.mark.parametrize("format_", PACKED)
 def test_a_drafter_of_floats_is_refused(extracted: Path, format_: str) -> None:
     floats = read_checkpoint(extracted)
-    with pytest.raises(UnsupportedError, match=f"The {format_} format is for matrices of integers"):
+    with pytest.raises(UnsupportedError, match=f"The {format_} format needs matrices of integers"):
         assert arrange(format_named(format_), floats, "codes").files
 
 

@@ -140,7 +140,7 @@ LIES: Mapping[str, object] = MappingProxyType(
         "files.more.json": {"size": 1, "sha256": _SHA},
         "shared": [["lm_head", "pre_projection"]],
         "activations": {"lm_head": [{"type": "int8", "scale": 1.0, "zero_point": 0}, None]},
-        "proof": ["RoPE holds at all 4096 positions"],
+        "proof": ["RoPE at all 4096 positions"],
         "tuning": TUNING,
     }
 )

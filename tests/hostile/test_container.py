@@ -289,7 +289,7 @@ KINDS = {
     "zip": (_zip("config.json", zipfile.ZIP_DEFLATED), "an archive. Unpack it"),
     "empty zip": (b"PK\x05\x06" + bytes(18), "an archive"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file. Give a LiteRT file"),
-    "safetensors": (safetensors.numpy.save({"w": np.zeros(9, np.float32)}), "a safetensors file. The drafter"),
+    "safetensors": (safetensors.numpy.save({"w": np.zeros(9, np.float32)}), "a safetensors file. Give a LiteRT file"),
     "torch.save": (_zip("archive/data.pkl"), "an archive"),
     "gzip": (gzip.compress(b"x"), "an archive. Unpack it"),
     "xz": (lzma.compress(b"x"), "an archive"),

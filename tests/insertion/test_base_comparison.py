@@ -222,11 +222,11 @@ def _no_json(base: Path) -> None:
     ("damage", "words"),
     [
         (_truncated, "not a safetensors file"),
-        (_nowhere, "expected model-00002-of-00003.safetensors in .*, found none; fetch the checkpoint again"),
+        (_nowhere, "expected model-00002-of-00003.safetensors there, found none; fetch the checkpoint again"),
         (_outside, "expected files beside it, found .*/base/model-00001"),
         (_elsewhere, "where the index says it is, found it nowhere"),
         (_no_map, "weight_map"),
-        (_no_weights, "expected model.safetensors in .*, found none; fetch the checkpoint again"),
+        (_no_weights, "expected model.safetensors there, found none; fetch the checkpoint again"),
         (_no_json, "not valid JSON"),
     ],
 )

@@ -59,7 +59,7 @@ def test_neither_file_nor_id(one: HubServer) -> None:
     asked = len(one.requests)
     Path("gemma-4-E4B-it.litertlm").touch()
     with pytest.raises(
-        SourceError, match=r"No such file or directory; nor .*\. Did you mean gemma-4-E4B-it\.litertlm\?"
+        SourceError, match=r"No such file or directory, and it is no id .*\. Did you mean gemma-4-E4B-it\.litertlm\?"
     ):
         open_source("gemma-4-E4B.litertlm")
     with pytest.raises(SourceError, match=r"^models/a\.litertlm: cannot be opened"):

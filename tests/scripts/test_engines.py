@@ -106,5 +106,5 @@ def test_a_format_that_cannot_hold_the_drafter_is_a_row(
     drafter = engines.Drafter(tmp_path / "blocks.tflite", tmp_path)
     found = {o.format: o for o in engines.scripted("transformers", sys.executable, base, drafter)}
     assert [(o.loads, o.identical) for o in found.values()] == [(True, True), (True, True), (None, None)], found
-    assert found["gemma"].note.startswith("not written: The gemma format is for matrices of integers")
+    assert found["gemma"].note.startswith("not written: The gemma format needs matrices of integers")
     assert shortfalls(found.values()) == []
