@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
@@ -242,7 +243,8 @@ def _contradicted(
         made = {**of_bundle(source, original), "geometry": original.mtp.as_json()}
         made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
         made["geometry"]["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
-        if record["proof"] is not None:
+        # Another release may say the same in other words.
+        if record["proof"] is not None and record["tool"]["version"] == __version__:
             made["proof"] = proven
         yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
         # A directory of unknown origin came with what had been done to it.

@@ -252,6 +252,11 @@ def test_a_record_that_lies(written: dict[str, Path], source: Shard, sample: Pat
     untold = {"tool.version": "0", "source.name": "x", "source.provenance": {"url": "x"}, "converted_from": [step]}
     for key, value in untold.items():
         assert not says(tmp_path / "d", key, value, source), key
+    # The proof is made anew; in which words another release told it refutes nothing.
+    of_another = json.loads((tmp_path / "d/extraction.json").read_text())
+    of_another["tool"]["version"] = "0"
+    (tmp_path / "d/extraction.json").write_text(json.dumps(of_another))
+    assert not says(tmp_path / "d", "proof", intruders.LIES["proof"], source)
     # The steps in between are taken from the record; what the bundle says of the weights is not.
     convert(written["litert"], tmp_path / "converted", format="gguf")
     for key in ("source.section.sha256", "known_as", "rounded", "shared", "proof"):
