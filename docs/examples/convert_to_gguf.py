@@ -21,5 +21,5 @@ for name, size in converted.files.items():
 for note in converted.notes:
     print(f"note: {note}")
 
-found = mtp_extract.inspect(converted.directory)
-print("stored as", ", ".join(f"{kind}: {count} tensors" for kind, count in found.holds["stored_types"].items()))
+stored = mtp_extract.inspect(converted.directory).report["holds"]["stored_types"]
+print("stored as", ", ".join(f"{kind}: {count} tensors" for kind, count in stored.items()))
