@@ -35,7 +35,7 @@ def command(plan: DoctorPlan, print_json: AsJson = False) -> None:
 
     require("torch", "transformers")
     from mtp_extract.doctor.run import diagnose
-    from mtp_extract.doctor.tables import tables
+    from mtp_extract.doctor.verdict import tables
     from mtp_extract.report.page import plain_json
 
     found = diagnose(plan, path, doing_unless(print_json))

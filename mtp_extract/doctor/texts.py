@@ -46,8 +46,8 @@ def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list
     for prompt in prompts:
         before, more = server.counters(), {"temperature": 0.0, **server.kind.ids}
         (answer,) = server.ask([Question(prompt.content, plan.max_tokens, plan.chat_template, more)])
-        page = server.moved(before, [answer], plan.max_tokens) or Counters()
-        found.append(structs.replace(answer, counted=(answer.counted or Counters()).filled(page)))
+        counted, _ = server.counted(before, [answer], plan.max_tokens)
+        found.append(structs.replace(answer, counted=counted))
     return found
 
 

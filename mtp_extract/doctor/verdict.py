@@ -1,4 +1,4 @@
-"""From what was found to a verdict: in line, or below and why, or that it cannot be told; and what to do next.
+"""A diagnosis for readers: in line, or below and why, or that it cannot be told; what to do next; and its tables.
 
 A fault is named where acceptance is below what is expected, the fault is surely the likeliest of all, and what it
 expects is near what was served.
@@ -6,13 +6,14 @@ expects is near what was served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mtp_extract.doctor.counts import sure
 from mtp_extract.doctor.faults import FAULTS, SOUND
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, Serving, TextFit
 from mtp_extract.evaluation.intervals import undecided
-from mtp_extract.report.numbers import mean, number
+from mtp_extract.report.numbers import DASH, mean, number, rate
+from mtp_extract.report.page import Table
 
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is surely the likeliest
 _PLAIN = 0.02  # the same, at 95 %, where none is
@@ -138,3 +139,29 @@ def in_100_tokens(fit: Fit) -> str:
     """Accepted drafts that ``fit`` expects and that were not served, of 100 tokens."""
     ends = fit.missing.ci95 and [100 * end for end in fit.missing.ci95]
     return number(100 * (fit.missing.value or 0), "+.1f", ends, between=" to ")
+
+
+def tables(found: Diagnosis) -> Iterator[Table]:
+    """For the terminal: what to do, what is expected and served, does the pair fit, and what the counters are like."""
+    if found.next:
+        yield Table("What to do next", ("",), [(step,) for step in found.next])
+    drafts, rows = found.settings["drafts"], list[tuple[str | int, ...]]()
+    for side, rates in (("expected", found.expected), ("served", found.served)):
+        if rates is not None:
+            counts = (side, rates.texts, f"{rates.rounds:.0f}", f"{rates.accepted:.0f}", mean(rates.tokens_per_round))
+            rows.append((*counts, *(map(rate, rates.steps) if rates.steps else [DASH] * drafts)))
+    if rows:
+        steps = (f"step {at + 1} %" for at in range(drafts))
+        yield Table("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *steps), rows)
+    if found.checks:
+        passed = {True: "yes", False: "NO", None: "?"}
+        checks = [(check.name, passed[check.passed], check.found) for check in found.checks]
+        yield Table("Does the pair fit", ("what has to agree", "does", "found"), checks)
+    if len(found.fits) > 1:
+        columns = ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens")
+        figures = [
+            (fit.name, f"{fit.log_likelihood:.1f}", f"{fit.behind:.2f}", number(fit.behind_at_least, ".2f"))
+            for fit in found.fits
+        ]
+        rows = [(*row, in_100_tokens(fit)) for row, fit in zip(figures, found.fits, strict=True)]
+        yield Table("What the counters are like", columns, rows)

@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from itertools import pairwise, zip_longest
 
 import numpy as np
-from msgspec.structs import replace
 
 from mtp_extract.errors import several
 from mtp_extract.evaluation.intervals import Interval, ratio_interval, share_interval
@@ -27,7 +26,7 @@ from mtp_extract.evaluation.progress import counter
 from mtp_extract.evaluation.prompts import Prompt, prompts_or_shipped, require_texts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
-from mtp_extract.serving.client import Question, Server
+from mtp_extract.serving.client import Question, Server, counted_in
 from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Asked, Benchmark, Figures, Latency, Request, Side, Window
@@ -106,14 +105,12 @@ def _questions(plan: BenchPlan, prompts: Sequence[Prompt]) -> list[Question]:
 
 def _window(server: Server, plan: BenchPlan, prompts: Sequence[Prompt], part: Sequence[int]) -> Window:
     questions, before = _questions(plan, [prompts[number] for number in part]), server.counters()
-    begun, computed = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     answers = server.ask(questions, plan.concurrency)
-    wall, busy = time.perf_counter() - begun, time.process_time() - computed
-    page = server.moved(before, answers, plan.max_tokens)
-    if page is not None and len(answers) == 1:
-        answers = [replace(answers[0], counted=(answers[0].counted or Counters()).filled(page))]
+    wall = time.perf_counter() - begun
+    counted, disturbed = server.counted(before, answers, plan.max_tokens * len(answers))
     requests = [Request(prompts[number].workload, number, one) for number, one in zip(part, answers, strict=True)]
-    return Window(requests, wall, busy / wall, page, disturbed=before is not None and page is None)
+    return Window(requests, wall, counted, disturbed)
 
 
 def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
@@ -152,10 +149,10 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     after, seconds = [tokens for tokens, _ in timed], [time for _, time in timed]
     tokens, wall = total(answer.tokens for answer in answers), sum(window.wall_s for window in windows)
     units = _counted(windows, names)
-    drafted, accepted = [one.drafted or 0 for _, one in units], [one.accepted or 0 for _, one in units]
-    in_rounds = [one for _, one in units if one.rounds is not None]
+    drafted, accepted = [one.drafted or 0 for one in units], [one.accepted or 0 for one in units]
+    in_rounds = [one for one in units if one.rounds is not None]
     made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
-    # No round accepts more than rounds drafted on the mean of any text.
+    # No round accepts more than rounds drafted on the mean of any window.
     most = max((-(-(one.drafted or 0) // one.rounds) for one in in_rounds if one.rounds), default=0)
     length = share_interval([count / most for count in stood], made) if most else None
     return Side(
@@ -164,7 +161,7 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
         output_throughput=tokens / wall if whole and wall and tokens is not None else None,
         ttft_ms=_latency([answer.first_s for answer in answers if answer.first_s is not None]),
         tpot_ms=_latency([time / tokens for tokens, time in timed]),
-        counted=sum(count for count, _ in units),
+        counted=sum(one.requests or 0 for one in units),
         drafted=sum(drafted) if units else None,
         accepted=sum(accepted) if units else None,
         rounds=sum(made) if in_rounds else None,
@@ -172,24 +169,21 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
         tokens_per_round=_ratio(
             [a + b for a, b in zip(made, stood, strict=True)], made, sum(made), length and length.scaled(most, 1.0)
         ),
-        acceptance_by_position=_by_position([one for _, one in units]),
+        acceptance_by_position=_by_position(units),
     )
 
 
-def _counted(windows: Sequence[Window], names: Collection[str]) -> list[tuple[int, Counters]]:
-    """Numbers of answers and what came of their drafts: of each text, or of a window where only its page says it all.
+def _counted(windows: Sequence[Window], names: Collection[str]) -> list[Counters]:
+    """What came of the drafts in each window that says it.
 
     A page says nothing of one workload among several.
     """
-    found = list[tuple[int, Counters]]()
+    found = list[Counters]()
     for window in windows:
-        asked = [one.answer.counted or Counters() for one in window.requests if one.workload in names]
-        page = window.page if len(asked) == len(window.requests) else None
-        rounds, drafts = (all(getattr(one, name) is not None for one in asked) for name in ("rounds", "accepted"))
-        if page is not None and page.accepted is not None and not (rounds and drafts):
-            found.append((len(asked), page))
-        elif drafts:
-            found += [(1, one) for one in asked]
+        answers = [one.answer for one in window.requests if one.workload in names]
+        counted = window.counted if len(answers) == len(window.requests) else counted_in(answers)
+        if answers and counted.accepted is not None:
+            found.append(counted)
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import TimeoutError as Late
@@ -31,17 +31,11 @@ T = TypeVar("T")
 _PAGE_TIMEOUT = 30.0  # seconds
 _MOST_IN_FLIGHT = 64
 _KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
-_LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
+_LARGEST_PAGE, _LARGEST_TOKEN = 1 << 24, 1 << 14  # bytes
 _LONGEST = 400  # characters of an error
 _SETTLING_TIME, _POLL_INTERVAL = 2.0, 0.05  # seconds that counters may trail behind answers, and between looks
-_REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
-    401: ("wants a key, or does not accept this one", ("key",)),
-    403: ("refuses access", ("key",)),
-    404: ("has no {path}, or not this model. Give what stands before /v1 in its address", ("model",)),
-    429: ("limits the rate of requests. Send fewer at a time, or try later", ("concurrency",)),
-    503: ("is not available: it may still be loading its model, or have too much to do. Try later", ()),
-}
-"""What a status says of a server, and the arguments that may help."""
+_REMEDIES = {401: ("key",), 403: ("key",), 404: ("model",), 429: ("concurrency",)}  # arguments that may help, by status
+_BY_BOTH = ("requests", "tokens", "drafted", "accepted")  # counters that answers and pages agree on
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """Text, or messages: dicts with ``role`` and ``content``."""
@@ -128,9 +122,6 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
-_decode = msgspec.json.Decoder(_Event).decode
-
-
 def _last(values: Iterable[T | None]) -> T | None:
     """The last that there is."""
     return next((value for value in reversed(list(values)) if value is not None), None)
@@ -141,19 +132,13 @@ def _timed_events(
 ) -> tuple[list[tuple[float, _Event]], bool]:
     """The events of ``stream``, each with the seconds at which it was whole, and whether it says that they are all."""
     found, rest, done = list[tuple[float, _Event]](), b"", False
-    for piece in stream:
+    for piece in _bounded(stream, most_bytes):
         now = clock()
-        most_bytes -= len(piece)
         *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > _LARGEST_EVENT or most_bytes < 0:
-            raise ServerError("the answer is too large for one")
         for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
             if done := done or data == b"[DONE]":
                 break
-            try:
-                event = _decode(data)
-            except (ValueError, RecursionError):
-                raise ServerError(f"expected an event of an answer as JSON, found {_shown(data)}") from None
+            event = _decoded(data, _Event, "an event of an answer as JSON")
             if event.error:
                 raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
             found.append((now, event))
@@ -169,7 +154,7 @@ def read_answer(
     Raises:
         ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
-    timed, done = _timed_events(stream, _LARGEST_EVENT + _LARGEST_TOKEN * asked, clock)
+    timed, done = _timed_events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock)
     events, choices = [event for _, event in timed], [event.choice for _, event in timed]
     if (reason := _last(choice.finish_reason for choice in choices)) is None and not done:
         raise ServerError("the answer ended before its end")
@@ -200,6 +185,18 @@ def read_answer(
         prompt_ids=_last(one.prompt_token_ids for part in (events, choices) for one in part),
         token_ids=tuple(ids) if ids and len(ids) == tokens else None,
         reasoning=any(choice.thought for choice in choices),
+    )
+
+
+def counted_in(answers: Sequence[Answer]) -> Counters:
+    """What all of ``answers`` say together; null for what one of them does not."""
+    counted = [answer.counted or Counters() for answer in answers]
+    return Counters(
+        requests=len(answers),
+        tokens=total(answer.tokens for answer in answers),
+        rounds=total(one.rounds for one in counted),
+        drafted=total(one.drafted for one in counted),
+        accepted=total(one.accepted for one in counted),
     )
 
 
@@ -283,35 +280,31 @@ class Server:
 
         return self._each([read], _PAGE_TIMEOUT)[0] if self.kind.page else None
 
-    def moved(self, before: Counters | None, answers: Sequence[Answer], most_tokens: int) -> Counters | None:
-        """By how much its counters moved since ``before`` for these ``answers`` of at most ``most_tokens`` each.
+    def counted(self, before: Counters | None, answers: Sequence[Answer], most_tokens: int) -> tuple[Counters, bool]:
+        """What all of ``answers`` come to, and whether somebody else used the server meanwhile.
 
-        They may trail behind the answers, so they are waited for. None if it reports none, or if they moved by other
-        than these answers: somebody else uses the server, too.
+        What the answers do not say is taken from the server's counters, where these moved by what the answers say.
+        They may trail behind, so they are waited for.
+
+        Args:
+            before: the counters before the first of these was asked.
+            most_tokens: that all answers may have.
 
         Raises:
             ServerError: what it reports are no counters.
         """
-        counted = [answer.counted or Counters() for answer in answers]
-        told = Counters(
-            requests=len(answers),
-            tokens=total(answer.tokens for answer in answers),
-            drafted=total(one.drafted for one in counted),
-            accepted=total(one.accepted for one in counted),
-        )
-        deadline = time.monotonic() + _SETTLING_TIME
+        told, deadline = counted_in(answers), time.monotonic() + _SETTLING_TIME
         while before is not None and (after := self.counters()) is not None:
-            found = after - before
-            by = "tokens" if found.requests is None else "requests"
-            moved, wanted = getattr(found, by), getattr(told, by)
-            if moved is not None and moved == wanted:
-                pairs = (found.drafted, told.drafted), (found.accepted, told.accepted)
-                alike = all(None in pair or pair[0] == pair[1] for pair in pairs)
-                return found if alike and found.possible(most_tokens, len(answers)) else None
-            if (moved or 0) > (wanted or 0) or time.monotonic() > deadline:
+            moved = after - before
+            pairs = [(getattr(moved, name), getattr(told, name)) for name in _BY_BOTH]
+            known = [pair for pair in pairs if None not in pair]
+            if known and all(by_page == by_answers for by_page, by_answers in known):
+                found = told.filled(moved)
+                return (found, False) if found.possible(most_tokens) else (told, True)
+            if any(by_page > by_answers for by_page, by_answers in known) or time.monotonic() > deadline:
                 break
             time.sleep(_POLL_INTERVAL)
-        return None
+        return told, before is not None
 
     def ask(self, questions: Sequence[Question], at_a_time: int = 1) -> list[Answer]:
         """The answers to ``questions``, in order; always ``at_a_time`` in flight while there are as many.
@@ -397,22 +390,24 @@ class Server:
                     page = _decoded(_body(response), dict[str, Any], "a JSON object")
                 except ServerError:
                     page = {}  # a page for people
-                known = "does not answer as an OpenAI-compatible server does", ()
-                what, remedies = _REFUSED.get(response.status_code, known)
-                said = f"{what.format(path=path)} ({response.status_code}){_words_of(page.get('error', page))}"
-                raise ServerError(f"the server {said}", remedies=remedies)
+                status, said = response.status_code, _words_of(page.get("error", page))
+                found = f"{status} {response.reason_phrase}".strip()
+                raise ServerError(f"expected {path}, found {found}{said}", remedies=_REMEDIES.get(status, ()))
             finally:
                 if self._client.is_closed:  # nobody waits for this answer any more, nor closes its connection
                     response.extensions["network_stream"].close()
 
 
+def _bounded(stream: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
+    for piece in stream:
+        most_bytes -= len(piece)
+        if most_bytes < 0:
+            raise ServerError("what it sends is too large for an answer")
+        yield piece
+
+
 def _body(response: Any) -> bytes:
-    body = bytearray()
-    for piece in response.iter_raw():
-        body += piece
-        if len(body) > _LARGEST_PAGE:
-            raise ServerError(f"expected a page of at most {_LARGEST_PAGE >> 20} MiB, found one that does not end")
-    return bytes(body)
+    return b"".join(_bounded(response.iter_raw(), _LARGEST_PAGE))
 
 
 def _decoded(data: bytes, kind: type[T], what: str) -> T:

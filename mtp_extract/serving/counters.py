@@ -20,7 +20,6 @@ from mtp_extract.errors import ServerError, escape
 from mtp_extract.io.typed import Count, Record
 
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
-_MOST_A_ROUND = 1 << 10  # drafts, of the widest trees
 _MOST_BEYOND = 64  # drafts that the last round accepts beyond the last token that was asked for
 _LABELS = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?'
 _POSITION = re.compile(r'position="([0-9]{1,3})"')
@@ -50,15 +49,15 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
         """These, and from ``page`` what these do not say."""
         return Counters(**{n: getattr(page, n) if value is None else value for n, value in asdict(self).items()})
 
-    def possible(self, most_tokens: int, answers: int = 1) -> bool:
-        """Whether ``answers`` answers of at most ``most_tokens`` tokens each can have come to it.
+    def possible(self, most_tokens: int) -> bool:
+        """Whether answers of at most ``most_tokens`` tokens together can have come to it.
 
         Every round writes at least one token; the last one's drafts may reach beyond the end.
         """
-        most, drafted = most_tokens * answers, most_tokens * answers * _MOST_A_ROUND
-        accepted = min(most + _MOST_BEYOND * answers, drafted if self.drafted is None else self.drafted)
-        bounds = (self.tokens, most), (self.rounds, most + answers), (self.drafted, drafted), (self.accepted, accepted)
-        return all(0 <= (value or 0) <= bound for value, bound in bounds) and not (self.rounds == 0 and self.accepted)
+        answers, drafted = self.requests or 1, _LARGEST if self.drafted is None else self.drafted
+        accepted = 0 if self.rounds == 0 else min(most_tokens + _MOST_BEYOND * answers, drafted)
+        bounds = (self.tokens, most_tokens), (self.rounds, most_tokens + answers), (self.accepted, accepted)
+        return drafted >= 0 and all(0 <= (value or 0) <= bound for value, bound in bounds)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,8 @@ class Window(Record):
 
     requests: Annotated[list[Request], Meta(min_length=1)]  #: in the order of asking
     wall_s: NotNegative  #: seconds in which any was under way
-    client_busy: NotNegative  #: share of this time in which the client computed
-    page: Counters | None  #: by how much the counters of `/metrics` moved; null for none, and where others moved them
-    disturbed: bool  #: whether others did
+    counted: Counters  #: of all its requests: as answers say, else by how much `/metrics` moved for these alone
+    disturbed: bool  #: whether somebody else moved `/metrics`, too
 
 
 class Benchmark(Record, kw_only=True):

@@ -10,7 +10,6 @@ from mtp_extract.report.page import Table
 from mtp_extract.serving.result import Benchmark
 
 _MOST_NAMED = 8  # prompts of a workload
-_BUSIEST = 0.8  # share of a core from which the client is the limit
 _COLUMNS = (
     *("workload", "side", "tokens/s", "speedup", "same text", "TTFT ms", "TPOT ms"),
     *("all tokens/s", "acceptance %", "tokens/round"),
@@ -61,28 +60,20 @@ def _notes(found: Benchmark) -> Iterator[str]:
 
 
 def _notes_of(found: Benchmark, side: str) -> Iterator[str]:
-    """What a server did not report or reports of others too, and where the client held it up."""
+    """What a server reports of others too, not at all, or by position; and whether prompts were too few."""
     windows, wanted = found.windows[side], found.settings["concurrency"]
-    answers = [request.answer for window in windows for request in window.requests]
+    asked = sum(len(window.requests) for window in windows)
     if others := sum(window.disturbed for window in windows):
         yield (
             f": its counters moved by more than these requests {others} of {several(len(windows), 'time')}, so "
             "somebody else used it. Those counts are left out, and times are not of these requests alone."
         )
-    if uncounted := len(answers) - found.total.sides[side].counted:
-        yield f" reports no draft counters for {uncounted} of {several(len(answers), 'answer')}."
-    elif side == "server" and not all(of.sides[side].counted for of in found.workloads.values()):
-        yield " counts drafts of all requests together: to have them by workload, send one at a time."
+    if uncounted := asked - found.total.sides[side].counted:
+        yield f" reports no draft counters for {uncounted} of {several(asked, 'answer')}."
     if places := found.total.sides[side].acceptance_by_position:
         yield f": accepted by position in a round: {', '.join(map(rate, places))} %."
-    if untold := sum(answer.tokens is None for answer in answers):
-        yield f" does not say how many tokens an answer has, {untold} of {several(len(answers), 'time')}."
-    if whole := sum(answer.first_s is not None and answer.seconds == 0 for answer in answers):
-        yield f": {whole} of {several(len(answers), 'answer')} came in one piece, which shows no time of tokens."
     if (most := max(len(window.requests) for window in windows)) < wanted:
         yield f": at most {most} of {wanted} requests were in flight: give more prompts."
-    if (busy := max(window.client_busy for window in windows)) >= _BUSIEST:
-        yield f": the client computed for up to {busy:.0%} of the time, and so is the limit. Ask fewer at a time."
 
 
 def table_of(found: Benchmark) -> Table:

@@ -25,7 +25,7 @@ from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.doctor import run
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.run import check_fit, diagnose, identify
-from mtp_extract.doctor.tables import tables
+from mtp_extract.doctor.verdict import tables
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
