@@ -101,7 +101,7 @@ def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
     in_rounds = [(drafted, rounds) for drafted, rounds in known if drafted and rounds]
     per_round = sum(d for d, _ in in_rounds) / sum(r for _, r in in_rounds) if in_rounds else None
     drafted = sum(d for d, _ in known) if known else None
-    return Serving(server.name, server.kind.name, drafted, per_round)
+    return Serving(server.name, server.kind.name, server.version, drafted, per_round)
 
 
 def _drafts_of(answers: Sequence[Answer]) -> int | None:

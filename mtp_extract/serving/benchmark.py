@@ -3,8 +3,8 @@
 Requests roll: as soon as one has ended the next is sent, whatever workload it is of. They are cut into windows, which
 go to server and baseline in turn, either first every other time, so that drift meets both.
 
-What was drafted in a window, the server says: in its answers, else in its counters, which are everybody's. Where these
-moved by other than what was asked here, or by what is impossible, they are left out: nothing is estimated.
+What was drafted, the server says: in its answers, else in its counters, which are everybody's. Where these moved by
+other than what was asked here, or by what is impossible, they are left out: nothing is estimated.
 
 Of one answer, *tokens per second* is the tokens after those of the first text, by the server's own count, over the time
 from the first text to the last event; of several, both are added up first.
@@ -71,7 +71,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         _compare_texts(windows)
     sizes = Counter(prompt.workload for prompt in prompts)
     found = Benchmark(
-        servers={side: Asked(s.name, s.kind.name, s.model) for side, s in servers.items()},
+        servers={side: Asked(s.name, s.kind.name, s.version, s.model) for side, s in servers.items()},
         settings={name: getattr(plan, name) for name in _SETTINGS},
         prompts=dict(sizes),
         repeated=len(given) - len(prompts),

@@ -122,9 +122,6 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
-_EVENTS = msgspec.json.Decoder(_Event)
-
-
 def _last(values: Iterable[T | None]) -> T | None:
     """The last that there is."""
     return next((value for value in reversed(list(values)) if value is not None), None)
@@ -141,7 +138,7 @@ def _timed_events(
         for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
             if done := done or data == b"[DONE]":
                 break
-            event = _decoded(data, _EVENTS, "an event of an answer as JSON")
+            event = _decoded(data, _Event, "an event of an answer as JSON")
             if event.error:
                 raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
             found.append((now, event))
@@ -215,6 +212,7 @@ class Server:
     Attributes:
         name: the URL, safe to show.
         kind: what it was recognised as.
+        version: as it says; None if it does not.
         model: as it calls the one that is asked.
 
     Its connections are closed at the end of a ``with`` block.
@@ -243,7 +241,7 @@ class Server:
 
     def _recognise(self, model: str | None) -> None:
         header, body = self._page("/v1/models")
-        listed = _decoded(body, msgspec.json.Decoder(_Models), "a list of models").data
+        listed = _decoded(body, _Models, "a list of models").data
         names = [one.id for one in listed]
         # Some list what they could load, and say what they have loaded.
         loaded = [one.id for one in listed if one.loaded is True] or names
@@ -255,6 +253,14 @@ class Server:
         self.model, owners = model or loaded[0], [one.owned_by for one in listed if one.owned_by]
         known = (kind for kind in KINDS if kind.owner in owners or (kind.header and header.startswith(kind.header)))
         self.kind = next(known, Kind())
+        version: Any = header.partition("/")[2] if self.kind.header else None
+        if self.kind.version:
+            page, key = self.kind.version
+            try:
+                version = _decoded(self._page(page)[1], dict[str, Any], "a JSON object").get(key)
+            except ServerError:
+                version = None  # a proxy may let /v1 alone through
+        self.version: str | None = version if version and isinstance(version, str) else None
 
     def counters(self) -> Counters | None:
         """What it counted since its start, everybody's requests together; None if it reports none.
@@ -381,7 +387,7 @@ class Server:
                 if response.status_code == 200:
                     return read(response)
                 try:
-                    page = _decoded(_body(response), msgspec.json.Decoder(dict[str, Any]), "a JSON object")
+                    page = _decoded(_body(response), dict[str, Any], "a JSON object")
                 except ServerError:
                     page = {}  # a page for people
                 status, said = response.status_code, _words_of(page.get("error", page))
@@ -404,9 +410,9 @@ def _body(response: Any) -> bytes:
     return b"".join(_bounded(response.iter_raw(), _LARGEST_PAGE))
 
 
-def _decoded(data: bytes, decoder: msgspec.json.Decoder[T], what: str) -> T:
+def _decoded(data: bytes, kind: type[T], what: str) -> T:
     try:
-        return decoder.decode(data)
+        return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError):
         raise ServerError(f"expected {what}, found {_shown(data)}") from None
 

@@ -67,6 +67,7 @@ class Kind:
     name: str = "unknown"
     owner: str = ""  # ``owned_by`` of its models
     header: str = ""  # how its ``Server`` header begins
+    version: tuple[str, str] | None = None  # page and key; without, the header says it
     request: Mapping[str, Any] = field(default_factory=lambda: {"stream_options": {"include_usage": True}})
     ids: Mapping[str, Any] = field(default_factory=dict)  # fields of one whose answer is to have its token ids
     answer: tuple[str, ...] = ()  # keys that lead to the counters in an event of an answer
@@ -142,6 +143,7 @@ KINDS = (
         "llama-server",
         owner="llamacpp",
         header="llama.cpp",
+        version=("/props", "build_info"),
         # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
         request={**Kind().request, "cache_prompt": False},
         answer=("timings",),
@@ -154,6 +156,7 @@ KINDS = (
     Kind(
         "SGLang",
         owner="sglang",
+        version=("/server_info", "version"),
         request={**_USAGE_ALWAYS, "return_spec_tokens_details": True},
         answer=("sglext", "spec_tokens_details"),
         counts={
@@ -170,6 +173,7 @@ KINDS = (
     Kind(
         "vLLM",
         owner="vllm",
+        version=("/version", "version"),
         request=_USAGE_ALWAYS,
         ids={"return_token_ids": True},
         answer=("metrics", "speculative_decoding"),

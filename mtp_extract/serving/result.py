@@ -17,6 +17,7 @@ class Asked(Record):
 
     url: Annotated[str, Meta(pattern="^https?://[^@?#]*$")]  #: without login and query
     kind: str  #: what it was recognised as: vLLM, SGLang, llama-server, mlx-vlm or unknown
+    version: str | None  #: as it says
     model: str  #: as it calls it
 
 
@@ -39,7 +40,7 @@ class Side(Record):
     drafted: Count | None  #: drafts judged
     accepted: Count | None  #: of these
     rounds: Count | None  #: of drafting and judging
-    acceptance: Figure  #: accepted / drafted; its interval is over windows, of one answer each if asked one at a time
+    acceptance: Figure  #: accepted / drafted; its interval is over windows where only these are counted
     tokens_per_round: Figure  #: 1 + accepted / rounds; its interval as above
     acceptance_by_position: list[Figure] | None  #: by position in a round: share of rounds that accept the draft there
 

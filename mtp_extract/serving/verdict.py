@@ -54,7 +54,7 @@ def _notes(found: Benchmark) -> Iterator[str]:
         yield f"{asked} prompts, {found.repeated} of them repeats, which were not asked."
     for side, server in found.servers.items():
         yield from (f"{server.url} ({server.kind}){note}" for note in _notes_of(found, side))
-    sides = [f"{server.kind} {server.model}" for server in found.servers.values()]
+    sides = [f"{server.kind} {server.version or ''} {server.model}" for server in found.servers.values()]
     if len(set(sides)) > 1:
         yield f"Server and baseline differ in more than the drafter: {' and '.join(sides)}."
 

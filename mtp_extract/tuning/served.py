@@ -61,8 +61,9 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Ser
             hits += int((logits.argmax(-1) == tokens).sum())
             surprise -= float(likely.gather(1, tokens[:, None]).sum() - (likely.exp() * likely).sum())
             positions += len(tokens)
-    kind, model = (server.kind.name, server.model) if server else ("people", None)
-    found: dict[str, Any] = {"kind": kind, "model": model, "texts": len(chosen), "positions": positions}
+    by = (server.kind.name, server.version, server.model) if server else ("people", None, None)
+    found: dict[str, Any] = dict(zip(("kind", "version", "model"), by, strict=True))
+    found |= {"texts": len(chosen), "positions": positions}
     if not positions:
         return found
     name, value = ("surprise", surprise / positions) if temperature else ("agreement", hits / positions)

@@ -291,7 +291,7 @@ def test_a_baseline_that_is_none(prompts: Path) -> None:
     assert report["findings"][0].startswith("the server drafted nothing")
     assert report["findings"][1].startswith(f"the baseline drafts too ({summed('drafted')} drafts)")
     assert [note for note in report["notes"] if "differ in more than the drafter: llama-server" in note]
-    assert [note for note in report["notes"] if note.endswith("google/gemma-4-E4B-it and vLLM another.")]
+    assert [note for note in report["notes"] if note.endswith("google/gemma-4-E4B-it and vLLM 0.33.0 another.")]
 
 
 def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5) -> Request:

@@ -30,6 +30,7 @@ class Manner:
     Attributes:
         listed: an entry of its list of models.
         header: its ``Server`` header.
+        version: page and content.
         page: file of its counters.
         moves: the counters there → what moves them.
         paths: where it answers.
@@ -37,6 +38,7 @@ class Manner:
 
     listed: dict[str, Any]
     header: str = "uvicorn"
+    version: tuple[str, dict[str, Any]] = ("", {})
     page: str = ""
     moves: tuple[tuple[str, str], ...] = ()
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
@@ -45,6 +47,7 @@ class Manner:
 MANNERS = {
     "vLLM": Manner(
         {"owned_by": "vllm"},
+        version=("/version", {"version": "0.33.0"}),
         page="vllm-0.33.0.txt",
         moves=(
             ("vllm:request_success_total", "requests"),
@@ -56,6 +59,7 @@ MANNERS = {
     ),
     "SGLang": Manner(
         {"owned_by": "sglang"},
+        version=("/server_info", {"version": "0.5.23", "api_key": "not to be shown"}),
         page="sglang-0.5.23.txt",
         moves=(
             ("sglang:num_requests_total", "requests"),
@@ -66,6 +70,7 @@ MANNERS = {
     "llama-server": Manner(
         {"owned_by": "llamacpp"},
         header="llama.cpp",
+        version=("/props", {"build_info": "b1-0c1e570"}),
         page="llama-server-0c1e57098.txt",
         moves=(
             ("llamacpp:tokens_predicted_total", "tokens"),
@@ -231,8 +236,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.begin(b""):
             return
         state = self.state
+        page, version = state.manner.version
         if self.path == "/v1/models":
             self.json({"object": "list", "data": state.models})
+        elif self.path == page:
+            self.json(version)
         elif self.path == "/metrics" and state.manner.page:
             self.send(state.page().encode(), "text/plain; version=0.0.4")
         else:

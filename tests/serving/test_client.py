@@ -70,6 +70,12 @@ def vllm() -> Iterator[ModelServer]:
 def test_each_kind_is_recognised(connect: Connect, any_server: ModelServer) -> None:
     found = connect(any_server.url + "/v1/")
     assert (found.kind.name, found.model, found.name) == (any_server.kind, MODEL, any_server.url)
+    assert found.version == {
+        "vLLM": "0.33.0",
+        "SGLang": "0.5.23",
+        "llama-server": "b1-0c1e570",
+        "mlx-vlm": "0.7.10",
+    }.get(any_server.kind)
 
 
 def test_an_answer(connect: Connect, any_server: ModelServer) -> None:

@@ -56,7 +56,7 @@ def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served:
     record = verify(found.directory).record
     validator("extraction")(record)
     told = record["tuning"]["text_from"]
-    assert (told["kind"], told["model"]) == ("vLLM", "google/gemma-4-E4B-it")
+    assert (told["kind"], told["version"], told["model"]) == ("vLLM", "0.33.0", "google/gemma-4-E4B-it")
     assert told["agreement"] == 1.0
     assert told["positions"] == 16 * told["texts"]
     assert any("would have written 100.0% of" in note for note in found.notes)
