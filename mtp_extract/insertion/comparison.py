@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -101,8 +101,7 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     checkpoint, base = read_base(directory), find_base(opened)
     check_geometry(base, checkpoint)
     found = list(matches(base, checkpoint))
-    judged = judge([slot for match in found for slot in match.slots], progress)
-    verdicts = [_verdict(match, [judged[slot] for slot in match.slots]) for match in found]
+    verdicts = judge(found, progress)
     nowhere = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=nowhere) for name in checkpoint.unknown]
     return BaseComparison(
@@ -120,15 +119,17 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
 class _Look(NamedTuple):
     """What some rows have shown."""
 
-    finite: bool
-    outside: int  # weights further from what is stored than half a step and what rounding to their type explains
-    steps: float  # the largest difference in steps of the codes; −1 for floats
-    squares: float
-    reference: float  # sums of squares of the difference, and of the weight
+    same: bool  # whether they are what is stored; False, unasked, after others of their weight that were not
+    finite: bool = False
+    outside: int = 1  # weights further from what is stored than half a step and what rounding to their type explains
+    steps: float = math.inf  # the largest difference in steps of the codes; −1 for floats
+    squares: float = math.inf
+    reference: float = 1.0  # sums of squares of the difference, and of the weight
 
 
-def judge(slots: Sequence[Slot], progress: Progress = lambda done, total: None) -> dict[Slot, RoleVerdict]:
-    """How far what each of ``slots`` holds is from its weight."""
+def judge(found: Sequence[Match], progress: Progress = lambda done, total: None) -> list[RoleVerdict]:
+    """How far what the bundle holds of each role is from its weight."""
+    slots = [slot for match in found for slot in match.slots]
     tick = counter(progress, sum(math.prod(slot.new.shape) for slot in slots))
     differ = set[Slot]()
 
@@ -137,16 +138,14 @@ def judge(slots: Sequence[Slot], progress: Progress = lambda done, total: None) 
         if slot not in differ and not are_alike(held, given, slot.dtype):
             differ.add(slot)
         tick(given.size)
-        return _look(slot, given, held, first, last) if np.isfinite(given).all() else _NOT_FINITE
+        same = slot not in differ
+        return _look(slot, same, given, held, first, last) if np.isfinite(given).all() else _Look(same)
 
     looks = over_rows(slots, step, _ELEMENTS)
-    return {slot: _judged(slot, slot not in differ, looks[slot]) for slot in slots}
+    return [_verdict(match, [look for slot in match.slots for look in looks[slot]]) for match in found]
 
 
-_NOT_FINITE = _Look(False, 1, math.inf, math.inf, 1.0)
-
-
-def _look(slot: Slot, given: Floats, held: Floats, first: int, last: int) -> _Look:
+def _look(slot: Slot, same: bool, given: Floats, held: Floats, first: int, last: int) -> _Look:
     """``given``: rows of the weight; ``held``: what the bundle holds of them."""
     constant, apart = slot.constant, given - held
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -164,7 +163,7 @@ def _look(slot: Slot, given: Floats, held: Floats, first: int, last: int) -> _Lo
         else:
             half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
             most, outside = -1.0, int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(given))))
-    return _Look(True, outside, most, _squares(apart), _squares(given))
+    return _Look(same, True, outside, most, _squares(apart), _squares(given))
 
 
 def _squares(values: Floats) -> float:
@@ -172,30 +171,24 @@ def _squares(values: Floats) -> float:
     return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
 
 
-def _judged(slot: Slot, same: bool, looks: Sequence[_Look]) -> RoleVerdict:
-    """``same``: whether all rows are those that are stored."""
-    error = relative_error((look.squares, look.reference) for look in looks)
-    outside, steps = sum(look.outside for look in looks), max(look.steps for look in looks)
-    verdict, why = EQUAL if same else DIFFERENT if outside else HALF_STEP, None
-    if not all(look.finite for look in looks):
-        why = "the checkpoint holds values that are not finite"
-    elif slot.constant is None and not same:
-        why = f"the graphs multiply by nothing here, so by 1; apart by {error:.3g} of its size"
-    elif verdict == DIFFERENT and steps < 0:
-        why = f"apart by {error:.3g} of its size"
-    elif verdict == DIFFERENT:
-        why = f"{outside} weights lie up to {steps:.3g} steps apart, {error:.3g} of its size"
-    measured = steps if 0 <= steps < math.inf else None, error if error < math.inf else None
-    return RoleVerdict(slot.role, None, slot.new.shape, verdict, (), (), *measured, why)
-
-
-def _verdict(match: Match, judged: Sequence[RoleVerdict]) -> RoleVerdict:
-    """The worst of what was ``judged`` of its slots."""
+def _verdict(match: Match, looks: Sequence[_Look]) -> RoleVerdict:
+    """``looks``: of all rows of all constants that hold the role."""
     places = match.places
     types = tuple(sorted({place.tensor.type_name for place in places if place.found.tensor is not None}))
     signatures = tuple(dict.fromkeys(place.signature for place in places))
     if match.problem:
         verdict = DIFFERENT if places and match.name else NOT_FOUND
         return RoleVerdict(match.role, match.name, match.shape, verdict, types, signatures, why=match.problem)
-    worst = max(judged, key=lambda one: (VERDICTS.index(one.verdict), math.inf if one.error is None else one.error))
-    return replace(worst, tensor=match.name, shape=match.shape, stored=types, signatures=signatures)
+    same, outside = all(look.same for look in looks), sum(look.outside for look in looks)
+    error, steps = relative_error((look.squares, look.reference) for look in looks), max(look.steps for look in looks)
+    verdict, why = EQUAL if same else DIFFERENT if outside else HALF_STEP, None
+    if not all(look.finite for look in looks):
+        why = "the checkpoint holds values that are not finite"
+    elif not types and not same:
+        why = f"the graphs multiply by nothing here, so by 1; apart by {error:.3g} of its size"
+    elif verdict == DIFFERENT and steps < 0:
+        why = f"apart by {error:.3g} of its size"
+    elif verdict == DIFFERENT:
+        why = f"{outside} weights lie up to {steps:.3g} steps apart, {error:.3g} of its size"
+    measured = steps if 0 <= steps < math.inf else None, error if error < math.inf else None
+    return RoleVerdict(match.role, match.name, match.shape, verdict, types, signatures, *measured, why)

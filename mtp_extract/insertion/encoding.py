@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.weight import divided, same_weight
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, few
-from mtp_extract.insertion.slots import Slot, are_alike, is_same, over_rows, passing
+from mtp_extract.insertion.slots import Slot, are_alike, changing, over_rows
 from mtp_extract.io.source import Advance
 from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, float_bytes, widened
 
@@ -78,13 +78,11 @@ class Encoding:
         return storage.stored(storage.quantized(values)[2])
 
     def writes_as(self, other: Encoding) -> bool:
-        """Whether both come to the same bytes."""
-        return (
-            self.storage == other.storage
-            and np.array_equal(self.scales.scale, other.scales.scale)
-            and np.array_equal(self.scales.zero_point, other.scales.zero_point)
-            and all(self.data(*rows) == other.data(*rows) for rows in self.slot.ranges())
-        )
+        """Whether the rows of both come to the same bytes."""
+        if self is other:
+            return True
+        same = self.storage == other.storage
+        return same and all(self.data(*rows) == other.data(*rows) for rows in self.slot.ranges())
 
 
 def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str, tuple[Encoding, ...]]:
@@ -94,20 +92,17 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         UnsupportedError: values that the type cannot hold, or a weight that was folded away and is no longer 1.
         CheckpointError: values that are not finite.
     """
-    same = set(passing(slots, is_same))
-    same |= {slot for slot in slots if slot not in same and _has_rounded_scales(slot)}
-    for slot in slots:
-        if slot.constant is None and slot not in same:
-            raise UnsupportedError(
-                f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
-                "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
-            )
-    found = {slot: _kept(slot, 0.0) for slot in slots if slot in same and slot.constant is not None}
-    scales = {slot: own for slot in slots if slot not in same and (own := _scales_of_codes(slot)) is not None}
-    for slot in passing(scales, lambda slot, first, last: _are_codes(slot, scales[slot], first, last)):
-        found[slot] = Encoding(slot, CODES, 0.0, scales[slot])
-    for slot in same | found.keys():
-        advance(math.prod(slot.new.shape))
+    apart = changing(slots)
+    changed = [slot for slot in slots if slot in apart and not _has_rounded_scales(slot)]
+    if folded := next((slot for slot in changed if slot.constant is None), None):
+        raise UnsupportedError(
+            f"{folded.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
+            "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+        )
+    found = {slot: _kept(slot, 0.0) for slot in slots if slot.constant is not None and slot not in changed}
+    found |= {slot: coded for slot in changed if (coded := _coded(slot)) is not None}
+    left = [slot for slot in changed if slot not in found]
+    advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in left))
     differ = set[Slot]()
 
     def measure(slot: Slot, first: int, last: int) -> _Measured:
@@ -117,14 +112,10 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         advance((last - first) * slot.new.columns)
         return measured
 
-    left = [slot for slot in slots if slot.constant is not None and slot not in found]
     for slot, parts in over_rows(left, measure).items():
         encoding = _encoded(slot, parts)
         found[slot] = encoding if slot in differ else _kept(slot, encoding.error)
-    roles: dict[str, list[Encoding]] = {slot.role: [] for slot in slots}
-    for slot in slots:
-        roles[slot.role] += [found[slot]] if slot in found else []
-    return {role: tuple(own) for role, own in roles.items()}
+    return {slot.role: tuple(found[own] for own in slots if own.role == slot.role and own in found) for slot in slots}
 
 
 def check_written(path: Path, slots: Sequence[Slot]) -> None:
@@ -153,6 +144,14 @@ def _has_rounded_scales(slot: Slot) -> bool:
             same_weight(rounded_again(slot.held, (f"{kind}{SCALES}",)), slot.new) for kind in ("F32", "FP16")
         )
     return False
+
+
+def _coded(slot: Slot) -> Encoding | None:
+    """The codes of the new weight as they are; None where the file cannot store them, or the floats say otherwise."""
+    scales = _scales_of_codes(slot)
+    if scales is None or not all(_are_codes(slot, scales, *rows) for rows in slot.ranges()):
+        return None
+    return Encoding(slot, CODES, 0.0, scales)
 
 
 def _scales_of_codes(slot: Slot) -> Scales | None:

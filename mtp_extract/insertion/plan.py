@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,13 @@ import numpy.typing as npt
 from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.insertion.encoding import KEPT, Encoding
 from mtp_extract.insertion.slots import Place, Slot, over_rows
-from mtp_extract.io.assembled import Put, Span, write_copy
+from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import LocalSource, Progress, Source, counter
-from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor, float_bytes
+from mtp_extract.litertlm.storage import FLOAT_TYPES, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.proof.proof import Proof
 
-Key = tuple[int, int]
-"""A tensor of a model: subgraph and index."""
 Bytes = bytes | memoryview
 Overlay = tuple[int, Bytes | Encoding]
 """Bytes, or the rows of an encoding, and where in the file they go."""
@@ -151,105 +149,96 @@ def _freshen(stage: Path, target: Path, source: Source) -> None:
         os.utime(stage, (second, second))
 
 
+class _Part(NamedTuple):
+    """Bytes of the file: where, whose, and what they are to be."""
+
+    begin: int
+    end: int
+    changes: bool
+    owner: str  # a role, or which tensor without one
+    what: Bytes | Encoding | None = None  # None: what they are
+
+    def agrees(self, other: _Part) -> bool:
+        """Whether both are the same bytes, and are to be the same."""
+        if isinstance(self.what, Encoding) and isinstance(other.what, Encoding):
+            return self[:2] == other[:2] and self.what.writes_as(other.what)
+        return self[:2] == other[:2] and self.what == other.what
+
+
 def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
-    """What to write so that all places of ``encodings`` hold what was decided, each byte once.
+    """What to write so that all places of ``encodings`` hold what was decided: the bytes that change, each once.
 
     Raises:
         UnsupportedError: bytes that are to change belong to something else too, or zero points have no place.
     """
     sites = [(place, encoding) for encoding in encodings for place in encoding.slot.places]
+    parts = [part for site in sites for part in _parts(*site)]
     for model in {id(place.model): place.model for place, _ in sites}.values():
-        roles = defaultdict[Key, list[Encoding]](list)
-        for place, encoding in sites:
-            if place.model is model:
-                roles[place.tensor.subgraph, place.tensor.index].append(encoding)
-        _check_owners(model, roles)
-    written: dict[int, tuple[Bytes | Encoding, str]] = {}
-    for place, encoding in sites:
-        if encoding.how == KEPT:
-            continue
-        for at, what in ((place.model.locate(place.tensor).begin, encoding), *_scale_bytes(place, encoding)):
-            if at not in written:
-                yield at, what
-            other, role = written.setdefault(at, (what, encoding.role))
-            # Encodings in one place were compared above; scales of blocks may lie in one tensor.
-            if not isinstance(what, Encoding) and other != what:
-                raise UnsupportedError(f"{encoding.role}: shares its scales with {role}, and they are to differ.")
-
-
-def _check_owners(model: TfliteModel, roles: Mapping[Key, Sequence[Encoding]]) -> None:
-    """Check that whatever has bytes that are to change is to hold the same; ``roles`` by subgraph and index of tensor.
-
-    Raises:
-        UnsupportedError: something else has them, or two ranges overlap and are not the same.
-    """
-    owners = defaultdict[Span, list[Tensor]](list)
-    for graph in model.subgraphs:
-        for tensor in graph.tensors:
-            for span in _spans(model, tensor):
-                owners[span].append(tensor)
-    reached = (0, 0)
-    for span in sorted(owners):
-        if span[0] < reached[1]:
+        parts += _without_role(model, [place.tensor for place, _ in sites if place.model is model])
+    last = _Part(0, 0, False, "")
+    # Of the same bytes those that change come first.
+    for part in sorted(parts, key=lambda part: (part.begin, part.end, not part.changes)):
+        shared = part.begin < last.end
+        if shared and (part.changes or last.changes) and not part.agrees(last):
+            changed, other = (part, last) if part.changes else (last, part)
             raise UnsupportedError(
-                f"{model.region.source.name}: buffers of {model.region.what} overlap at byte {span[0]}, so nothing can "
-                "be written into one of them."
+                f"{changed.owner}: the file stores {other.owner} in the same bytes, and the two are to differ. Keep "
+                "them equal, or as they are."
             )
-        reached = span
-    for tensors in owners.values():
-        held = [(tensor, roles.get((tensor.subgraph, tensor.index), ())) for tensor in tensors]
-        changed = next((e for _, own in held for e in own if e.how != KEPT), None)
-        for tensor, own in held if changed is not None else ():
-            assert changed is not None
-            if not own:
-                raise UnsupportedError(
-                    f"{changed.role}: {tensor.label}, which plays no role, has the same bytes. Keep it as it is."
-                )
-            if other := next((e for e in own if e is not changed and not e.writes_as(changed)), None):
-                raise UnsupportedError(
-                    f"{changed.role} and {other.role}: the file stores one constant for both ({tensor.label}), and "
-                    "they are to differ. Keep them equal."
-                )
+        if part.changes and part.what is not None and not shared:
+            yield part.begin, part.what
+        last = max(last, part, key=lambda part: part.end)
 
 
-def _spans(model: TfliteModel, tensor: Tensor) -> Iterator[Span]:
-    """The bytes of the file that are a tensor's: data, scales, zero points."""
-    if not model.has_data(tensor):
-        return
-    data, quantization, begin = model.data_of(tensor), tensor.quantization, model.region.begin
-    if data.size:
-        yield data.begin, data.begin + data.size
-    # Scales of floats mean nothing, and are not written.
-    if quantization is None or tensor.type in FLOAT_TYPES:
-        return
-    for vector in (quantization.scales, quantization.zero_points):
-        if vector.count:
-            yield begin + vector.start, begin + vector.start + vector.width * vector.count
-
-
-def _scale_bytes(place: Place, encoding: Encoding) -> Iterator[tuple[int, Bytes]]:
-    """Scales and zero points of ``encoding``, each with where in the file they go.
+def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
+    """The rows of ``encoding``, its scales and its zero points, where ``place`` has them.
 
     Raises:
         UnsupportedError: there is no place for the zero points.
     """
-    model, tensor, quantization = place.model, place.tensor, place.tensor.quantization
-    scale, zero_point = encoding.scales
+    model, tensor, (scale, zero_point) = place.model, place.tensor, encoding.scales
+    data, quantization, blocks = model.locate(tensor), tensor.quantization, _blocks(model, tensor)
+    yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, encoding.role, encoding)
     if not scale.size or quantization is None:
         return
-    changed = not np.array_equal(QuantizedTensor.of(model, tensor).zero_point.reshape(-1), zero_point)
-    held, begin = quantization.zero_points.count, model.region.begin
-    if quantization.blockwise is not None:
-        held, blocks = 0, model.tensor(tensor.subgraph, quantization.blockwise.scales)
-        assert blocks.type is not None
-        yield model.locate(blocks).begin, float_bytes(scale, blocks.type, encoding.role)
-    else:
-        yield begin + quantization.scales.start, _bytes_of(scale.astype("<f4", copy=False))
-    if not changed:
-        return
-    if held != zero_point.size and (held != 1 or np.ptp(zero_point)):
+    begin, held = model.region.begin, quantization.zero_points.count if blocks is None else 0
+    fits = held == zero_point.size or (held == 1 and not np.ptp(zero_point))
+    if not fits and not np.array_equal(encoding.slot.stored.source.zero_point.reshape(-1), zero_point):
         raise UnsupportedError(f"{encoding.role}: {tensor.label} has no place for its new zero points.")
-    yield begin + quantization.zero_points.start, _bytes_of(zero_point[:held].astype("<i8", copy=False))
+    vectors: dict[int, Bytes] = {}
+    if blocks is not None and blocks.type is not None:
+        vectors[model.locate(blocks).begin] = float_bytes(scale, blocks.type, encoding.role)
+    else:
+        vectors[begin + quantization.scales.start] = _bytes_of(scale.astype("<f4", copy=False))
+    if held:
+        vectors[begin + quantization.zero_points.start] = _bytes_of(zero_point[:held].astype("<i8", copy=False))
+    for at, vector in vectors.items():
+        changes = model.region.source.read(at, len(vector)) != vector
+        yield _Part(at, at + len(vector), changes, encoding.role, vector)
+
+
+def _without_role(model: TfliteModel, playing: Iterable[Tensor]) -> Iterator[_Part]:
+    """Data, scales and zero points of all tensors but those ``playing`` a role."""
+    # Scales of blocks are tensors themselves.
+    own = {(t.subgraph, t.index) for role in playing for t in (role, _blocks(model, role)) if t is not None}
+    for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
+        if (tensor.subgraph, tensor.index) in own or not model.has_data(tensor):
+            continue
+        data, quantization = model.data_of(tensor), tensor.quantization
+        spans = [(data.begin, data.size)]
+        # Scales of floats mean nothing.
+        if quantization is not None and tensor.type not in FLOAT_TYPES:
+            vectors = (quantization.scales, quantization.zero_points)
+            spans += [(model.region.begin + vector.start, vector.width * vector.count) for vector in vectors]
+        label = f"{tensor.label}, which plays no role,"
+        yield from (_Part(begin, begin + size, False, label) for begin, size in spans if size)
+
+
+def _blocks(model: TfliteModel, tensor: Tensor) -> Tensor | None:
+    """The tensor that holds the scales of ``tensor``'s blocks; None where it has none."""
+    if tensor.quantization is None or tensor.quantization.blockwise is None or tensor.type in FLOAT_TYPES:
+        return None
+    return model.tensor(tensor.subgraph, tensor.quantization.blockwise.scales)
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:

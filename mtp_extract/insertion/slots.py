@@ -164,23 +164,20 @@ def over_rows(
     return found
 
 
-def passing(slots: Iterable[Slot], test: Callable[[Slot, int, int], bool]) -> list[Slot]:
-    """The slots of which ``test`` holds for all rows; after rows that fail no others are read."""
-    failed = set[Slot]()
+def changing(slots: Sequence[Slot]) -> set[Slot]:
+    """Those of which some rows are not what the bundle holds, as it is or rounded to the checkpoint's type."""
+    found = set[Slot]()
 
     def step(slot: Slot, first: int, last: int) -> None:
-        if slot not in failed and not test(slot, first, last):
-            failed.add(slot)
+        with np.errstate(over="ignore", invalid="ignore"):
+            # After rows that differ no others are read.
+            if slot not in found and not are_alike(
+                slot.held.floats(first, last), slot.new.floats(first, last), slot.dtype
+            ):
+                found.add(slot)
 
-    # Most weights that differ show it in their first rows.
-    likely = [slot for slot in slots if test(slot, *next(slot.ranges(1)))]
-    return [slot for slot in over_rows(likely, step) if slot not in failed]
-
-
-def is_same(slot: Slot, first: int, last: int) -> bool:
-    """Whether rows of the new weight are what the bundle holds, as it is or rounded to the checkpoint's type."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return are_alike(slot.held.floats(first, last), slot.new.floats(first, last), slot.dtype)
+    over_rows(slots, step)
+    return found
 
 
 def are_alike(held: Floats, wanted: Floats, dtype: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import copy
@@ -20,10 +19,10 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
 from mtp_extract.insertion import comparison
-from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, judge
+from mtp_extract.insertion.base import Match
+from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, judge
 from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
-from mtp_extract.insertion.slots import Place, Slot, passing, slots_of
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS
+from mtp_extract.insertion.slots import Place, Slot, slots_of
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 Floats = npt.NDArray[np.float32]
@@ -76,6 +75,13 @@ def weight_of(place: Place) -> Weight:
     return place.constant
 
 
+def judged(*slots: Slot) -> RoleVerdict:
+    """Of one role that all of them hold."""
+    shape, places = slots[0].new.shape, tuple(place for slot in slots for place in slot.places)
+    (verdict,) = judge([Match("role", None, shape, places, list(slots), "")])
+    return verdict
+
+
 def by_number(slot: Slot, step: Floats) -> tuple[float, float, int]:
     """The error, the largest distance in steps, and how many numbers lie further than half a step."""
     held, given = slot.held.array().astype(np.float64), slot.new.array().astype(np.float64)
@@ -99,7 +105,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         assert steps is not None
         step = np.broadcast_to(np.abs(steps.in_blocks(1)) / steps.factor, weight.shape)
         slot = Slot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
-        found = judge([slot])[slot]
+        found = judged(slot)
         expected, most, outside = by_number(slot, step)
         error = np.inf if found.error is None else found.error
         assert error == pytest.approx(expected, rel=1e-4, abs=2e-5), kind
@@ -115,26 +121,7 @@ def test_what_is_not_finite_differs(places: dict[str, Place]) -> None:
     weight = weight_of(place).array()
     weight[3, 4] = np.nan
     slot = Slot("role", (place,), of_array(weight), "f32")
-    assert judge([slot])[slot].verdict == DIFFERENT
-
-
-def test_rows_that_pass_late_do_not_outweigh_rows_that_fail(
-    places: dict[str, Place], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever thread ends last."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
-    place, failed = next(iter(places.values())), threading.Event()
-    slot = Slot("role", (place,), of_array(np.zeros((CHUNK_ELEMENTS // 64 * 2, 64), np.float32)), "f32")
-    assert len(list(slot.ranges(CHUNK_ELEMENTS))) == 2
-
-    def test(slot: Slot, first: int, last: int) -> bool:
-        if last == 8:
-            return True
-        if first:
-            failed.set()
-        return not first and failed.wait(60)
-
-    assert passing([slot], test) == []
+    assert judged(slot).verdict == DIFFERENT
 
 
 @pytest.fixture
@@ -167,12 +154,12 @@ def test_rows_that_several_tables_are_columns_of_are_read_once(
         return sum(read)
 
     fresh = [replace(slot, new=copy(slot.new)) for slot in tables]
-    assert counted(lambda: judge(fresh)) == fresh[0].new.rows
-    # The first eight rows, which say whether it is worth asking for all, may be at hand from before.
-    assert counted(lambda: encode(fresh[1:])) <= counted(lambda: encode(fresh[-1:])) + 8
+    assert counted(lambda: judged(*fresh)) == fresh[0].new.rows
+    assert counted(lambda: encode(fresh[1:])) <= counted(lambda: encode(fresh[-1:]))
     together, alone = encode(fresh)["table"], [encode([slot])["table"][0] for slot in fresh]
     assert {encoding.how for encoding in together} == {KEPT, REQUANTIZED}
     for ours, theirs in zip(together, alone, strict=True):
         assert (ours.how, ours.error) == (theirs.how, theirs.error) and ours.writes_as(theirs)
+        assert np.array_equal(ours.scales.scale, theirs.scales.scale)
     with pytest.raises(OutputError, match="table reads back differently"):
         check_written(Path("new"), tables)
