@@ -226,7 +226,7 @@ class DirectoryFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
-        document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
+        document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
         own_head = any(name.startswith(f"{HEAD}.") for name in stored)
         with reading.naming(path):
             config = parse_config(document)

@@ -145,7 +145,7 @@ class HeadFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
-        document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
+        document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
         with reading.naming(path):
             config = _config(self.flat(document), own_embedding=_EMBED in stored)
         require_keys(path, document, self.document(config, ""), self.tolerated)

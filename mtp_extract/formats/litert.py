@@ -69,7 +69,7 @@ class LitertFormat:
             if missing := sorted(name for name in roles if name not in names and not roles[name].optional):
                 raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
         require_keys(path, document, _document(config, names), {"max_position_embeddings": WHOLE})
-        shapes, stored = shapes_of(config), reading.read_shards(directory, self.weights_file)
+        shapes, stored = shapes_of(config), reading.read_weights(directory, self.weights_file)
         held = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(held, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.

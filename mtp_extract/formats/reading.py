@@ -1,4 +1,4 @@
-"""Reading strictly: the few fields of a configuration that count, tensors of one file or several, and their roles."""
+"""Reading strictly: the few fields of a configuration that count, and the tensors of a file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
-from mtp_extract.checkpoint.documents import ANYTHING, HEADER, read_object, require_keys
+from mtp_extract.checkpoint.documents import HEADER, read_object, require_keys
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import read_header, read_safetensors
+from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
 from mtp_extract.io.typed import read
@@ -88,68 +88,20 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{escape(path)}: {error}") from error
 
 
-class _Index(Struct):
-    weight_map: dict[str, str]
-
-
-def read_shards(directory: Path, name: str) -> Tensors:
-    """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
+def read_weights(directory: Path, name: str) -> Tensors:
+    """The tensors of the safetensors file ``name`` in ``directory``.
 
     Raises:
-        CheckpointError: as :func:`find_tensors`, or a file says more beside its tensors than engines pass over.
+        CheckpointError: it is not there or damaged, or says more beside its tensors than engines pass over.
     """
-    found = find_tensors(directory, name)
-    for path in {path for path, _ in found.values()}:
-        require_keys(path, read_safetensors(path)[1], {}, HEADER)
-    if index := index_of(directory, name):
-        places = {tensor: path.name for tensor, (path, _) in found.items()}
-        require_keys(index, read_object(index), {"weight_map": places}, {"metadata": ANYTHING})
-    return found
-
-
-def index_of(directory: Path, name: str) -> Path | None:
-    """The index of the shards in ``directory`` that stand for the safetensors file ``name``; None where that is whole
-    or there is no index.
-    """
-    index = directory / f"{name}.index.json"
-    return index if index.is_file() and not (directory / name).is_file() else None
-
-
-def find_tensors(
-    directory: Path, name: str, advice: str = "extract the drafter anew", *, listed_only: bool = False
-) -> Tensors:
-    """As :func:`read_shards`, whatever the files say beside their tensors.
-
-    Args:
-        advice: what to do where a file is missing.
-        listed_only: pass over tensors that the index does not list where they are, instead of refusing them.
-
-    Raises:
-        CheckpointError: it is not there or damaged, or the index contradicts its files.
-    """
-
-    def tensors(path: Path) -> Tensors:
-        if not path.is_file():
-            raise CheckpointError(f"{escape(path.parent)}: expected {path.name} there, found none; {advice}")
-        return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
-
-    index = index_of(directory, name)
-    if index is None:
-        return tensors(directory / name)
-    found: dict[str, tuple[Path, StoredTensor]] = {}
-    with naming(index):
-        places = fields_of(read_object(index), _Index).weight_map
-        for file in dict.fromkeys(places.values()):
-            if Path(file).name != file:
-                raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
-            for tensor, stored in tensors(directory / file).items():
-                if places.get(tensor) == file:
-                    found[tensor] = stored
-                elif not listed_only:
-                    raise CheckpointError(f"expected {escape(tensor)} where the index says it is, found it elsewhere")
-        if missing := sorted(places.keys() - found.keys()):
-            raise CheckpointError(f"expected {escape(missing[0])} where the index says it is, found it nowhere")
-    return found
+    path = directory / name
+    if not path.is_file():
+        raise CheckpointError(
+            f"{escape(directory)}: expected {name} there, found none; extract the drafter anew, or save it as one file"
+        )
+    stored, metadata = read_safetensors(path)
+    require_keys(path, metadata, {}, HEADER)
+    return {tensor: (path, found) for tensor, found in stored.items()}
 
 
 def check_tensors(expected: Expected, found: Tensors, more: Expected = MappingProxyType({})) -> None:

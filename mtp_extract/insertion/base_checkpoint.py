@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import Stored
+from mtp_extract.checkpoint.files import read_safetensors
+from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
@@ -87,7 +88,7 @@ def read_base(directory: Path) -> BaseCheckpoint:
     """
     text, sizes = _text_config(directory)
     layers, shared = sizes.num_hidden_layers, sizes.num_kv_shared_layers or 0
-    stored = reading.find_tensors(directory, _WEIGHTS, "fetch the checkpoint again", listed_only=True)
+    stored = _tensors(directory)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
     if prefix is None:
         expected = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
@@ -106,6 +107,37 @@ def read_base(directory: Path) -> BaseCheckpoint:
     own = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
     others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own)
     return BaseCheckpoint(directory, text, weights, tuple(own), tuple(n for n in stored if n in unused), others)
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+def _tensors(directory: Path) -> reading.Tensors:
+    """The tensors of ``model.safetensors``, or of the files that its index lists instead.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or has not what the index says.
+    """
+
+    def tensors(file: str) -> reading.Tensors:
+        if not (path := directory / file).is_file():
+            raise CheckpointError(f"{escape(directory)}: expected {file} there, found none; fetch the checkpoint again")
+        return {tensor: (path, stored) for tensor, stored in read_safetensors(path)[0].items()}
+
+    index = directory / f"{_WEIGHTS}.index.json"
+    if (directory / _WEIGHTS).is_file() or not index.is_file():
+        return tensors(_WEIGHTS)
+    found: dict[str, tuple[Path, StoredTensor]] = {}
+    with reading.naming(index):
+        places = reading.fields_of(read_object(index, _AS_WRITTEN), _Index).weight_map
+        for file in dict.fromkeys(places.values()):
+            if Path(file).name != file:
+                raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
+            found |= {tensor: stored for tensor, stored in tensors(file).items() if places.get(tensor) == file}
+        if missing := sorted(places.keys() - found.keys()):
+            raise CheckpointError(f"expected {escape(missing[0])} where the index says it is, found it nowhere")
+    return found
 
 
 class _Layers(Struct):

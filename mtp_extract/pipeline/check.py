@@ -15,7 +15,7 @@ from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.files import sha256_of_file
 from mtp_extract.checkpoint.record import Extraction
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
-from mtp_extract.formats import EVERY, format_named, format_of, is_called, reading, weights_of
+from mtp_extract.formats import EVERY, format_named, format_of, is_called, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.address import is_cached
 from mtp_extract.io.place import listing
@@ -229,8 +229,6 @@ def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
         min((path.name for path in place.glob(pattern)), default=pattern)
         for pattern in (format_.marker, format_.weights_file, *format_.further_files)
     }
-    if (index := reading.index_of(place, format_.weights_file)) is not None:
-        own |= {index.name, *(path.name for path, _ in reading.read_shards(place, format_.weights_file).values())}
     found = []
     for path in _entries(place):
         name = path.relative_to(place).as_posix()

@@ -45,7 +45,7 @@ class ToyFormat:
         document = read_object(directory / self.marker)
         config = convert(document, DrafterConfig)
         require_keys(directory / self.marker, document, to_builtins(config), {"dtype": TEXT})
-        stored = reading.read_shards(directory, self.weights_file)
+        stored = reading.read_weights(directory, self.weights_file)
         shapes = {role.name: (shape, reading.FLOATS) for role, shape in shapes_of(config).items()}
         reading.check_tensors(shapes, stored)
         tensors = {role: Stored(*stored[role], role) for role in shapes}

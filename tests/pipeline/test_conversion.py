@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from helpers.schemas import validator
 from helpers.variant_files import variant
-from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
@@ -122,34 +121,6 @@ def test_without_a_record(official: Path, tmp_path: Path) -> None:
     one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
     for role, tensor in one.tensors.items():
         np.testing.assert_array_equal(tensor.array(), other.tensors[role].array(), err_msg=role)
-
-
-def in_shards(directory: Path) -> dict[str, str]:
-    """The weights in two files with an index, as transformers writes large models; tensor → file."""
-    tensors = load_file(directory / "model.safetensors") if directory else {}
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    places = {tensor: names[index % 2] for index, tensor in enumerate(tensors)}
-    for name in names:
-        save_file({tensor: tensors[tensor] for tensor, place in places.items() if place == name}, directory / name)
-    (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return places
-
-
-def test_weights_in_several_files(sample: Path, tmp_path: Path) -> None:
-    extract(sample, tmp_path / "whole", dtype="f32")
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    for name in OWN:
-        (tmp_path / "parts" / name).unlink()
-    places = in_shards(tmp_path / "parts")
-    convert(tmp_path / "parts", tmp_path / "out", format="transformers", dtype="f32")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    index = tmp_path / "parts" / "model.safetensors.index.json"
-    tensor, place = next(iter(places.items()))
-    for wrong in ("../elsewhere.safetensors", next(name for name in places.values() if name != place)):
-        index.write_text(json.dumps({"weight_map": {**places, tensor: wrong}}))
-        with pytest.raises(CheckpointError, match=r"weights|index"):
-            convert(tmp_path / "parts", tmp_path / "out2", format="litert")
 
 
 @pytest.mark.parametrize(("name", "rule"), RULES)
