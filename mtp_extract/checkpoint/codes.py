@@ -87,19 +87,19 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     for name, scheme in schemes.items():
         # Roles that are one stored tensor have one set of codes.
-        roles = [r for r, floats in checkpoint.tensors.items() if isinstance(floats, Stored) and floats.name == name]
+        floats = {r: w for r, w in checkpoint.tensors.items() if isinstance(w, Stored) and w.name == name}
         parts = [stored.pop(f"{name}.{part}", None) for part in _PARTS]
-        floats = checkpoint.tensors[roles[0]] if roles else None
-        if not isinstance(floats, Stored) or len(floats.shape) != 2 or None in parts:
+        whole = next(iter(floats.values()), None)
+        if whole is None or (coded := _coded(path, whole.shape, scheme, *parts)) is None:
             raise CheckpointError(
-                f"{path}: holds codes of {escape(name)}, which is no whole weight of this checkpoint."
+                f"{path}: {escape(name)}: expected codes of a matrix of this checkpoint in I8 or U8, with finite "
+                "scales in F32 and their zero points in I64, found others. Extract the drafter anew."
             )
-        coded = _coded(path, name, floats.shape, scheme, *filter(None, parts))
-        if not same_floats(narrowed(coded, floats.dtype.rounding), floats):
+        if not same_floats(narrowed(coded, whole.dtype.rounding), whole):
             raise CheckpointError(
                 f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
             )
-        tensors |= dict.fromkeys(roles, coded)
+        tensors |= dict.fromkeys(floats, coded)
     if stored:
         raise CheckpointError(f"{path}: nothing says how {escape(next(iter(stored)))} is to be read.")
     return replace(checkpoint, tensors=MappingProxyType(tensors))
@@ -107,30 +107,25 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
 
 def _coded(
     path: Path,
-    name: str,
     shape: tuple[int, ...],
     scheme: _Scheme,
-    codes: StoredTensor,
-    scales: StoredTensor,
-    zeros: StoredTensor,
-) -> Weight:
-    """The codes of the weight ``name``.
-
-    Raises:
-        CheckpointError: they are of another type or shape, or what they are worth is damaged.
-    """
+    codes: StoredTensor | None,
+    scales: StoredTensor | None,
+    zeros: StoredTensor | None,
+) -> Weight | None:
+    """The codes of a matrix of ``shape``; None where one of its parts is missing, damaged, or of another type or
+    shape."""
+    if codes is None or scales is None or zeros is None or len(shape) != 2:
+        return None
     kind = _CODE_TYPES.get(codes.dtype)
     if kind is None or codes.shape != shape or (scales.dtype, zeros.dtype) != ("F32", "I64"):
-        raise CheckpointError(
-            f"{path}: {escape(name)}: expected codes in I8 or U8 of {list(shape)}, scales in F32 and zero points in "
-            "I64, found others."
-        )
+        return None
     scale = read_array(path, scales, np.dtype("<f4")).reshape(-1)
     zero_point = read_array(path, zeros, np.dtype("<i8")).reshape(-1)
     sound = scale.size == zero_point.size and np.isfinite(scale).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR
     steps = Steps.spread(scale, zero_point, shape, scheme.factor) if sound else None
     if steps is None:
-        raise CheckpointError(f"{path}: the scales of {escape(name)} are damaged.")
+        return None
 
     def rows(first: int, last: int) -> Integers:
         return read_rows(path, codes, first, last).view(kind)

@@ -22,7 +22,7 @@ _LARGEST = 1 << 26
 """Bytes of a file."""
 
 Allowed = tuple[Any, ...]
-"""What a value may be for nothing to change: each a value, or a type of values; truth values are no numbers."""
+"""What a value may be for nothing to change: values, and types of values, where a truth value is no ``int``."""
 
 AllowedKeys = Mapping[str, Allowed]
 """Key, with dots where it lies deeper and wildcards as in file names → what it may be."""
@@ -95,6 +95,9 @@ def at(places: Iterable[str], keys: AllowedKeys) -> AllowedKeys:
 def require_keys(path: Path, found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys) -> None:
     """Check that ``found``, what the file at ``path`` says, is what we would write there, or ``tolerated``.
 
+    Args:
+        made: what we would write, as reading it gives it: lists, no tuples.
+
     Raises:
         CheckpointError: it says something else; the message names up to five keys.
     """
@@ -113,7 +116,7 @@ def _unexpected_keys(
     for key in dict.fromkeys([*found, *made]):
         name, value, expected = f"{place}{key}", found.get(key), made.get(key)
         allowed = (one for pattern, values in tolerated.items() if fnmatchcase(name, pattern) for one in values)
-        if _same(value, expected) or any(_is(value, one) for one in allowed):
+        if value == expected or any(_is(value, one) for one in allowed):
             continue
         if isinstance(value, Mapping) and isinstance(expected, Mapping):
             yield from _unexpected_keys(value, expected, tolerated, f"{name}.")
@@ -124,18 +127,7 @@ def _unexpected_keys(
 def _is(value: Any, allowed: Any) -> bool:
     """Whether ``value`` is what ``allowed`` is, or of that type."""
     if not isinstance(allowed, type):
-        return _same(value, allowed)
+        return bool(value == allowed)
     if allowed is list:
         return isinstance(value, list) and all(type(one) is int for one in value)
     return allowed is object or (isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool)))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, truth values being no numbers."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Mapping | list | tuple) or isinstance(other, Mapping | list | tuple):
-        return False
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -152,7 +152,11 @@ class _Reader:
         if kind != _ARRAY:
             return self._numbers(key, kind, 1)[0]
         kind, count = self._number(), self._number(8)
-        return self._skipped(count) if kind == _TEXT else self._numbers(key, kind, count)
+        if kind != _TEXT:
+            return self._numbers(key, kind, count)
+        for _ in range(count):
+            self._take(self._number(8))
+        return count
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
         _require(kind in _NUMBERS, f"{escape(key)}: expected numbers, found values of type {kind}")
@@ -162,18 +166,6 @@ class _Reader:
             _require(not (found > 1).any(), f"{escape(key)}: expected truth values to be 0 or 1, found others")
             found = found.astype(bool)
         return list(found) if dtype.kind == "f" else found.tolist()
-
-    def _skipped(self, count: int) -> int:
-        """Pass over a list of text."""
-        read = self._file.read
-        for _ in range(count):  # a million of them: no further call for each
-            length = int.from_bytes(read(8), "little")
-            self._at += 8 + length
-            if self._at > self._limit:
-                break
-            read(length)
-        self._take(0)
-        return count
 
     def _described(self, name: str) -> tuple[str, tuple[int, ...], int]:
         """Type, shape (the longest stride first) and offset of a tensor."""

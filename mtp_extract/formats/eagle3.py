@@ -15,7 +15,7 @@ which loads one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -156,8 +156,7 @@ class HeadFormat:
         types = {role: ("I64",) if role.kind == INDEX else reading.FLOATS for role in shapes}
         reading.check_tensors({names[role.name]: (shape, types[role]) for role, shape in shapes.items()}, stored, more)
         tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
-        if problems := list(_vocabulary_problems(config, stored)):
-            raise reading.mismatch(problems)
+        _check_vocabulary(config, stored)
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(EAGLE3, config, MappingProxyType[str, Weight](tensors), dtype)
 
@@ -398,23 +397,23 @@ SPECULATORS = HeadFormat(
 )
 
 
-def _vocabulary_problems(config: Eagle3Config, stored: reading.Tensors) -> Iterator[str]:
-    """What is wrong with the two maps between the base's tokens and the head's."""
+def _check_vocabulary(config: Eagle3Config, stored: reading.Tensors) -> None:
+    """Check the two maps between the base's tokens and the head's.
+
+    Raises:
+        CheckpointError: they are none, or contradict each other.
+    """
     mapping = Stored(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
-    if not config.reduced:
-        if mapping.any():
-            yield f"{_D2T}: expected none, or zeros, in a head with the base's whole vocabulary, found other numbers"
-        return
     targets = mapping + np.arange(len(mapping))
-    if targets.min() < 0 or targets.max() >= config.vocab_size:
-        yield (
-            f"{_D2T}: expected differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, found "
-            f"tokens {targets.min()} to {targets.max()}"
+    each_once = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size
+    if not each_once or (mapping.any() and not config.reduced):
+        what = f"differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, no two for one"
+        raise reading.mismatch(
+            [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
         )
-    elif len(np.unique(targets)) < len(targets):
-        yield f"{_D2T}: expected a token of its own for every row, found some twice"
-    elif _T2D in stored and not np.array_equal(read_array(*stored[_T2D], np.dtype(np.bool_)), _marks(config, targets)):
-        yield f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"
+    marks = _marks(config, targets)
+    if config.reduced and _T2D in stored and (read_array(*stored[_T2D], marks.dtype) != marks).any():
+        raise reading.mismatch([f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"])
 
 
 def _marks(config: Eagle3Config, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

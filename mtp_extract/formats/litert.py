@@ -21,7 +21,7 @@ from mtp_extract.checkpoint.documents import WHOLE, read_object, require_keys
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled
-from mtp_extract.errors import CheckpointError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
 from mtp_extract.formats.reading import Activation, Number, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, Rope, rope_of, rope_parameters
@@ -62,14 +62,15 @@ class LitertFormat:
         document = read_object(path)
         with reading.naming(path):
             found = reading.fields_of(document, _Read)
-            config, names = found.config(), found.tensors
-            roles = {role.name: role for role in shapes_of(config)}
-            if unknown := sorted(names.keys() - roles.keys()):
-                raise CheckpointError(f"expected no role {', '.join(map(escape, unknown))}; extract the drafter anew")
-            if missing := sorted(name for name in roles if name not in names and not roles[name].optional):
-                raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
+            config = found.config()
+        shapes = shapes_of(config)
+        names = {
+            role.name: found.tensors.get(role.name, role.names[self.name])
+            for role in shapes
+            if role.name in found.tensors or not role.optional
+        }
         require_keys(path, document, _document(config, names), {"max_position_embeddings": WHOLE})
-        shapes, stored = shapes_of(config), reading.read_weights(directory, self.weights_file)
+        stored = reading.read_weights(directory, self.weights_file)
         held = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(held, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.

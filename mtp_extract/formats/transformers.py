@@ -177,22 +177,14 @@ _TOLERATED: AllowedKeys = MappingProxyType(
         "architectures": (None, ["Gemma4UnifiedAssistantForCausalLM"]),
         "model_type": _TYPES,
         **allow(WHOLE, "num_centroids centroid_intermediate_top_k"),
-        "use_ordered_embeddings": (None,),
-    }
-)
-"""What ``config.json`` may say otherwise than it is written here."""
-
-_GENERATION: AllowedKeys = MappingProxyType(
-    {
-        **UNCOMPUTED,
-        "is_assistant": (None,),
+        **allow((None,), "use_ordered_embeddings is_assistant"),
         # How many drafts a round has, and how tokens are drawn: not what is drafted from.
         **allow(NUMBER, "num_assistant_tokens assistant_confidence_threshold temperature top_k top_p"),
         "num_assistant_tokens_schedule": TEXT,
         **allow(FLAG, "_from_model_config do_sample"),
     }
 )
-"""What ``generation_config.json`` may say otherwise."""
+"""What ``config.json`` and ``generation_config.json`` may say otherwise than they are written here."""
 
 
 def require_documents(
@@ -222,7 +214,7 @@ def require_documents(
     require_keys(directory / "config.json", document, made, tolerated)
     path = directory / GENERATION_FILE
     if path.is_file():
-        require_keys(path, read_object(path), GENERATION, _GENERATION)
+        require_keys(path, read_object(path), GENERATION, _TOLERATED)
 
 
 LayerTypes = Annotated[list[Literal["sliding_attention", "full_attention"]], Meta(min_length=1, max_length=1024)]

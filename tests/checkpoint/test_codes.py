@@ -89,12 +89,12 @@ def test_what_is_said_of_codes_is_not_believed(sample: Path, tmp_path: Path, sai
     ("part", "value", "what"),
     [
         ("bias", np.zeros(3, np.float32), "nothing says how"),
-        ("scale", None, "no whole weight"),
-        ("scale", np.full(128, np.inf, np.float32), "are damaged"),
-        ("scale", np.ones(3, np.float32), "are damaged"),
-        ("zero_point", np.zeros(3, np.int64), "are damaged"),
-        ("codes", np.zeros((3, 64), np.int8), "expected codes in I8 or U8"),
-        ("scale", np.ones(128, np.float64), "scales in F32"),
+        ("scale", None, "expected codes of a matrix"),
+        ("scale", np.full(128, np.inf, np.float32), "with finite scales in F32"),
+        ("scale", np.ones(3, np.float32), "with finite scales in F32"),
+        ("zero_point", np.zeros(3, np.int64), "with finite scales in F32"),
+        ("codes", np.zeros((3, 64), np.int8), "in I8 or U8"),
+        ("scale", np.ones(128, np.float64), "finite scales in F32"),
         ("scale", np.ones(128, np.float32), "not those of its floats"),
     ],
 )

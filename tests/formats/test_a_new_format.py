@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,8 @@ class ToyFormat:
     def read(self, directory: Path) -> Checkpoint:
         document = read_object(directory / self.marker)
         config = convert(document, DrafterConfig)
-        require_keys(directory / self.marker, document, to_builtins(config), {"dtype": TEXT})
+        made = json.loads(json_text(to_builtins(config)))
+        require_keys(directory / self.marker, document, made, {"dtype": TEXT})
         stored = reading.read_weights(directory, self.weights_file)
         shapes = {role.name: (shape, reading.FLOATS) for role, shape in shapes_of(config).items()}
         reading.check_tensors(shapes, stored)
