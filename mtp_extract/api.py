@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.insertion.base_checkpoint import holds_base, holds_drafter
+from mtp_extract.insertion.base_checkpoint import holds_base
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.insertion.run import planned_insertion
@@ -22,7 +22,7 @@ from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
-from mtp_extract.pipeline.check import RECORD, require_manifest, verify, with_record
+from mtp_extract.pipeline.check import Check, checked_files, verify, with_record
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
@@ -53,7 +53,7 @@ def inspect(
         source: a bundle, as :func:`~mtp_extract.bundle.open_source` takes it, or a checkpoint: a directory or a
             ``.gguf``.
         against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
-            a checkpoint's directory: a drafter's, which is then inspected against the bundle, or a base's.
+            a base's directory.
         tensors, graph, section, sliding_window: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; the
             last three are of a bundle alone.
 
@@ -66,10 +66,8 @@ def inspect(
     """
     source = checkpoint_here(source, or_bundle=True)
     of_bundle = [name for name, given in (("graph", graph), ("section", section is not None)) if given]
-    checkpoint: Path | None = None
-    if is_checkpoint(source):
-        checkpoint, bundle = Path(source), against
-    elif against is not None and not os.path.isdir(against):
+    checkpoint = is_checkpoint(source)
+    if against is not None and not checkpoint and not os.path.isdir(against):
         with open_bundle(source, progress=progress):  # what is wrong with it comes first
             pass
         raise UnsupportedError(
@@ -77,15 +75,13 @@ def inspect(
             "Give one.",
             remedies=("against",),
         )
-    elif against is not None and holds_drafter(Path(against)):
-        checkpoint, bundle = Path(against), source
     if of_bundle and (checkpoint or against):
         raise UnsupportedError(
             f"{escape(source)}: expected a bundle alone, whose graph or section is asked for. Leave these out.",
             remedies=tuple(of_bundle),
         )
-    if checkpoint is not None:
-        return _inspect_checkpoint(checkpoint, tensors, bundle, progress)
+    if checkpoint:
+        return _inspect_checkpoint(Path(source), tensors, against, progress)
     with open_bundle(source, progress=progress) as opened:
         if against is not None:
             return compare_base(opened, Path(against), progress)
@@ -95,12 +91,11 @@ def inspect(
 def _inspect_checkpoint(
     place: Path, tensors: bool, bundle: str | os.PathLike[str] | None, progress: Progress
 ) -> Inspection:
-    place, verification = with_record(place), None
+    place, checks, against = with_record(place), list[Check](), None
     if bundle is not None:
         with open_bundle(bundle, progress=progress) as opened:
-            verification = verify_against(place, opened, REPORT_FILES)
-    elif (place / RECORD).exists():
-        verification = verify(place, REPORT_FILES)
+            checks, against = verify_against(place, opened, REPORT_FILES), opened.source.name
+    record = verify(place, REPORT_FILES)
     holds = inspect_checkpoint(place, tensors=tensors)
     problem: MtpExtractError | None = None
     if wrong := sum(finding["is_error"] for finding in holds.get("findings", ())):
@@ -108,19 +103,13 @@ def _inspect_checkpoint(
             f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
             "Convert it, or change its config as said."
         )
-    elif verification is None:
-        try:
-            require_manifest(place, REPORT_FILES)
-        except CheckpointError as error:
-            problem = error
     report = {
         "directory": str(place),
-        "files": verification.files if verification else None,
-        "tensors": holds["weights"],
-        "against": verification.against if verification else None,
-        "checks": [asdict(check) for check in verification.checks] if verification else [],
+        "files": len(checked_files(record)) if record else None,
+        "against": against,
+        "checks": [asdict(check) for check in checks],
         "ok": problem is None,
-        "extraction": (verification.record or None) if verification else None,
+        "extraction": record or None,
         "holds": holds,
     }
     return Inspection(report, problem)
@@ -164,14 +153,13 @@ def insert(
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
     source, ranges = checkpoint_here(source, or_bundle=True), None
-    if (Path(source) / RECORD).is_file():
-        verify(Path(source), REPORT_FILES)
     if base is not None and not holds_base(Path(source)):
         from mtp_extract.validation.calibration import measure_ranges
 
         if not Path(source).is_dir():
             why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
             raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
+        verify(Path(source), REPORT_FILES)
         ranges = measure_ranges(source, base, say=say, show=show)
     of_drafter = {"graph_from": graph_from, "base": base, "section": section}
     wrong = tuple(name for name, value in of_drafter.items() if value is not None)

@@ -32,7 +32,9 @@ def show_written(
     if verbose:
         say_geometry(record["geometry"], result.parameters)
     total = size(sum(result.files.values()))
-    say(f"Wrote {where}/ ({record['layout']} format, {_holds(result)}, {total}), read back and compared")
+    numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
+    holds = f"{result.integers} weights as integers" if result.integers else numbers
+    say(f"Wrote {where}/ ({record['layout']} format, {holds}, {total}), read back and compared")
     if (proof := record["proof"]) is not None:
         by = " when it was extracted" if record["converted_from"] else ""
         before = "before rounding, " if is_rounded(record) else ""
@@ -58,18 +60,6 @@ def show_written(
 def is_rounded(record: Mapping[str, Any]) -> bool:
     """Whether a record says that numbers were rounded, here or before."""
     return bool(roundings(*record["converted_from"], record))
-
-
-def _holds(result: ExtractionResult) -> str:
-    """In a few words, what the weights are held as."""
-    held, dtype = result.held, result.record["dtype"]
-    types = sorted(held.keys() - {"codes", "indices"})
-    if "codes" not in held:
-        # A format whose numbers are codes may have been given none.
-        return " and ".join(types) if dtype == "codes" else str(dtype).upper()
-    return f"{held['codes']} of {sum(held.values())} weights as integers" + (
-        f", the others in {' and '.join(types)}" if types else ""
-    )
 
 
 def found_in(section: int | None, found_by: str) -> str:

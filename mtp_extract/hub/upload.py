@@ -28,7 +28,7 @@ from mtp_extract.formats import weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import STATUSES, hide_queries, http_library
 from mtp_extract.io.typed import read
-from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in, verify
+from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in, read_record, verify
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
@@ -93,7 +93,8 @@ def plan_upload(
         HubError: ``words`` are given and the card was changed.
     """
     folder = Path(directory)
-    record = verify(folder, allowed=REPORT_FILES).record
+    record = read_record(folder)
+    verify(folder, REPORT_FILES)
     contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
     ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
     if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:

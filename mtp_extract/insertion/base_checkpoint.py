@@ -22,7 +22,6 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.pipeline.check import RECORD
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
@@ -31,7 +30,6 @@ _PREFIXES = ("model.language_model.", "model.")
 # Under the prefix of a text model alone.
 _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
 _HEAD = "lm_head.weight"
-_ASSISTANT = "_assistant"
 _AS_WRITTEN = "Expected a checkpoint as transformers writes it."
 _FLOATS = frozenset(dtype.safetensors for dtype in DTYPES.values())
 _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
@@ -55,18 +53,6 @@ class BaseCheckpoint:
     unknown: tuple[str, ...]
     unused: tuple[str, ...]
     others: Mapping[str, int]
-
-
-def holds_drafter(directory: Path) -> bool:
-    """Whether the checkpoint in ``directory`` is a drafter's: one with a record, or an assistant in transformers' form.
-
-    Raises:
-        CheckpointError: its configuration cannot be read.
-    """
-    config = directory / _CONFIG
-    return (directory / RECORD).is_file() or (
-        config.is_file() and str(read_object(config, _AS_WRITTEN).get("model_type")).endswith(_ASSISTANT)
-    )
 
 
 def holds_base(directory: Path) -> bool:

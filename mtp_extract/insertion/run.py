@@ -29,7 +29,7 @@ from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
-from mtp_extract.pipeline.check import require_manifest
+from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.proof.proof import Proof
 from mtp_extract.report.files import REPORT_FILES
@@ -94,7 +94,7 @@ def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
     if Path(source).suffix == ".safetensors":
         raise CheckpointError(f"{escape(source)}: expected a checkpoint's directory, found a file of one. Give that.")
     if Path(source).is_dir() or Path(source).suffix == ".gguf":
-        require_manifest(Path(source), REPORT_FILES)
+        verify(Path(source), REPORT_FILES)
         return with_codes(Path(source), read_checkpoint(Path(source)))
     opened = stack.enter_context(open_bundle(source))
     opened.prefetch()

@@ -60,24 +60,6 @@ class Check:
     evidence: str  # figures, or what is wrong, the first place first
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What was checked.
-
-    Attributes:
-        record: of the directory; empty where it has none, or a bundle's check of it failed.
-        files: how many files matched the record, the card left out.
-        against: name of the bundle that everything was derived from again; None when there was none.
-        checks: what was held against that bundle.
-    """
-
-    directory: Path
-    record: dict[str, Any]
-    files: int
-    against: str | None = None
-    checks: tuple[Check, ...] = ()
-
-
 def with_record(place: Path) -> Path:
     """``place``; of a file that lies in a directory with a record, that directory."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
@@ -132,38 +114,54 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> Verification:
-    """Check ``directory`` against its record: size and SHA-256 of each file but the card, and its format; and that it
-    holds a drafter, and nothing else that an engine may read. Where that came from takes the bundle to check.
+def verify(place: str | os.PathLike[str], allowed: Container[str] = ()) -> dict[str, Any]:
+    """Check ``place`` by itself: that it holds a drafter and nothing else that an engine may read; and where it has a
+    record, size and SHA-256 of each file but the card, and the format. Where it came from takes the bundle to check.
 
     Args:
-        allowed: names of files that may be there though the record does not list them: those of a report.
+        place: a directory, or a file that is a checkpoint.
+        allowed: names of files that may be there though they are none of the checkpoint's: those of a report.
+
+    Returns:
+        The record; empty where there is none.
 
     Raises:
         CheckpointError: something differs, is missing or does not belong there; the message lists what.
     """
-    folder = Path(directory)
-    present = set(files_in(folder))
-    record = read_record(folder)
-    if weights_of(format_named(record["layout"]), record["files"]) is None:
-        raise CheckpointError(f"{folder}: its record lists no {format_named(record['layout']).weights_file}.")
-    wrong, listed = list[str](), {name: file for name, file in record["files"].items() if name != CARD}
-    for name, expected in listed.items():
-        path = folder / name
-        if name not in present:
-            wrong.append(f"{escape(name)} is missing")
-        elif path.stat().st_size != expected["size"]:
-            wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
-        elif sha256_of_file(path) != expected["sha256"]:
-            wrong.append(f"{escape(name)} has other content")
-    if not (wrong := wrong or unexpected_in(folder, allowed)):
-        found, layout = format_of(folder), record["layout"]
-        found.read(folder)
-        if found.name not in (layout, EVERY[layout].read_as):
-            wrong = [f"the layout is {found.name}, not {layout}"]
+    place = Path(place)
+    record = read_record(place) if (place / RECORD).exists() else {}
+    wrong = list(_changed(place, record)) if record else []
+    if not (wrong := wrong or list(unexpected_in(place, allowed))):
+        found = format_of(place)
+        found.read(place)
+        if record and found.name not in (record["layout"], EVERY[record["layout"]].read_as):
+            wrong = [f"the layout is {found.name}, not {record['layout']}"]
     if wrong:
-        raise CheckpointError(f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. {AGAIN}")
-    return Verification(folder, record, len(listed))
+        raise CheckpointError(
+            f"{escape(place)}: expected a drafter{f', as its {RECORD} lists it,' if record else ''} and nothing else "
+            f"that an engine may read, found that {few(wrong, separator='; ')}. {AGAIN}"
+        )
+    return record
+
+
+def checked_files(record: Mapping[str, Any]) -> set[str]:
+    """Names of the files that :func:`verify` holds against ``record``: all but the card."""
+    return {*record["files"]} - {CARD}
+
+
+def _changed(folder: Path, record: Mapping[str, Any]) -> Iterator[str]:
+    """Which files in ``folder`` are not as ``record`` lists them, each as a clause."""
+    present, layout = set(files_in(folder)), format_named(record["layout"])
+    if weights_of(layout, record["files"]) is None:
+        yield f"{layout.weights_file} is not listed"
+    for name in sorted(checked_files(record)):
+        path, expected = folder / name, record["files"][name]
+        if name not in present:
+            yield f"{escape(name)} is missing"
+        elif path.stat().st_size != expected["size"]:
+            yield f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}"
+        elif sha256_of_file(path) != expected["sha256"]:
+            yield f"{escape(name)} has other content"
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -197,47 +195,29 @@ def files_in(folder: Path) -> Iterator[str]:
         yield path.relative_to(folder).as_posix()
 
 
-def require_manifest(place: Path, allowed: Container[str] = ()) -> None:
-    """Check that ``place`` holds a drafter and nothing else that an engine may read.
+def unexpected_in(place: Path, allowed: Container[str] = ()) -> Iterator[str]:
+    """What an engine may read at ``place`` and is not the drafter's, each as a clause that names a file.
 
-    Args:
-        place: a directory, or a file that is a checkpoint.
-        allowed: names of other files that may be there: those of a report.
-
-    Raises:
-        CheckpointError: there is more, which is named, or it holds no drafter, or a damaged one.
-    """
-    if found := unexpected_in(place, allowed):
-        raise CheckpointError(
-            f"{escape(place)}: expected a drafter and nothing else that an engine may read, found that "
-            f"{few(found, separator='; ')}. Move aside or undo what does not belong there, or extract the drafter "
-            "again."
-        )
-
-
-def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
-    """What :func:`require_manifest` refuses, each as a clause that names a file. What the drafter's own files say is
-    checked where they are read.
+    What the drafter's own files say is checked where they are read.
 
     Raises:
         CheckpointError: ``place`` holds no drafter, or a damaged one.
     """
     format_ = format_of(place)
     if place.is_file():
-        return []
+        return
     own = {
         min((path.name for path in place.glob(pattern)), default=pattern)
         for pattern in (format_.marker, format_.weights_file, *format_.further_files)
     }
-    found = []
     for path in _entries(place):
         name = path.relative_to(place).as_posix()
         if not (name in own or name in (RECORD, CODES_FILE) or name in allowed or _is_harmless(name)):
-            found.append(f"{escape(name)} belongs neither to the checkpoint nor to a report")
+            yield f"{escape(name)} belongs neither to the checkpoint nor to a report (move it elsewhere)"
         elif not path.is_file():
-            found.append(f"{escape(name)} is no file")
+            yield f"{escape(name)} is no file"
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    return found + [f"{path.name} names code" for path in configs if _CODE in read_object(path)]
+    yield from (f"{path.name} names code" for path in configs if _CODE in read_object(path))
 
 
 def _is_harmless(name: str) -> bool:

@@ -27,7 +27,7 @@ from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import check_place, staged
 from mtp_extract.io.source import Progress
-from mtp_extract.pipeline.check import RECORD, files_in, recorded, require_manifest, verify, with_record
+from mtp_extract.pipeline.check import files_in, recorded, verify, with_record
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
 from mtp_extract.report.card import roundings
@@ -100,9 +100,7 @@ class ReadDirectory:
             CheckpointError: it is damaged, or holds no drafter.
         """
         directory = with_record(Path(checkpoint_here(directory)))
-        record = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
-        if record is None:
-            require_manifest(directory, REPORT_FILES)
+        record = verify(directory, REPORT_FILES)
         format_ = format_of(directory)
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)

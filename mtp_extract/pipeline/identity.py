@@ -30,7 +30,7 @@ from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, es
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.chains import Chain, how_derived, in_words
-from mtp_extract.pipeline.check import AGAIN, RECORD, Check, Verification, unexpected_in, verify, with_record
+from mtp_extract.pipeline.check import AGAIN, RECORD, Check, unexpected_in, verify, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.proof.proof import in_words as proof_in_words
 from mtp_extract.report.card import roundings
@@ -47,7 +47,7 @@ _WHAT = {
 }
 
 
-def verify_against(directory: Path | str, opened: Opened, allowed: Container[str] = ()) -> Verification:
+def verify_against(directory: Path | str, opened: Opened, allowed: Container[str] = ()) -> list[Check]:
     """Derive everything in ``directory`` from ``opened`` again and compare it: with its record, if it has one.
 
     Args:
@@ -60,8 +60,8 @@ def verify_against(directory: Path | str, opened: Opened, allowed: Container[str
     folder = with_record(Path(directory))
     opened.prefetch()
     found = check_identity(folder, drafter_for(opened, read_checkpoint(folder).mtp), allowed)
-    failed = [check for check in found.checks if check.passed is False]
-    failed = failed or [check for check in found.checks if check.name in NEEDED and not check.passed]
+    failed = [check for check in found if check.passed is False]
+    failed = failed or [check for check in found if check.name in NEEDED and not check.passed]
     if failed:
         wrong = "; ".join(f"{check.name}: {check.evidence.removesuffix(f'. {AGAIN}')}" for check in failed)
         raise CheckpointError(
@@ -85,8 +85,8 @@ def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
         return opened.drafter(config.sliding_window)
 
 
-def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> Verification:
-    """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, its checks say.
+def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> list[Check]:
+    """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, the checks say.
 
     Tensors are derived only where the config agrees, and the graph is proven only where they are the file's.
 
@@ -98,10 +98,11 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
     written, derived = format_.read(directory), dict[str, Chain]()
     differences = _apart(_meaning(original.mtp), _meaning(written.mtp))
     config = _check("config", differences, ["every number agrees"])
-    files = _check("files", _unexpected(directory, allowed), ["nothing that would make an engine load something else"])
+    nothing = "nothing that would make an engine load something else"
+    files = _check("files", unexpected_in(directory, allowed), [nothing])
     tensors = Check("tensors", _WHAT["tensors"], None, "not of the file's config")
     function = Check("function", _WHAT["function"], None, "not of the file's config and tensors")
-    record, own = Check("record", _WHAT["record"], None, f"there is no {RECORD}"), Verification(directory, {}, 0)
+    record = Check("record", _WHAT["record"], None, f"there is no {RECORD}")
     proven: list[str] = []
     if config.passed:
         wrong = _differing(directory, written, original, format_.name, derived)
@@ -116,15 +117,9 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
             # The graph is none that a proof can be made of: nothing is shown of the directory.
             function = dataclasses.replace(function, evidence=str(error).split(". ")[0])
     if (directory / RECORD).exists():
-        try:
-            own = verify(directory, allowed)
-        except CheckpointError as error:
-            record = _check("record", [str(error)])
-        else:
-            wrong = _contradicted(own.record, source, original, written, derived, proven)
-            record = _check("record", wrong if proven else (), [f"{own.files} files as recorded"])
-    checks = (config, files, tensors, function, record)
-    return dataclasses.replace(own, against=source.opened.source.name, checks=checks)
+        wrong = _contradicted(directory, allowed, source, original, written, derived, proven)
+        record = _check("record", wrong, ["every file is as recorded"])
+    return [config, files, tensors, function, record]
 
 
 def _check(name: str, wrong: Iterable[str], sound: Iterable[str] = ()) -> Check:
@@ -135,10 +130,6 @@ def _check(name: str, wrong: Iterable[str], sound: Iterable[str] = ()) -> Check:
         # What is damaged shows where it is read.
         evidence = " ".join(str(error).split())
     return Check(name, _WHAT[name], not evidence, evidence or "; ".join(sound))
-
-
-def _unexpected(directory: Path, allowed: Container[str]) -> Iterator[str]:
-    yield from unexpected_in(directory, allowed)
 
 
 def _meaning(config: DrafterConfig) -> dict[str, Any]:
@@ -223,18 +214,25 @@ def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]
 
 
 def _contradicted(
-    record: Mapping[str, Any],
+    directory: Path,
+    allowed: Container[str],
     source: Shard,
     original: Checkpoint,
     written: Checkpoint,
     derived: Mapping[str, Chain],
     proven: list[str],
 ) -> Iterator[str]:
-    """What ``record`` says of a directory that is the bundle's drafter, and the bundle and the weights do not.
+    """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
 
     What the file was called and where it lay, which directories there were in between, which release wrote them, and
-    the card are no matter of the bundle.
+    the card are no matter of the bundle. Of a directory that is not ``proven``, its files alone are compared.
+
+    Raises:
+        CheckpointError: the files are not as the record says.
     """
+    record = verify(directory, allowed)
+    if not proven:
+        return
     for key in ("tuning", "ordered_head"):
         if key in record:
             yield f"{key} says that the weights were changed, and they are the file's"

@@ -6,7 +6,6 @@ Arrange (what is kept of every weight), write into the stage, read back, require
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ class ExtractionResult:
         files: name → size in bytes.
         record: the content of ``extraction.json``.
         parameters: how many numbers the drafter has.
-        held: how many weights are held as "codes", as "indices", and as floats of which type; what several share, once.
+        integers: how many weights are held as integers with scales; what several share, once.
         notes: for the user: things worth knowing that are not errors.
     """
 
@@ -51,7 +50,7 @@ class ExtractionResult:
     files: dict[str, int]
     record: dict[str, Any]
     parameters: int
-    held: dict[str, int]
+    integers: int
     notes: tuple[str, ...]
 
 
@@ -168,16 +167,12 @@ def finish(
     record["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=made.files[0].notes)))
     write_file(stage, OutputFile(RECORD, text=json_text(record)))
     read_record(stage)
-    held = Counter(
-        planned.dtype if made.kept[role].how == FLOATS else made.kept[role].how
-        for role, planned in made.files[0].weights.items()
-    )
     return ExtractionResult(
         directory=target,
         files={name: (stage / name).stat().st_size for name in files_in(stage)},
         record=record,
         parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-        held=dict(sorted(held.items())),
+        integers=sum(made.kept[role].how == CODES for role in made.files[0].weights),
         notes=(*told, *made.notes(), *made.files[0].notes),
     )
 

@@ -74,7 +74,7 @@ def run_validation(plan: ValidationPlan) -> Validation:
             opened = stack.enter_context(open_bundle(plan.source))
             opened.prefetch()
             source = drafter_for(opened, read_checkpoint(directory).mtp)
-            found.checks = list(check_identity(directory, source, REPORT_FILES).checks)
+            found.checks = check_identity(directory, source, REPORT_FILES)
             if any(check.passed is False for check in found.checks):
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
                 found.notes.append("It is refuted already, so nothing was measured.")

@@ -144,8 +144,6 @@ def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
     result = RUNNER.invoke(inspect.app, [str(extracted), "--against", str(sample)])
     said = " ".join(result.stdout.split())
     assert "every bit; 48 in F32; beside them 23 have the file's codes" in said
-    # The other way round it is the same.
-    assert RUNNER.invoke(inspect.app, [str(sample), "--against", str(extracted)]).stdout == result.stdout
     document = json.loads(RUNNER.invoke(inspect.app, [str(extracted), "--json"]).stdout)
     assert document["ok"] is True
 

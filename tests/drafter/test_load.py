@@ -196,7 +196,7 @@ def test_what_transformers_saves_is_read(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     found = read_checkpoint(tmp_path).config
     assert found == replace(parse_config(GEOMETRIES[name].config()), max_position_embeddings=4096)
-    assert not unexpected_in(tmp_path)
+    assert not [*unexpected_in(tmp_path)]
     edit_json(tmp_path / "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(CheckpointError, match="says rope_scaling"):
         read_checkpoint(tmp_path)

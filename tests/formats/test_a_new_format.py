@@ -78,7 +78,7 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
         "extraction.json",
         "README.md",
     }
-    assert verify(directory).files == 3
+    assert len(verify(directory)["files"]) == 4
     assert format_of(directory) is FORMAT
     found = read_checkpoint(directory)
     extract(sample, tmp_path / "known", dtype=dtype)

@@ -68,7 +68,7 @@ def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
         assert loaded.config == replace(head.config, max_position_embeddings=131072)
         for name, tensor in head.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert verify(tmp_path / "back").files == 2
+    assert len(verify(tmp_path / "back")["files"]) == 3
     ours = json.loads((source / "config.json").read_text())
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == ours
     card = (tmp_path / "other" / "README.md").read_text()

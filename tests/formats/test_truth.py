@@ -65,12 +65,11 @@ def test_variant(name: str, tmp_path: Path) -> None:
 
 def test_published_shape_is_42_constants(tmp_path: Path) -> None:
     """Without layer scalars and with one q norm for the sliding layers: the seed's 23 matrices and 19 vectors."""
-    result = extract(variant("jax_published_noscalar"), tmp_path / "out", format="litert")
+    extract(variant("jax_published_noscalar"), tmp_path / "out", format="litert")
     weights = load_file(tmp_path / "out" / "mtp_drafter.safetensors")
     assert len(weights) == 42
     assert sum(w.ndim == 2 for w in weights.values()) == 23
     assert sum(w.ndim == 1 for w in weights.values()) == 19
-    assert sum(result.held.values()) == 42
 
 
 def test_static_quantization_is_recorded(tmp_path: Path) -> None:

@@ -72,8 +72,10 @@ def test_what_is_no_file_is_not_waited_for(
         with open_bundle(sample) as opened:
             verify_against(place, opened)
 
-    uses = [lambda: verify(place), against, lambda: convert(place, tmp_path / "out", format="litert")]
-    uses.append(lambda: plan_upload(place))
+    uses = [against, lambda: convert(place, tmp_path / "out", format="litert"), lambda: plan_upload(place)]
+    # An empty folder is read by no engine, and codes are not looked into where no record lists them.
+    if recorded or (name, kind) != ("codes/codes.safetensors", "a directory"):
+        uses.append(lambda: verify(place))
     if name == "codes/codes.safetensors":
         uses.append(insert)
     elif name != "extraction.json":

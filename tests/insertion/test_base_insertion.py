@@ -40,7 +40,6 @@ from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.plan import InsertionResult
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.assembled import write_copy
-from mtp_extract.pipeline.extraction import extract
 
 LAYER = f"{PREFIX}layers.0."
 
@@ -272,14 +271,6 @@ def run(capsys: pytest.CaptureFixture[str], command: Any, *arguments: object) ->
         run_lean(command.app)
     printed = capsys.readouterr()
     return int(stopped.value.code or 0), printed.out, printed.err
-
-
-def test_a_drafter_s_directory_is_told_from_a_base_s(
-    sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    extract(sample, tmp_path / "drafter")
-    status, out, _ = run(capsys, inspect_command, sample, "--against", tmp_path / "drafter")
-    assert status == 0 and "every bit" in out
 
 
 def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_a_drafter_is_written_with_nobody_s_token(app: ModuleType, hub_here: Hub
     told: list[tuple[int, int]] = []
     folder = tmp_path / "mtp-space-1"
     made = app.written(f"hf://{REPO}", "llama.cpp", folder, None, lambda done, total: told.append((done, total)))
-    assert verify(made.directory).record["layout"] == "gguf"
+    assert verify(made.directory)["layout"] == "gguf"
     assert any(0 < done <= total for done, total in told)
     said = app.done(made, 2.0)
     assert "the gguf format" in said and "Verified before rounding" in said

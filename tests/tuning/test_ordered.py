@@ -82,7 +82,7 @@ def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None
     config = json.loads((headed.directory / "config.json").read_text())
     keys = ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
     assert [config[key] for key in keys] == [True, 32, 4]
-    record = verify(headed.directory).record
+    record = verify(headed.directory)
     validator("extraction")(record)
     assert record["proof"] is None
     assert record["ordered_head"] == {

@@ -125,6 +125,6 @@ def _assert_same(folder: Path, alone: str, two: str) -> None:
         if "loss" in one:
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
             assert other["agreement"] == pytest.approx(one["agreement"], abs=1e-6)
-    single, double = (verify(folder / name).record["tuning"] for name in (alone, two))
+    single, double = (verify(folder / name)["tuning"] for name in (alone, two))
     assert double["texts"] == single["texts"]
     assert double["overall"]["before"] == single["overall"]["before"]

@@ -34,7 +34,7 @@ def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path)
     before, after = (load_file(directory / "model.safetensors") for directory in (extracted, found.directory))
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
-    record = verify(found.directory).record
+    record = verify(found.directory)
     validator("extraction")(record)
     if found.record["best_step"]:
         assert changed
@@ -89,7 +89,7 @@ def test_a_stop_leaves_the_best_so_far(plan: Callable[..., TuningPlan], tmp_path
     found = run_tuning(plan(tmp_path / "tuned", steps=9), stop=lambda: next(steps) == 3)
     assert found.record["interrupted"]
     assert found.record["steps_done"] == 4
-    assert verify(tmp_path / "tuned").record["tuning"]["interrupted"] is True
+    assert verify(tmp_path / "tuned")["tuning"]["interrupted"] is True
     assert "stopped before its end" in (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     whole = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
     assert whole.record["steps_done"] > 4
@@ -172,7 +172,7 @@ def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
     """Tuned for the probability that a draft stands."""
     # Text is written in several batches, which differ in length, and asked for side by side.
     found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
-    record = verify(tmp_path / "tuned").record
+    record = verify(tmp_path / "tuned")
     validator("extraction")(record)
     assert record["tuning"]["recipe"]["objective"] == "mixed"
     # A greedy draft stands or falls; one that is drawn stands with a probability.
@@ -240,6 +240,6 @@ def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None
     assert told["kind"] == "people"
     assert 0 < told["agreement"] < 1
     assert any(f"would have written {told['agreement']:.1%} of" in note for note in found.notes)
-    validator("extraction")(verify(tmp_path / "tuned").record)
+    validator("extraction")(verify(tmp_path / "tuned"))
     shipped = [item for item, _ in found.corpus.held_out[found.corpus.own :]]
     assert shipped and all(item.workload.endswith("(shipped)") for item in shipped)

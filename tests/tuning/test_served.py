@@ -53,7 +53,7 @@ def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served:
     """End to end: the record says who wrote, and how far that is the base; the texts are those the base writes."""
     found = run_tuning(of_server(plan, tmp_path / "tuned", served))
     assert found.directory is not None
-    record = verify(found.directory).record
+    record = verify(found.directory)
     validator("extraction")(record)
     told = record["tuning"]["text_from"]
     assert (told["kind"], told["version"], told["model"]) == ("vLLM", "0.33.0", "google/gemma-4-E4B-it")
