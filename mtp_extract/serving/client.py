@@ -392,6 +392,8 @@ class Server:
                     page = {}  # a page for people
                 status, said = response.status_code, _words_of(page.get("error", page))
                 found = f"{status} {response.reason_phrase}".strip()
+                if status == 404:
+                    said += ". Give the address as it stands before /v1"
                 raise ServerError(f"expected {path}, found {found}{said}", remedies=_REMEDIES.get(status, ()))
             finally:
                 if self._client.is_closed:  # nobody waits for this answer any more, nor closes its connection
