@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from importlib import import_module
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -18,14 +17,6 @@ from mtp_extract.io.typed import Excerpt
 
 Record = Literal["extraction", "report", "bench", "doctor"]
 """The files ``extraction.json`` and ``report.json``, and what ``mtp-bench --json`` and ``mtp-doctor --json`` print."""
-
-# By that name: the module that the type of the file is in, imported where it is asked for, and the type.
-_KINDS = {
-    "extraction": ("checkpoint.record", "Extraction"),
-    "report": ("validation.result", "Validation"),
-    "bench": ("serving.result", "Benchmark"),
-    "doctor": ("doctor.result", "Diagnosis"),
-}
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -45,9 +36,23 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def _kind(name: str) -> type:
-    module, kind = _KINDS[name]
-    found: type = getattr(import_module(f"mtp_extract.{module}"), kind)
-    return found
+    if name == "extraction":
+        from mtp_extract.checkpoint.record import Extraction
+
+        return Extraction
+    if name == "report":
+        from mtp_extract.validation.result import Validation
+
+        return Validation
+    if name == "bench":
+        from mtp_extract.serving.result import Benchmark
+
+        return Benchmark
+    if name == "doctor":
+        from mtp_extract.doctor.result import Diagnosis
+
+        return Diagnosis
+    raise KeyError(name)
 
 
 def _within(kind: Any, seen: set[Any]) -> Iterator[type]:

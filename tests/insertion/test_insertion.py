@@ -81,6 +81,7 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
     with safetensors.safe_open(codes, "np") as opened:
         save_file(tensors, codes, opened.metadata())
     safetensors.torch.save_file(weights, floats, {"format": "pt"})
+    (source / "extraction.json").unlink()  # which is of the codes before
     plan, _ = insert(source, sample, tmp_path / "new.litertlm")
     assert plan.encodings["lm_head"][0].how == "codes"
     assert {role for role, (decision,) in plan.encodings.items() if decision.how != "kept"} == {"lm_head"}

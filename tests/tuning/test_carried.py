@@ -56,7 +56,7 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     assert shown["stored_types"] == inspect_checkpoint(extracted)["stored_types"]
     ran = CliRunner().invoke(app, [str(tuned)])
     assert ran.exit_code == 0, ran.output
-    assert "match extraction.json" in ran.output
+    assert "as recorded in extraction.json" in ran.output
     tuning = verify(tuned)["tuning"]
     ratio, texts = tuning["overall"]["rounds"]["ratio"], tuning["overall"]["texts"]
     said = f"tuned (qat) beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
