@@ -60,7 +60,7 @@ def new_app(command: Callable[..., None], examples: Mapping[str, str]) -> typer.
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": True, "epilog": epilog_of(examples)}
-    app.command(cls=_Command, **settings)(_with_options_for(command))
+    app.command(cls=_Command, **settings)(_taking_fields(command))
     return app
 
 
@@ -69,7 +69,7 @@ def epilog_of(examples: Mapping[str, str]) -> str:
     return "\n".join(["\b\nExamples:", *(f"  {line}\n      {what}" for line, what in examples.items())])
 
 
-def _with_options_for(command: Callable[..., None]) -> Callable[..., None]:
+def _taking_fields(command: Callable[..., None]) -> Callable[..., None]:
     """``command``, called with the fields of its plans in place of the plans."""
     parameters = inspect.signature(command, eval_str=True).parameters
     plans = {name: list(_fields(one.annotation)) for name, one in parameters.items() if is_dataclass(one.annotation)}
@@ -166,7 +166,7 @@ def run(
             sys.stdout.flush()
             raise
     except MtpExtractError as error:
-        status = _failed(_with_options(error, app))
+        status = _failed(_naming_options(error, app))
     except Interrupted as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
     except _PrintError as error:
@@ -242,7 +242,7 @@ def _failed(message: str, status: int = 1) -> int:
     return status
 
 
-def _with_options(error: MtpExtractError, app: typer.Typer) -> str:
+def _naming_options(error: MtpExtractError, app: typer.Typer) -> str:
     """The message, with the options of ``app`` for the arguments that would help: "… choose another place (--out)."."""
     options = {parameter.name: max(parameter.opts, key=len) for parameter in get_command(app).params}
     # Of a command that writes nothing but a report, that is what may be put elsewhere.
