@@ -90,12 +90,13 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def check_values(plan: Any) -> None:
-    """Hold every value of ``plan`` against the bounds and choices of its field; None is always one.
+    """Hold every value of ``plan`` against the bounds and choices of its field; and whether all of them go together.
 
-    Bounds are those of a ``typer.Option``, or of a ``msgspec.Meta`` where a field is no option.
+    Bounds are those of a ``typer.Option``, or of a ``msgspec.Meta`` where a field is no option; None is always in them.
+    What does not go together says ``plan.wrong()``, where it has that: what was expected, and the fields to change.
 
     Raises:
-        MtpExtractError: a number is out of bounds.
+        MtpExtractError: a number is out of bounds, or fields do not go together.
         ValueError: a name is none of the choices.
     """
     for name, hint in get_type_hints(type(plan), include_extras=True).items():
@@ -110,11 +111,13 @@ def check_values(plan: Any) -> None:
                 raise ValueError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")
             # A number that is none lies within no bounds.
             if least is not None and not value >= least:
-                message = f"expected {name} of at least {least}, found {escape(value)}; raise it"
+                message = f"expected {name} of at least {least}, found {escape(value)}. Raise it."
                 raise MtpExtractError(message, remedies=(name,))
             if most is not None and not value <= most:
-                message = f"expected {name} of at most {most}, found {escape(value)}; lower it"
+                message = f"expected {name} of at most {most}, found {escape(value)}. Lower it."
                 raise MtpExtractError(message, remedies=(name,))
+    for expected, *remedies in getattr(plan, "wrong", list)():
+        raise MtpExtractError(f"expected {expected}", remedies=tuple(remedies))
 
 
 def _bounds(told: Iterable[Any]) -> tuple[float | None, float | None]:

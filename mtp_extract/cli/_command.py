@@ -125,7 +125,7 @@ def _made(plan: Any, told: Mapping[str, Any], flags: Mapping[str, str]) -> Any:
         made = plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
         check_values(made)
     except MtpExtractError as error:
-        hint = ", ".join(f"'{flags[name]}'" for name in error.remedies if name in flags)
+        hint = ", ".join(f"'{flags[name]}'" for name in error.remedies if flags.get(name, "")[:2] == "--")
         raise typer.BadParameter(str(error), param_hint=hint or None) from None
     except ValueError as error:
         # Its message begins with the field's name.

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_written(
-    result: ExtractionResult,
-    engine: str | None,
-    head: str,
-    *,
-    verbose: bool = False,
-    print_json: bool,
+    result: ExtractionResult, engine: str | None, head: str, *, verbose: bool = False, print_json: bool
 ) -> None:
     """What was written, whether it is verified, and the command for ``engine``; ``verbose`` all that is known of it."""
     if print_json:
@@ -79,34 +74,34 @@ def say_proof(claim: str, proof: Sequence[str]) -> None:
 def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
     """A few lines of sizes; ``geometry`` as in ``extraction.json``."""
     is_eagle = "draft_vocab_size" in geometry
-    if is_eagle:
-        kind, dims, kv = "EAGLE-3 head, ", geometry["head_dim"], geometry["num_kv_heads"]
-        layers = "1 layer of its own"
-    else:
-        types = geometry["layer_types"]
-        sliding, full = types.count("sliding_attention"), types.count("full_attention")
-        kinds = [f"{sliding} sliding (window {geometry['sliding_window']})"] if sliding else []
-        kinds += [f"{full} full"] if full else []
-        kind, layers = "", f"{geometry['num_layers']} layers: {' + '.join(kinds)}"
-        dims, kv = ("/".join(map(str, sorted(set(geometry[key])))) for key in ("head_dims", "num_kv_heads"))
-    rope = f", RoPE {geometry['rope_theta']:g}" if is_eagle else ""
-    say(
-        f"  {kind}{parameters / 1e6:.2f} M parameters, {layers}, {geometry['num_heads']} heads of {dims}, {kv} KV heads"
-        f"{rope}"
-    )
-    if is_eagle:
-        end = f"{geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
-    else:
-        cap = geometry["final_logit_softcap"]
-        end = f"vocabulary {geometry['vocab_size']}, " + (f"soft cap {cap:g}" if cap else "no soft cap")
-    say(
-        f"  hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}, backbone "
-        f"{geometry['backbone_hidden_size']}, {end}"
-    )
-    if is_eagle:
-        read = ", ".join(map(str, geometry["base_layers"]))
-        flags = ", ".join(flag for flag in _FLAGS if geometry[flag]) or "no flags"
-        say(f"  reads what enters layers {read} of {geometry['base'] or 'its base'}; {flags}")
+    first, end, *others = (_head_sizes if is_eagle else _drafter_sizes)(geometry)
+    kind = "EAGLE-3 head, " if is_eagle else ""
+    say(f"  {kind}{parameters / 1e6:.2f} M parameters, {first}")
+    widths = f"hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}"
+    say(f"  {widths}, backbone {geometry['backbone_hidden_size']}, {end}")
+    for line in others:
+        say(f"  {line}")
 
 
-_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
+def _drafter_sizes(of: Mapping[str, Any]) -> list[str]:
+    """Layers and heads; vocabulary."""
+    sliding, full = (of["layer_types"].count(f"{kind}_attention") for kind in ("sliding", "full"))
+    kinds = [f"{sliding} sliding (window {of['sliding_window']})"] * bool(sliding) + [f"{full} full"] * bool(full)
+    dims, kv = ("/".join(map(str, sorted(set(of[key])))) for key in ("head_dims", "num_kv_heads"))
+    cap = of["final_logit_softcap"]
+    return [
+        f"{of['num_layers']} layers: {' + '.join(kinds)}, {of['num_heads']} heads of {dims}, {kv} KV heads",
+        f"vocabulary {of['vocab_size']}, " + (f"soft cap {cap:g}" if cap else "no soft cap"),
+    ]
+
+
+def _head_sizes(of: Mapping[str, Any]) -> list[str]:
+    """Heads; vocabulary; what it reads of its base."""
+    flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
+    return [
+        f"1 layer of its own, {of['num_heads']} heads of {of['head_dim']}, {of['num_kv_heads']} KV heads, RoPE "
+        f"{of['rope_theta']:g}",
+        f"{of['draft_vocab_size']} of {of['vocab_size']} tokens",
+        f"reads what enters layers {', '.join(map(str, of['base_layers']))} of {of['base'] or 'its base'}; "
+        f"{', '.join(flag for flag in flags if of[flag]) or 'no flags'}",
+    ]

@@ -12,14 +12,13 @@ import os
 import shutil
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
 from mtp_extract.evaluation.progress import Show, silent
-from mtp_extract.io.source import Progress
+from mtp_extract.io.source import Progress, nothing_shown
 
 if TYPE_CHECKING:
     from mtp_extract.report.page import Table
@@ -136,46 +135,41 @@ _UNBOUNDED = 1 << 16
 
 
 @contextmanager
-def _redrawn() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr with a line beside it, drawn anew a few times a second, of which nothing is left in the end."""
-    with ExitStack() as stack:
-        shown: list[Any] = []
+def _bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on the terminal that stderr is, with a line beside it; in the end nothing is left of it."""
+    # Half a tenth of a second to import: for who sees it alone.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    columns = (
+        BarColumn(_BAR, table_column=Column(min_width=_BAR)),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True),
+    )
+    console = Console(stderr=True, highlight=False)
+    period: Any = {"speed_estimate_period": _REMEMBERED, "transient": True, "redirect_stdout": False}
+    with Progress(*columns, console=console, **period) as bar:
 
         def draw(done: int, total: int, line: str) -> None:
-            with lock:
-                if not shown:
-                    # Half a tenth of a second to import: for who sees it alone.
-                    from rich.console import Console
-                    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-                    from rich.table import Column
+            task = bar.task_ids[0] if bar.task_ids else bar.add_task(line, total=total)
+            if done < bar.tasks[0].completed:
+                bar.reset(task)  # another part of the work, at another pace
+            bar.update(task, completed=done, total=total, description=line)
 
-                    bar = Progress(
-                        BarColumn(_BAR, table_column=Column(min_width=_BAR)),
-                        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-                        TimeRemainingColumn(compact=True),
-                        speed_estimate_period=_REMEMBERED,
-                        console=Console(stderr=True, highlight=False),
-                        transient=True,
-                        redirect_stdout=False,
-                    )
-                    task = bar.add_task(line, total=total, completed=done)
-                    shown[:] = stack.enter_context(bar), task
-                bar, task = shown
-                if done < bar.tasks[0].completed:
-                    bar.reset(task)  # another part of the work, at another pace
-                bar.update(task, completed=done, total=total, description=line)
-
-        lock = threading.Lock()
         yield draw
 
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
     """How many bytes are done, and the time left, on a terminal and for work worth showing."""
-    with _redrawn() as draw:
+    if quiet or not sys.stderr.isatty():
+        yield nothing_shown
+        return
+    with _bar() as draw:
 
         def update(done: int, total: int) -> None:
-            if not quiet and total >= _WORTH_SHOWING and sys.stderr.isatty():
+            if total >= _WORTH_SHOWING:
                 draw(done, total, f"{size(done)} of {size(total)}")
 
         yield update
@@ -185,17 +179,16 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
 def progress_lines(quiet: bool = False, unit: str = "") -> Iterator[Show]:
     """How much of a part is done, redrawn on a terminal, else a line now and then; ``unit`` says of what it is much."""
     shown = 0
-    with _redrawn() as draw:
+    on_terminal = sys.stderr.isatty() and not quiet
+    with _bar() if on_terminal else nullcontext(None) as draw:
 
         def update(part: str, done: int, total: int) -> None:
             nonlocal shown
             line = f"{part}: {unit} {done} of {total}" if unit else part
-            if quiet:
-                return
-            if sys.stderr.isatty():
+            if draw is not None:
                 draw(done, total, escape(line))
             elif (share := _LINES * done // total) != shown:
                 shown = share
                 doing(line)
 
-        yield update
+        yield silent if quiet else update

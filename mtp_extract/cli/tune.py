@@ -16,7 +16,7 @@ import typer
 from mtp_extract.cli._command import new_app, run
 from mtp_extract.cli.terminal import doing, error, progress_lines, say, say_notes, table
 from mtp_extract.errors import escape
-from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
+from mtp_extract.tuning.plan import ORDERED, TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
 if TYPE_CHECKING:
@@ -35,12 +35,6 @@ def command(plan: TuningPlan) -> None:
     dense one does. Otherwise the exit status is 1; --force saves it anyway. Ctrl-C ends the training and measures the
     best so far; pressed again, nothing is saved. The same command resumes where it stopped.
     """
-    if (plan.directory is None) != (plan.mode == EAGLE3):
-        raise typer.BadParameter("name a DIR, or make a new head (--mode eagle3); one of the two.")
-    if plan.mode != EAGLE3 and plan.draft_vocab != TuningPlan.draft_vocab:
-        raise typer.BadParameter(f"--mode {plan.mode} has no use for --draft-vocab. Leave it out.")
-    if plan.text_model is not None and plan.text_from is None:
-        raise typer.BadParameter("--text-model is of the server that writes texts: name it with --text-from URL.")
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
     with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:

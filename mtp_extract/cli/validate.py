@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,54 +20,31 @@ from mtp_extract.cli.terminal import (
     table,
     write_json,
 )
-from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluation.extras import require
-from mtp_extract.validation.plan import ValidationPlan, sample_plan
+from mtp_extract.errors import escape
+from mtp_extract.validation.plan import ValidationPlan
 
 if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
 
-def command(
-    plan: ValidationPlan,
-    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
-    print_json: AsJson = False,
-) -> None:
+def command(plan: ValidationPlan, print_json: AsJson = False) -> None:
     """Check a drafter against its bundle (--source), and measure acceptance with its base (--base).
 
     The exit status is 1 also if a check refutes the drafter.
     """
-    try:
-        measured = {"--tree": plan.wanted, "--beside": plan.beside, "--prompts": plan.prompts}
-    except MtpExtractError as wrong:
-        raise typer.BadParameter(f"--tree: {wrong}.") from wrong
-    if (plan.directory is None) != sample:
-        raise typer.BadParameter("name a DIR, or --sample; one of the two.")
-    if sample and (plan.base or plan.source):
-        raise typer.BadParameter("--sample brings its own base and source; leave --base and --source out.")
-    if not sample and plan.base is None and (given := [name for name, value in measured.items() if value]):
-        raise typer.BadParameter(f"{', '.join(given)}: only with a base. Name it with --base MODEL.")
-    if not sample and plan.base is None and plan.source is None:
-        raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
-
-    asked = sample_plan(plan) if sample else plan
-    asked.check()
-    if asked.report is not None:
-        require("matplotlib")
-
     from mtp_extract.api import validate
-    from mtp_extract.report.page import as_json
+    from mtp_extract.report.page import plain_json
 
     def tell(found: Validation) -> None:
         if print_json:
-            write_json(json.loads(as_json(found)))
+            write_json(plain_json(found))
         else:
             _show(found)
 
     with progress_lines(print_json, "batch") as show:
-        found = validate(replace(asked, say=doing_unless(print_json), show=show), tell)
-    if asked.report is not None and not print_json:
-        say(f"Wrote {escape(asked.report)}/: {', '.join(sorted(os.listdir(asked.report)))}")
+        found = validate(replace(plan, say=doing_unless(print_json), show=show), tell)
+    if plan.report is not None and not print_json:
+        say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
     if found.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)

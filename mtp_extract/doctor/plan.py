@@ -18,11 +18,11 @@ class DoctorPlan:
     place: Annotated[
         str,
         typer.Argument(
-            help="A drafter's directory, .gguf or id on the Hub; or a .litertlm, by path or address, to look into.",
-            metavar="DIR|FILE",
+            help="A drafter's directory, .gguf or id on the Hub.",
+            metavar="DIR",
         ),
     ]
-    base: Annotated[str | None, BASE] = None
+    base: Annotated[str, BASE]
     server: Annotated[
         str | None,
         typer.Option(help="An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL"),

@@ -18,7 +18,7 @@ from mtp_extract.doctor.texts import Sample, ask_all, rounds_of, samples, served
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
-from mtp_extract.errors import MtpExtractError, escape, several
+from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, silent
 from mtp_extract.evaluation.prompts import encode_prompts, prompts_or_shipped, require_texts
@@ -42,11 +42,6 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
     Raises:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
-    if plan.base is None:
-        raise MtpExtractError(
-            f"{escape(plan.place)}: expected the base that it drafts for, found none. Name it.",
-            remedies=("base",),
-        )
     identity = identify(place, public_name(str(place)))
     prompts = list({prompt.key: prompt for prompt in prompts_or_shipped(plan.prompts)}.values())
     if not plan.chat_template:

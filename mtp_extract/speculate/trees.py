@@ -55,7 +55,7 @@ class Tree:
         """
         widths = text.split("x")
         if not all(w.isdecimal() and w.isascii() and len(w) < _DIGITS and int(w) for w in widths):
-            raise MtpExtractError(f"expected a tree such as 4x2x1, found {escape(text)}; give drafts after each draft")
+            raise MtpExtractError(f"expected a tree such as 4x2x1, found {escape(text)}. Give drafts after each draft.")
         return cls(tuple(map(int, widths)))
 
     @property

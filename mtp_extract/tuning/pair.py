@@ -46,7 +46,7 @@ class Pair:
         processes = self.accelerator.num_processes
         if plan.batch < processes:
             raise MtpExtractError(
-                f"expected a batch of at least {processes}, one text a process, found {plan.batch}; raise it",
+                f"expected a batch of at least {processes}, one text a process, found {plan.batch}. Raise it.",
                 remedies=("batch",),
             )
         origin = None if plan.directory is None else ReadDirectory.of(plan.directory)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 from msgspec import Meta
 
-from mtp_extract.errors import MtpExtractError, OutputError, escape
+from mtp_extract.errors import OutputError, escape
 from mtp_extract.evaluation.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.options import BASE, Device, Overwrite, check_values
@@ -179,8 +179,6 @@ class TuningPlan:
         from mtp_extract.pipeline.check import recorded
 
         check_values(self)
-        for expected, *remedies in self._wrong():
-            raise MtpExtractError(f"expected {expected}", remedies=tuple(remedies))
         place, work = (Path(os.path.realpath(path)) for path in (self.target, self.kept_in))
         if place in (work, *work.parents):
             raise OutputError(
@@ -192,19 +190,23 @@ class TuningPlan:
         if os.environ.get("RANK", "0") == "0":
             check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
 
-    def _wrong(self) -> Iterator[tuple[str, ...]]:
+    def wrong(self) -> Iterator[tuple[str, ...]]:
         """What was expected, and what to change."""
         rate, text, least = self.learning_rate, self.text is not None, self.draft_steps + 2
         if (self.directory is None) != (self.mode == EAGLE3):
-            yield "a drafter's directory, or the mode eagle3, which makes a new one; give one of the two", "mode=eagle3"
+            yield "either a drafter's directory or the mode eagle3, which makes a new one. Give one of the two.", "mode"
+        if self.mode != EAGLE3 and self.draft_vocab != TuningPlan.draft_vocab:
+            yield f"draft_vocab in the mode eagle3 alone, found the mode {self.mode}. Leave it out.", "draft_vocab"
+        if self.text_model and not self.text_from:
+            yield "the server whose model text_model is, found none. Give it, too.", "text_from"
         if text and self.prompts:
-            yield "prompts or texts, found both; leave one out", "prompts", "text"
+            yield "prompts or texts, found both. Leave one out.", "prompts", "text"
         if text and self.text_from:
-            yield "texts by people or by a server, found both; leave one out", "text", "text_from"
+            yield "texts by people or by a server, found both. Leave one out.", "text", "text_from"
         if text and self.temperature:
-            has = "text by people, which has another distribution; give prompts"
+            has = "text by people, which has another distribution. Give prompts."
             yield f"text of the base itself for sampled serving, found {has}", "prompts", "temperature=0"
         if self.new_tokens < least:
-            yield f"new_tokens of at least {least}, found {self.new_tokens}; raise it", "new_tokens"
+            yield f"new_tokens of at least {least}, found {self.new_tokens}. Raise it.", "new_tokens"
         if rate is not None and not 0 < rate < math.inf:
-            yield f"a learning rate above 0, found {rate}; leave it out for the mode's own", "learning_rate"
+            yield f"a learning rate above 0, found {rate}. Leave it out for the mode's own.", "learning_rate"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from msgspec import Meta
 
-from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
@@ -35,7 +34,6 @@ class ValidationPlan:
             help="A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.", metavar="DIR"
         ),
     ]
-    """None for the sample, which is then extracted first."""
     base: Annotated[str | None, BASE] = None
     beside: Annotated[
         Path | None, typer.Option(help="Another drafter of that base, to measure on the same texts.", metavar="DIR")
@@ -45,6 +43,8 @@ class ValidationPlan:
         typer.Option(help="The .litertlm it was extracted from, to prove that this is its drafter.", metavar="FILE"),
     ] = None
     """Or a ``.tflite``, or an address."""
+    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False
+    """It is extracted first, and brings its base, its source and, unless given, prompts."""
     prompts: Workloads = None
     draft_steps: Annotated[
         Sequence[int],
@@ -94,40 +94,35 @@ class ValidationPlan:
                 found[f"tree of {text}" if text.isdecimal() else text] = Tree.parse(text)
         return found
 
+    def wrong(self) -> Iterator[tuple[str, ...]]:
+        """What was expected, and what to change."""
+        measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
+        given = [name for name, value in measured.items() if value]
+        if (self.directory is None) != self.sample:
+            yield "either a drafter's directory or the sample. Give one of the two.", "sample"
+        if self.sample and (self.base or self.source):
+            yield "the sample alone: it brings its own base and source. Leave these out.", "base", "source"
+        if not (self.sample or self.base or self.source):
+            yield "a base, a source or both, found neither. Give what to validate against.", "base", "source"
+        if given and not (self.sample or self.base):
+            yield f"a base to measure {' and '.join(given)} with, found none. Give it.", "base"
+        if not self.draft_steps:
+            yield "a number of draft steps, found none. Give one.", "draft_steps"
+
     def check(self) -> None:
         """Refuse what cannot be measured, before anything is loaded.
 
         Raises:
             MtpExtractError: a part or a package is missing, or a number is out of bounds.
         """
-        if self.base is None and self.source is None:
-            raise MtpExtractError(
-                "expected a base, a source or both, found neither; there is nothing to validate against",
-                remedies=("base", "source"),
-            )
-        require("torch", *(["transformers"] if self.base is not None else []))
         check_values(self)
-        if not self.draft_steps:
-            raise MtpExtractError("expected a number of draft steps, found none; give one", remedies=("draft_steps",))
-        measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
-        if self.base is None and (given := [name for name, value in measured.items() if value]):
-            raise MtpExtractError(
-                f"expected a base to measure {' and '.join(given)} with, found none; give the model that is drafted "
-                "for",
-                remedies=("base",),
-            )
+        require("torch", *(["transformers"] if self.sample or self.base else []))
 
+    def resolved(self) -> ValidationPlan:
+        """The plan; of the sample with the base it was trained for and, unless given, prompts for that."""
+        if not self.sample:
+            return self
+        from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
-def sample_plan(plan: ValidationPlan) -> ValidationPlan:
-    """``plan`` for the sample that is shipped, with the base it was trained for and, unless given, prompts for that."""
-    from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-
-    return replace(
-        plan,
-        directory=None,
-        base=str(sample_base()),
-        source=str(sample_bundle()),
-        prompts=plan.prompts or sample_prompts(),
-        device="cpu",
-        batch=32,
-    )
+        base, source, prompts = str(sample_base()), str(sample_bundle()), self.prompts or sample_prompts()
+        return replace(self, base=base, source=source, prompts=prompts, sample=False, device="cpu", batch=32)

@@ -57,6 +57,7 @@ def run_validation(plan: ValidationPlan) -> Validation:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     plan.check()
+    plan = plan.resolved()
     with ExitStack() as stack:
         if plan.directory is None:
             plan.say("extracting the sample")

@@ -90,7 +90,7 @@ def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bytes_of_what_is_worth_showing(monkeypatch: pytest.MonkeyPatch) -> None:
     on_screen(monkeypatch)
     shown: list[str] = []
-    monkeypatch.setattr("mtp_extract.cli.terminal._redrawn", lambda: nullcontext(lambda *line: shown.append(line[2])))
+    monkeypatch.setattr("mtp_extract.cli.terminal._bar", lambda: nullcontext(lambda *line: shown.append(line[2])))
     with terminal.progress() as tick:
         tick(100_000_000, 1_000_000_000)
         tick(200_000_000, 1_000_000_000)

@@ -21,7 +21,7 @@ from helpers.random_heads import head_config, random_head, write_head
 from helpers.schemas import validator
 
 import mtp_extract
-from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.data import sample_base
 from mtp_extract.doctor import run
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.run import check_fit, diagnose, identify
@@ -30,7 +30,6 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.base_model import LoadedBase, load_base
-from mtp_extract.io.source import LocalSource
 from mtp_extract.report.page import plain_json
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
@@ -180,13 +179,10 @@ def test_prompts_are_taken_as_the_server_read_them(
 
 
 def test_what_cannot_be_judged_is_refused_before_anything_is_asked(asked: DoctorPlan, tmp_path: Path) -> None:
-    """A drafter without its base, and messages without a template."""
+    """Messages without a template."""
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}]}))
     with counting_server({}) as server:
-        with pytest.raises(MtpExtractError, match="expected the base") as raised:
-            diagnose(replace(asked, server=server.url, base=None), Path(asked.place))
-        assert raised.value.remedies == ("base",)
         with pytest.raises(MtpExtractError, match="apply the chat template"):
             diagnose(replace(asked, server=server.url, prompts=chats), Path(asked.place))
         assert (server.asked, server.seen) == ([], [])
@@ -275,28 +271,3 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     assert checks["soft cap"] is checks["made for this base"] is None
     assert checks["a vocabulary"] is checks["the drafter's backbone width"] is True
     assert checks["full_attention: K and V"] is checks["layers with K and V of type"] is True
-
-
-def test_a_bundle_is_answered_in_one_line(tmp_path: Path) -> None:
-    done = run_here("doctor", sample_bundle())
-    assert (done.returncode, done.stdout.count("\n")) == (0, 1)
-    assert "; holds the MTP drafter for " in done.stdout
-    none = tmp_path / "none.litertlm"
-    none.write_bytes(b"{}")
-    done = run_here("doctor", none)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert run_here("doctor", tmp_path / "nothing.litertlm").returncode == 1
-    assert run_here("doctor", sample_bundle(), "--base", "x").returncode == 2
-
-
-def test_a_bundle_is_looked_into_by_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of buffers behind the flatbuffer, where weights lie, nothing is read."""
-    read, whole = list[int](), LocalSource.read
-
-    def counted(self: LocalSource, offset: int, length: int) -> bytes:
-        read.append(length)
-        return whole(self, offset, length)
-
-    monkeypatch.setattr(LocalSource, "read", counted)
-    assert run_here("doctor", first_bundle()).returncode == 0
-    assert 0 < sum(read) < first_bundle().stat().st_size / 4

@@ -87,14 +87,14 @@ def test_refuted_is_status_1(checkpoint: Path) -> None:
     ("arguments", "message"),
     [
         ((), "Examples:"),
-        (("--new-tokens", "9"), "name a DIR, or --sample"),
-        (("d", "--sample"), "one of the two"),
+        (("--new-tokens", "9"), "either a drafter's directory or the sample"),
+        (("d", "--sample"), "Give one of the two"),
         (("--sample", "--base", "x"), "brings its own base"),
         (("d", "--base", "x", "--draft-steps", "1,x"), "whole numbers from 1"),
         (("d", "--base", "x", "--tree", "4x2", "--tree", "40x40"), "at most 1024 drafts, found 40x40"),
-        (("d", "--source", "x", "--tree", "4x2", "--prompts", "y"), "--tree, --prompts: only with a base"),
-        (("d", "--source", "x", "--prompts", "x"), "--prompts: only with a base"),
-        (("d", "--source", "x", "--beside", "x"), "--beside: only with a base"),
+        (("d", "--source", "x", "--tree", "4x2", "--prompts", "y"), "a base to measure trees and prompts with"),
+        (("d", "--source", "x", "--prompts", "x"), "a base to measure prompts with"),
+        (("d", "--source", "x", "--beside", "x"), "a base to measure another drafter with"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:

@@ -393,4 +393,4 @@ def test_what_is_no_tree(text: str) -> None:
 def test_what_cannot_be_measured(given: dict[str, Any], what: str) -> None:
     """Refused before the base, which is not there, is looked for."""
     with pytest.raises(MtpExtractError, match=what):
-        run_validation(ValidationPlan(None, **{"base": "absent", **given}))
+        run_validation(ValidationPlan(Path("absent"), **{"base": "absent", **given}))
