@@ -8,25 +8,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.commands import run
+from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 from helpers.variant_files import variant
 from typer.testing import CliRunner
 
 import mtp_extract
-from mtp_extract import Opened, __version__
-from mtp_extract.bundle import open_bundle
+from mtp_extract import __version__
 from mtp_extract.cli import COMMANDS, extract, inspect, main
-from mtp_extract.pipeline.inspection import _tensor
 
 RUNNER = CliRunner()
-
-
-def _tensors_of(opened: Opened) -> list[dict[str, Any]]:
-    model = opened._locate[2]
-    return [_tensor(model, t) for g in model.subgraphs for t in g.tensors]
 
 
 def test_sample_is_one_command(tmp_path: Path) -> None:
@@ -125,19 +118,18 @@ def test_inspect_shows_sections_even_when_the_drafter_is_refused() -> None:
 
 
 def test_inspect_lists_constants_it_cannot_read(sample: Path, tmp_path: Path) -> None:
-    from helpers.make_bundle import drafter_of, load, pack
-
     model = load(drafter_of(sample))
     tensor = next(t for t in model.subgraphs[0].tensors if t.name.startswith(b"jax2tf_arg_0/"))
     tensor.type = 5  # STRING
-    path = tmp_path / "strings.tflite"
-    path.write_bytes(pack(model))
-    result = RUNNER.invoke(inspect.app, [str(path), "--tensors", "--json"])
+    path = tmp_path / "strings.litertlm"
+    path.write_bytes(bundle([Part(3, pack(model), {"model_type": "tf_lite_mtp_drafter"})]))
+    result = RUNNER.invoke(inspect.app, [str(path), "--json"])
     assert result.exit_code == 1
     assert "STRING" in json.loads(result.stdout)["problem"]
-    with open_bundle(path) as opened:
-        listed = _tensors_of(opened)
-    assert [t["index"] for t in listed if "problem" in (t["data"] or {})] == [model.subgraphs[0].tensors.index(tensor)]
+    listed = json.loads(RUNNER.invoke(inspect.app, [str(path), "--section", "0", "--tensors", "--json"]).stdout)
+    unread = [t["index"] for t in listed["model"]["tensors"] if "problem" in (t["data"] or {})]
+    assert unread == [model.subgraphs[0].tensors.index(tensor)]
+    assert " unreadable " in RUNNER.invoke(inspect.app, [str(path), "--section", "0", "--tensors"]).stdout
 
 
 def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:

@@ -34,14 +34,6 @@ def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: 
     assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
 
 
-def test_json(extracted: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = RUNNER.invoke(convert.app, [str(extracted), "--for", "litert", "-o", str(out), "--json"])
-    document = json.loads(result.stdout)
-    assert document["extraction"] == json.loads((out / "extraction.json").read_text())
-    assert document["directory"] == str(out)
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

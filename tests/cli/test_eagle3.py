@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from helpers.commands import run
 from helpers.random_heads import edit, head_config, random_head, write_head
 from helpers.schemas import validator
 from typer.testing import CliRunner
 
-import mtp_extract
-from mtp_extract.cli import convert, inspect, tune, validate
+from mtp_extract.cli import convert, inspect, validate
 from mtp_extract.data import sample_base
-from mtp_extract.errors import UnsupportedError
 
 RUNNER = CliRunner()
 
@@ -52,12 +49,6 @@ def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:
     assert "says hidden_act gelu_pytorch_tanh" in shown.stderr
 
 
-def test_a_bundle_holds_no_head(sample: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="format holds drafters of the architecture eagle3"):
-        mtp_extract.extract(sample, tmp_path / "out", format="eagle3")
-    assert not (tmp_path / "out").exists()
-
-
 def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
     """With random weights: what is measured is bad, and the text the base's all the same."""
     config = head_config(backbone_hidden_size=64, hidden_size=64, vocab_size=512, draft_vocab_size=512)
@@ -78,9 +69,3 @@ def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
     refused = run("validate", directory, "--source", sample)
     assert refused.returncode == 1
     assert "Expected an MTP drafter, found an EAGLE-3 head" in refused.stderr and "(--source)" in refused.stderr
-
-
-def test_a_head_that_is_there_keeps_its_vocabulary(tmp_path: Path) -> None:
-    told = [str(tmp_path), "--base", str(sample_base()), "--draft-vocab", "7"]
-    result = RUNNER.invoke(tune.app, told)
-    assert result.exit_code == 2 and "--mode norms has no use for --draft-vocab" in " ".join(result.output.split())
