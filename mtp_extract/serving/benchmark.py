@@ -68,7 +68,10 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             done()
     # What is drawn at random differs by chance.
     if compared := plan.baseline is not None and plan.temperature == 0:
-        _compare_texts(windows)
+        theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
+        for request in (one for window in windows["server"] for one in window.requests):
+            pairs = zip_longest(request.answer.text, theirs[request.prompt])
+            request.leaves_at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
     sizes = Counter(prompt.workload for prompt in prompts)
     found = Benchmark(
         servers={side: Asked(s.name, s.kind.name, s.version, s.model) for side, s in servers.items()},
@@ -89,7 +92,8 @@ def _parts(prompts: Sequence[Prompt], concurrency: int) -> list[list[int]]:
     Each has all workloads alike, and enough requests that as many as may be are in flight for most of it. One request
     at a time needs no window: each is its own, and so its counters are.
     """
-    sizes, seen, places = Counter(prompt.workload for prompt in prompts), Counter[str](), list[float]()
+    sizes, seen = Counter(prompt.workload for prompt in prompts), Counter[str]()
+    places = list[float]()  # of each prompt among those of its workload, from 0 to 1
     for prompt in prompts:
         places.append((seen[prompt.workload] + 0.5) / sizes[prompt.workload])
         seen[prompt.workload] += 1
@@ -111,14 +115,6 @@ def _window(server: Server, plan: BenchPlan, prompts: Sequence[Prompt], part: Se
     counted, disturbed = server.counted(before, answers, plan.max_tokens * len(answers))
     requests = [Request(prompts[number].workload, number, one) for number, one in zip(part, answers, strict=True)]
     return Window(requests, wall, counted, disturbed)
-
-
-def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
-    """Write into each of the server's requests where its text leaves the baseline's."""
-    theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
-    for request in (one for window in windows["server"] for one in window.requests):
-        pairs = zip_longest(request.answer.text, theirs[request.prompt])
-        request.leaves_at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
@@ -143,48 +139,38 @@ def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], com
 
 def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     """What one server did for the workloads ``names``."""
-    asked = [one for window in windows for one in window.requests if one.workload in names]
+    asked, units = list[Request](), list[Counters]()  # what came of the drafts, by window that says it
+    for window in windows:
+        own = [one for one in window.requests if one.workload in names]
+        # A page says nothing of one workload among several.
+        counted = window.counted if len(own) == len(window.requests) else counted_in([one.answer for one in own])
+        units += [counted] if own and counted.accepted is not None else []
+        asked += own
     whole = len(asked) == sum(len(window.requests) for window in windows)
-    answers, timed = [request.answer for request in asked], list(_timed(asked).values())
+    tokens, wall = total(one.answer.tokens for one in asked), sum(window.wall_s for window in windows)
+    timed = list(_timed(asked).values())
     after, seconds = [tokens for tokens, _ in timed], [time for _, time in timed]
-    tokens, wall = total(answer.tokens for answer in answers), sum(window.wall_s for window in windows)
-    units = _counted(windows, names)
     drafted, accepted = [one.drafted or 0 for one in units], [one.accepted or 0 for one in units]
     in_rounds = [one for one in units if one.rounds is not None]
     made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
     # No round accepts more than rounds drafted on the mean of any window.
     most = max((-(-(one.drafted or 0) // one.rounds) for one in in_rounds if one.rounds), default=0)
     length = share_interval([count / most for count in stood], made) if most else None
+    written = [a + b for a, b in zip(made, stood, strict=True)]
     return Side(
         tokens=tokens,
         tokens_per_s=_ratio(after, seconds, sum(after), ratio_interval(after, seconds)),
         output_throughput=tokens / wall if whole and wall and tokens is not None else None,
-        ttft_ms=_latency([answer.first_s for answer in answers if answer.first_s is not None]),
+        ttft_ms=_latency([one.answer.first_s for one in asked if one.answer.first_s is not None]),
         tpot_ms=_latency([time / tokens for tokens, time in timed]),
         counted=sum(one.requests or 0 for one in units),
         drafted=sum(drafted) if units else None,
         accepted=sum(accepted) if units else None,
         rounds=sum(made) if in_rounds else None,
         acceptance=_ratio(accepted, drafted, sum(drafted), share_interval(accepted, drafted)),
-        tokens_per_round=_ratio(
-            [a + b for a, b in zip(made, stood, strict=True)], made, sum(made), length and length.scaled(most, 1.0)
-        ),
+        tokens_per_round=_ratio(written, made, sum(made), length and length.scaled(most, 1.0)),
         acceptance_by_position=_by_position(units),
     )
-
-
-def _counted(windows: Sequence[Window], names: Collection[str]) -> list[Counters]:
-    """What came of the drafts in each window that says it.
-
-    A page says nothing of one workload among several.
-    """
-    found = list[Counters]()
-    for window in windows:
-        answers = [one.answer for one in window.requests if one.workload in names]
-        counted = window.counted if len(answers) == len(window.requests) else counted_in(answers)
-        if answers and counted.accepted is not None:
-            found.append(counted)
-    return found
 
 
 def _ratio(sums: Sequence[float], sizes: Sequence[float], count: int, interval: Interval | None) -> Figure:

@@ -20,6 +20,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 from mtp_extract.errors import MtpExtractError, ServerError, escape, few
 from mtp_extract.io.http_library import http_library
@@ -67,28 +68,17 @@ class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
     reasoning: bool = False  #: whether some of the text came as thoughts, whose marks are not in it
 
 
-class _Delta(msgspec.Struct):
+class _Choice(msgspec.Struct):
+    """A choice in an event, or the delta in one."""
+
+    text: str | None = None
     content: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
+    reasoning_content: str | None = None  # some servers say it under both names
+    delta: _Choice | None = None
     finish_reason: str | None = None
-    token_ids: list[Count] | None = None
+    token_ids: tuple[Count, ...] | None = None
     prompt_token_ids: tuple[Count, ...] | None = None
-
-    @property
-    def thought(self) -> str:
-        """Some servers say it under both names."""
-        return (self.delta.reasoning or self.delta.reasoning_content or "") if self.delta else ""
-
-    @property
-    def written(self) -> str:
-        """Thoughts included."""
-        return (self.text or "") + self.thought + ((self.delta.content or "") if self.delta else "")
 
 
 class _Usage(msgspec.Struct):
@@ -97,7 +87,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
+    choices: tuple[_Choice, ...] | None = None  # one is asked for
     usage: _Usage | None = None
     error: Any = None
     prompt_token_ids: tuple[Count, ...] | None = None
@@ -105,11 +95,6 @@ class _Event(msgspec.Struct):
     timings: Any = None
     metrics: Any = None
     sglext: Any = None
-
-    @property
-    def choice(self) -> _Choice:
-        """One is asked for."""
-        return self.choices[0] if self.choices else _Choice()
 
 
 class _Model(msgspec.Struct):
@@ -122,27 +107,19 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
-def _last(values: Iterable[T | None]) -> T | None:
-    """The last that there is."""
-    return next((value for value in reversed(list(values)) if value is not None), None)
-
-
-def _timed_events(
+def _events(
     stream: Iterable[bytes], most_bytes: int, clock: Callable[[], float]
-) -> tuple[list[tuple[float, _Event]], bool]:
-    """The events of ``stream``, each with the seconds at which it was whole, and whether it says that they are all."""
-    found, rest, done = list[tuple[float, _Event]](), b"", False
+) -> Iterator[tuple[float, _Event | None]]:
+    """The events of ``stream``, each with the seconds at which it was whole; None where it says that these are all."""
+    rest = b""
     for piece in _bounded(stream, most_bytes):
         now = clock()
         *lines, rest = (rest + piece).split(b"\n")
         for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
-            if done := done or data == b"[DONE]":
-                break
-            event = _decoded(data, _Event, "an event of an answer as JSON")
-            if event.error:
+            event = None if data == b"[DONE]" else _decoded(data, _Event, "an event of an answer as JSON")
+            if event and event.error:
                 raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
-            found.append((now, event))
-    return found, done
+            yield now, event
 
 
 def read_answer(
@@ -154,37 +131,44 @@ def read_answer(
     Raises:
         ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
-    timed, done = _timed_events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock)
-    events, choices = [event for _, event in timed], [event.choice for _, event in timed]
-    if (reason := _last(choice.finish_reason for choice in choices)) is None and not done:
+    texts, times, ids, ended, done, reasoning = list[str](), list[float](), list[int](), 0.0, False, False
+    usage, least, reason, counted, prompt_ids = _Usage(), 0, None, None, None
+    for now, event in _events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock):
+        if done := done or event is None:
+            continue  # to the end of the stream, so that its connection can be used again
+        choice, ended = (event.choices[0], now) if event.choices else (_Choice(), ended)
+        usage, reason = event.usage or usage, choice.finish_reason or reason
+        counted = kind.of_answer(asdict(event)) or counted
+        # vLLM says them beside the choices of a chat, and else in them.
+        prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or prompt_ids
+        ids += choice.token_ids or ()
+        said = choice.delta or choice
+        thought = said.reasoning or said.reasoning_content or ""
+        reasoning = reasoning or bool(thought)
+        if text := (said.text or "") + thought + (said.content or ""):
+            # A text is at least one token.
+            least = least or (event.usage or _Usage()).completion_tokens or 1
+            texts.append(text)
+            times.append(now)
+    if not done and reason is None:
         raise ServerError("the answer ended before its end")
-    written = [choice.written for choice in choices]
-    texts = [pair for pair, text in zip(timed, written, strict=True) if text]
-    begun, first = (texts[0][0], texts[0][1].usage or _Usage()) if texts else (None, _Usage())
-    usage = _last(event.usage for event in events) or _Usage()
-    told = ({kind.answer[0]: getattr(event, kind.answer[0])} for event in events if kind.answer)
-    counted = _last(map(kind.of_answer, told))
     tokens = counted.tokens if usage.completion_tokens is None and counted else usage.completion_tokens
-    # A text is at least one token, and no more than asked for.
-    least = first.completion_tokens or 1 if texts else 0
     if not least <= (least if tokens is None else tokens) <= asked or (counted and not counted.possible(asked)):
-        found = escape(msgspec.json.encode(counted or Counters(tokens=tokens)).decode())
-        raise ServerError(f"expected counts of an answer of {least} to {asked} tokens, found {tokens} tokens, {found}")
-    ids = [token for choice in choices for token in choice.token_ids or ()]
+        found = f"{escape(tokens)} tokens, {escape(msgspec.json.encode(counted).decode())}"
+        raise ServerError(f"expected counts of an answer of {least} to {asked} tokens, found {found}")
     return Answer(
-        text="".join(written),
+        text="".join(texts),
         tokens=tokens,
-        first_tokens=first.completion_tokens or 1,
-        first_s=begun - sent if begun is not None else None,
+        first_tokens=least or 1,
+        first_s=times[0] - sent if times else None,
         # All of the text at once says when it was sent, not how long it took.
-        seconds=max(now for now, event in timed if event.choices) - begun if begun is not None and texts[1:] else 0.0,
+        seconds=ended - times[0] if times[1:] else 0.0,
         finish_reason=None if reason is None else escape(reason),
         counted=counted,
         prompt_tokens=usage.prompt_tokens,
-        # vLLM says them beside the choices of a chat, and else in them.
-        prompt_ids=_last(one.prompt_token_ids for part in (events, choices) for one in part),
+        prompt_ids=prompt_ids,
         token_ids=tuple(ids) if ids and len(ids) == tokens else None,
-        reasoning=any(choice.thought for choice in choices),
+        reasoning=reasoning,
     )
 
 
@@ -269,16 +253,16 @@ class Server:
             ServerError: what it reports are no counters.
         """
 
-        def read() -> Counters | None:
+        def read() -> Counters:
             try:
                 _, body = self._page("/metrics")
             except ServerError:
-                return None  # without this page, as llama-server is by default
-            found = self.kind.of_page(body.decode("utf-8", "replace"))
-            # Without these nobody can say whose the others are.
-            return None if found.requests is None and found.tokens is None else found
+                return Counters()  # without this page, as llama-server is by default
+            return self.kind.of_page(body.decode("utf-8", "replace"))
 
-        return self._each([read], _PAGE_TIMEOUT)[0] if self.kind.page else None
+        found = self._each([read], _PAGE_TIMEOUT)[0] if self.kind.page else Counters()
+        # Without these nobody can say whose the others are.
+        return None if found.requests is None and found.tokens is None else found
 
     def counted(self, before: Counters | None, answers: Sequence[Answer], most_tokens: int) -> tuple[Counters, bool]:
         """What all of ``answers`` come to, and whether somebody else used the server meanwhile.
@@ -319,9 +303,9 @@ class Server:
         self, calls: Sequence[Callable[[], T]], seconds: float, at_a_time: int = 1, remedies: tuple[str, ...] = ()
     ) -> list[T]:
         """What ``calls`` return, in order; the first that fails ends all, as does that none ends for ``seconds``."""
-        failed, found = Event(), dict[int, Any]()
+        failed = Event()
 
-        def work(number: int) -> tuple[int, T | None]:
+        def work(number: int) -> tuple[int, Any]:
             try:
                 return number, None if failed.is_set() else calls[number]()
             except Exception:
@@ -332,25 +316,20 @@ class Server:
             # Its threads are daemons: what they still wait for holds up neither this call nor the end of the process.
             with ThreadPool(max(1, min(at_a_time, len(calls), _MOST_IN_FLIGHT))) as pool:
                 ended = pool.imap_unordered(work, range(len(calls)))
-                while len(found) < len(calls):
-                    number, found[number] = ended.next(seconds)
-        except (ServerError, Late, UnicodeError, self._http.HTTPError) as error:
-            said, remedies = self._said(error, seconds, remedies)
-            said = said.replace(self._key, "…") if self._key else said
-            raise ServerError(f"{self.name}: {escape(said.rstrip('.'), _LONGEST)}.", remedies=remedies) from None
-        return [found[number] for number in range(len(calls))]
-
-    def _said(self, error: Exception, seconds: float, remedies: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """What went wrong, and the arguments that may help."""
-        if isinstance(error, ServerError):
-            return str(error), error.remedies
-        if isinstance(error, (Late, self._http.TimeoutException)):
-            return f"expected an answer within {seconds:g} seconds", remedies
-        if isinstance(error, (self._http.ConnectError, UnicodeError)):
-            why = re.sub(r"^.Errno -?[0-9]+. ", "", escape(error))
-            return f"the server cannot be reached: {why}. Check that it runs, and its address", ()
-        # What it wrote is never repeated: it may quote the request, and with it a key.
-        return "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
+                found = dict(ended.next(seconds) for _ in calls)
+            return [found[number] for number in range(len(calls))]
+        except ServerError as error:
+            said, remedies = str(error).rstrip("."), error.remedies
+        except (Late, self._http.TimeoutException):
+            said = f"expected an answer within {seconds:g} seconds"
+        except (self._http.ConnectError, UnicodeError) as error:
+            why, remedies = re.sub(r"^.Errno -?[0-9]+. ", "", escape(error)), ()
+            said = f"the server cannot be reached: {why}. Check that it runs, and its address"
+        except self._http.HTTPError:
+            # What it wrote is never repeated: it may quote the request, and with it a key.
+            said, remedies = "the connection was lost, or what came over it is not HTTP. Its log may say why", ()
+        said = said.replace(self._key, "…") if self._key else said
+        raise ServerError(f"{self.name}: {escape(said, _LONGEST)}.", remedies=remedies)
 
     def _answer(self, question: Question) -> Answer:
         prompt, most = question.prompt, question.max_tokens
@@ -370,34 +349,29 @@ class Server:
             # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
             return read_answer(response.stream, self.kind, sent, most)
 
-        return self._request("POST", path, read, content=content, headers={"Content-Type": "application/json"})
+        return self._request(path, read, content)
 
     def _page(self, path: str) -> tuple[str, bytes]:
         """Who says that it answers, and the body of a page."""
-        return self._request("GET", path, lambda response: (response.headers.get("server", ""), _body(response)))
+        return self._request(path, lambda response: (response.headers.get("server", ""), _body(response)))
 
-    def _request(self, method: str, path: str, read: Callable[[Any], T], **more: Any) -> T:
-        """What ``read`` makes of the answer to a request.
+    def _request(self, path: str, read: Callable[[Any], T], content: bytes | None = None) -> T:
+        """What ``read`` makes of the answer to a request: for a page, or with ``content``, which is JSON.
 
         Raises:
             ServerError: the server says that it does not answer; in its own words, where it has some.
         """
-        with self._client.stream(method, path, **more) as response:
+        method, headers = "POST" if content else "GET", {"Content-Type": "application/json"} if content else {}
+        with self._client.stream(method, path, content=content, headers=headers) as response:
+            if (status := response.status_code) == 200:
+                return read(response)
             try:
-                if response.status_code == 200:
-                    return read(response)
-                try:
-                    page = _decoded(_body(response), dict[str, Any], "a JSON object")
-                except ServerError:
-                    page = {}  # a page for people
-                status, said = response.status_code, _words_of(page.get("error", page))
-                found = f"{status} {response.reason_phrase}".strip()
-                if status == 404:
-                    said += ". Give the address as it stands before /v1"
-                raise ServerError(f"expected {path}, found {found}{said}", remedies=_REMEDIES.get(status, ()))
-            finally:
-                if self._client.is_closed:  # nobody waits for this answer any more, nor closes its connection
-                    response.extensions["network_stream"].close()
+                page = _decoded(_body(response), dict[str, Any], "a JSON object")
+            except ServerError:
+                page = {}  # a page for people
+            said = _words_of(page.get("error", page)) + ". Give the address as it stands before /v1" * (status == 404)
+            found = f"{status} {response.reason_phrase}".strip()
+            raise ServerError(f"expected {path}, found {found}{said}", remedies=_REMEDIES.get(status, ()))
 
 
 def _bounded(stream: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
@@ -416,11 +390,8 @@ def _decoded(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError):
-        raise ServerError(f"expected {what}, found {_shown(data)}") from None
-
-
-def _shown(data: bytes) -> str:
-    return escape(data[:60].decode("utf-8", "replace")) or "nothing"
+        found = escape(data[:60].decode("utf-8", "replace")) or "nothing"
+        raise ServerError(f"expected {what}, found {found}") from None
 
 
 def _words_of(error: Any) -> str:

@@ -11,10 +11,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from operator import sub
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import astuple
 
 from mtp_extract.errors import ServerError, escape
 from mtp_extract.io.typed import Count, Record
@@ -36,18 +36,16 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
     positions: tuple[Count, ...] | None = None  #: accepted drafts by position in a round, from the first
 
     def __sub__(self, before: Counters) -> Counters:
-        found: dict[str, Any] = {}
-        for name, old in asdict(before).items():
-            after = getattr(self, name)
-            if name == "positions" and None not in (after, old):
-                found[name] = tuple(a - b for a, b in zip_longest(after, old, fillvalue=0))
-            elif None not in (after, old):
-                found[name] = after - old
-        return Counters(**found)
+        def less(after: Any, old: Any) -> Any:
+            if after is None or old is None:
+                return None
+            return tuple(map(sub, after, (*old, *[0] * len(after)))) if isinstance(after, tuple) else after - old
+
+        return Counters(*map(less, astuple(self), astuple(before)))
 
     def filled(self, page: Counters) -> Counters:
         """These, and from ``page`` what these do not say."""
-        return Counters(**{n: getattr(page, n) if value is None else value for n, value in asdict(self).items()})
+        return Counters(*(b if a is None else a for a, b in zip(astuple(self), astuple(page), strict=True)))
 
     def possible(self, most_tokens: int) -> bool:
         """Whether answers of at most ``most_tokens`` tokens together can have come to it.
@@ -75,13 +73,13 @@ class Kind:
     page: Mapping[str, str] = field(default_factory=dict)  # the same on ``/metrics``
     exact_below: int = _LARGEST  # larger counts are rounded on its page, and not taken
 
-    def of_answer(self, event: Any) -> Counters | None:
+    def of_answer(self, event: Mapping[str, Any]) -> Counters | None:
         """The counters in one event of an answer; None where it has none.
 
         Raises:
             ServerError: one is not a count.
         """
-        sent = at(event, *self.answer) if self.answer else None
+        sent = at(event, *self.answer)
         if not isinstance(sent, dict) or not sent.keys() & set(self.counts.values()):
             return None
         found = {ours: _count(name, sent[name]) for ours, name in self.counts.items() if sent.get(name) is not None}
@@ -102,10 +100,10 @@ class Kind:
         sums, places = defaultdict[str, int](int), defaultdict[int, int](int)
         for name, labels, value in re.findall(rf"^({names}){_LABELS}[ \t]+(\S+)", text, re.MULTILINE):
             try:
-                number: Any = int(float(value)) if float(value).is_integer() else value
-            except (ValueError, OverflowError):
-                number = value
-            sums[name] += (count := _count(name, number))
+                whole: Any = int(float(value)) if float(value).is_integer() else value
+            except ValueError:
+                whole = value
+            sums[name] += (count := _count(name, whole))
             if name == by_position and (place := _POSITION.search(labels)):
                 places[int(place[1])] += count
         found = {ours: sums[name] for ours, name in self.page.items() if name in sums and sums[name] < self.exact_below}

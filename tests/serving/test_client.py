@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from time import sleep
@@ -500,29 +498,6 @@ def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: Model
     vllm.answer = answer
     found = connect(vllm.url).ask([Question(prompt, 3) for prompt in "abc"], 2)
     assert [one.text for one in found] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
-
-
-def test_a_connection_that_comes_late_is_closed(vllm: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request has failed and the server is left while another is still connecting."""
-    connecting, left, made = threading.Event(), threading.Event(), list[socket.socket]()
-    connect, vllm.lies = socket.create_connection, {"a": 1 << 40}
-
-    def late(*where: Any, **how: Any) -> socket.socket:
-        connecting.set()
-        assert left.wait(HANG)
-        made.append(connect(*where, **how))
-        return made[0]
-
-    with Server(vllm.url) as server:
-        own, vllm.answer = vllm.answer, lambda prompt, most: (connecting.wait(HANG), own(prompt, most))[1]
-        monkeypatch.setattr(socket, "create_connection", late)
-        with pytest.raises(ServerError, match="expected counts of an answer"):
-            server.ask([Question("a", 3), Question("a", 3)], 2)
-    left.set()
-    ends = time.monotonic() + HANG
-    while not made or made[0].fileno() >= 0:
-        assert time.monotonic() < ends, "still open"
-        sleep(0.01)
 
 
 def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
