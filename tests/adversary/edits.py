@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,19 @@ Change = Callable[[Graph], object]
 """Changes a graph in place; returns ``False`` where it does not apply to this graph."""
 Edit = Callable[[Graph, int], int]
 """Computes a new value from one."""
+
+P = ParamSpec("P")
+
+
+def a_change(function: Callable[Concatenate[Graph, P], object]) -> Callable[P, Change]:
+    """``function`` called without its graph: a change that is still to be made."""
+    return lambda *given, **named: lambda g: function(g, *given, **named)
+
+
+def an_edit(function: Callable[Concatenate[Graph, int, P], int]) -> Callable[P, Edit]:
+    """``function`` called without its graph and value: an edit that is still to be made."""
+    return lambda *given, **named: lambda g, x: function(g, x, *given, **named)
+
 
 WINDOW = 16
 """Slots that the shipped drafters' sliding layers see."""
@@ -136,13 +149,11 @@ def with_number(name: str, number: float | np.ndarray, *, left: bool = False) ->
     return lambda g, x: g.call(name, constant, x) if left else g.call(name, x, constant)
 
 
-def chain(*edits: Edit) -> Edit:
-    def edit(g: Graph, x: int) -> int:
-        for step in edits:
-            x = step(g, x)
-        return x
-
-    return edit
+@an_edit
+def chain(g: Graph, x: int, *edits: Edit) -> int:
+    for step in edits:
+        x = step(g, x)
+    return x
 
 
 def grid(step: float) -> Edit:
@@ -181,12 +192,10 @@ def parameters(scale: float | Sequence[float], zero_point: int | Sequence[int] =
     return made
 
 
-def each(*changes: Change) -> Change:
-    def change(g: Graph) -> None:
-        for step in changes:
-            step(g)
-
-    return change
+@a_change
+def each(g: Graph, *changes: Change) -> None:
+    for step in changes:
+        step(g)
 
 
 def quantized(g: Graph, x: int, scale: float, zero_point: int = 0, dtype: Any = np.int8) -> int:

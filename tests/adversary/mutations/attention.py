@@ -14,6 +14,8 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
+    a_change,
+    an_edit,
     cases,
     edge,
     halves,
@@ -28,14 +30,11 @@ def slots(g: Graph) -> np.ndarray:
     return np.arange(g.shape(g.input("mask"))[-1], dtype=np.int32).reshape(1, 1, 1, -1)
 
 
-def visible(layer: int, edit: Edit) -> Change:
+@a_change
+def visible(g: Graph, layer: int, edit: Edit) -> None:
     """Let ``layer`` select by ``edit`` of its mask."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(layer)
-        g.insert(place.visible, lambda x: edit(g, x), [place.select])
-
-    return change
+    place = g.layer(layer)
+    g.insert(place.visible, lambda x: edit(g, x), [place.select])
 
 
 def compare(name: str, offset: int) -> Callable[[Graph], int]:
@@ -56,29 +55,23 @@ def window(size: int, *, layer: int = 0) -> Change:
     return bounded(compare("GREATER_EQUAL", 0), compare("LESS", size), layer)
 
 
-def masked_value(value: float) -> Change:
+@a_change
+def masked_value(g: Graph, value: float) -> None:
     """Hidden scores get ``value`` more instead of −1e9 (added in torch style, set in place in JAX style)."""
-
-    def change(g: Graph) -> None:
-        for index in range(2):
-            layer = g.layer(index)
-            if layer.select is layer.masker:
-                g.set_input(layer.select, 2, g.add(layer.scores, value))
-            else:
-                g.set_input(layer.select, 2, g.constant(value))
-
-    return change
+    for index in range(2):
+        layer = g.layer(index)
+        if layer.select is layer.masker:
+            g.set_input(layer.select, 2, g.add(layer.scores, value))
+        else:
+            g.set_input(layer.select, 2, g.constant(value))
 
 
-def by_distance(name: str, size: int) -> Edit:
+@an_edit
+def by_distance(g: Graph, x: int, name: str, size: int) -> int:
     """The mask, where slots of the same group of ``size`` (or of the same rest) as the position are."""
-
-    def edit(g: Graph, x: int) -> int:
-        position = g.call(name, g.input("input_pos"), np.array([size], np.int32))
-        kept = slots(g) // size if name == "FLOOR_DIV" else slots(g) % size
-        return both(g, x, g.equal(position, kept.astype(np.int32)))
-
-    return edit
+    position = g.call(name, g.input("input_pos"), np.array([size], np.int32))
+    kept = slots(g) // size if name == "FLOOR_DIV" else slots(g) % size
+    return both(g, x, g.equal(position, kept.astype(np.int32)))
 
 
 def constant_mask(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
@@ -99,15 +92,12 @@ def multiplied_mask(g: Graph) -> None:
     g.set_input(layer.softmax, 0, g.mul(layer.scores, kept))
 
 
-def summed(build: Callable[[Graph, int], int], layers: Sequence[int] = (0, 1)) -> Change:
+@a_change
+def summed(g: Graph, build: Callable[[Graph, int], int], layers: Sequence[int] = (0, 1)) -> None:
     """Scores plus ``build`` of the mask."""
-
-    def change(g: Graph) -> None:
-        for index in layers:
-            layer = g.layer(index)
-            g.set_input(layer.softmax, 0, g.add(layer.scores, build(g, layer.visible)))
-
-    return change
+    for index in layers:
+        layer = g.layer(index)
+        g.set_input(layer.softmax, 0, g.add(layer.scores, build(g, layer.visible)))
 
 
 def hidden_sum(g: Graph, mask: int) -> int:
@@ -115,38 +105,29 @@ def hidden_sum(g: Graph, mask: int) -> int:
     return g.mul(g.sub(1.0, g.cast(mask, np.float32)), LOWEST)
 
 
-def group_sees_all(axis: int) -> Change:
+@a_change
+def group_sees_all(g: Graph, axis: int) -> bool | None:
     """The first of two KV heads (axis 1) or queries (axis 2) sees by the mask, the second everything in the past."""
-
-    def change(g: Graph) -> bool | None:
-        layer = g.layer(0)
-        past = g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(layer.visible))
-        joined = g.cast(g.join([g.cast(layer.visible, np.int32), g.cast(past, np.int32)], axis), np.bool_)
-        hidden = g.call("SELECT_V2", joined, layer.scores, -1e9, shape=g.shape(layer.scores))
-        g.set_input(layer.softmax, 0, hidden)
-        return None
-
-    return change
+    layer = g.layer(0)
+    past = g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(layer.visible))
+    joined = g.cast(g.join([g.cast(layer.visible, np.int32), g.cast(past, np.int32)], axis), np.bool_)
+    hidden = g.call("SELECT_V2", joined, layer.scores, -1e9, shape=g.shape(layer.scores))
+    g.set_input(layer.softmax, 0, hidden)
+    return None
 
 
-def comparison(old: str, new: str) -> Change:
+@a_change
+def comparison(g: Graph, old: str, new: str) -> None:
     """Another comparison of the position with the slots."""
-
-    def change(g: Graph) -> None:
-        (op,) = [op for op in g.ops if g.kind(op) == old]
-        g.recode(op, new)
-
-    return change
+    (op,) = [op for op in g.ops if g.kind(op) == old]
+    g.recode(op, new)
 
 
-def compared_with(old: str, number: Callable[[Graph], int]) -> Change:
+@a_change
+def compared_with(g: Graph, old: str, number: Callable[[Graph], int]) -> None:
     """A comparison of something else than ``input_pos``."""
-
-    def change(g: Graph) -> None:
-        for op in [op for op in g.ops if g.kind(op) == old]:
-            g.set_input(op, 0, g.reshape(number(g), g.shape(int(op.inputs[0]))))
-
-    return change
+    for op in [op for op in g.ops if g.kind(op) == old]:
+        g.set_input(op, 0, g.reshape(number(g), g.shape(int(op.inputs[0]))))
 
 
 def end_param(g: Graph) -> int:
@@ -207,24 +188,21 @@ def weighed(g: Graph, size: int, begin: int, layer: int = 0) -> int | None:
     return g.call("BATCH_MATMUL", weights, values, shape=g.shape(place.attended), adjY=flip)
 
 
-def windowed(scored: int, mixed: int, begin: int = REACH) -> Change:
+@a_change
+def windowed(g: Graph, scored: int, mixed: int, begin: int = REACH) -> bool | None:
     """The sliding layer scores ``scored`` slots and weighs ``mixed``, both from the position less ``begin`` on."""
-
-    def change(g: Graph) -> bool | None:
-        place = g.layer(0)
-        if place.score.builtinOptions is None:
-            return False
-        shape, flip = [*g.shape(place.scores)[:-1], scored], bool(place.score.builtinOptions.adjY)
-        some = g.call("BATCH_MATMUL", place.queries, cut(g, place.key, scored, begin), shape=shape, adjY=flip)
-        around = g.constant(np.full(g.shape(place.scores), -1e9))
-        placed = g.call("DYNAMIC_UPDATE_SLICE", around, some, start(g, 3, begin, scored), shape=g.shape(place.scores))
-        readers = g.readers(place.scores)
-        part = weighed(g, mixed, begin)
-        g.rewire(place.scores, placed, readers)
-        g.rewire(place.attended, part)
-        return None
-
-    return change
+    place = g.layer(0)
+    if place.score.builtinOptions is None:
+        return False
+    shape, flip = [*g.shape(place.scores)[:-1], scored], bool(place.score.builtinOptions.adjY)
+    some = g.call("BATCH_MATMUL", place.queries, cut(g, place.key, scored, begin), shape=shape, adjY=flip)
+    around = g.constant(np.full(g.shape(place.scores), -1e9))
+    placed = g.call("DYNAMIC_UPDATE_SLICE", around, some, start(g, 3, begin, scored), shape=g.shape(place.scores))
+    readers = g.readers(place.scores)
+    part = weighed(g, mixed, begin)
+    g.rewire(place.scores, placed, readers)
+    g.rewire(place.attended, part)
+    return None
 
 
 WINDOWS: tuple[Case, ...] = cases(
@@ -247,22 +225,19 @@ def beside(g: Graph, scores: int, edit: Callable[[int, list[int]], int], kept: i
     return g.reshape(g.part(edit(x, wide), kept, 1), shape)
 
 
-def by_one_entry(entry: int) -> Change:
+@a_change
+def by_one_entry(g: Graph, entry: int) -> None:
     """One entry of the mask hides or shows every slot."""
+    place = g.layer(1)
+    shape = g.shape(place.scores)
 
-    def change(g: Graph) -> None:
-        place = g.layer(1)
-        shape = g.shape(place.scores)
+    def masked(x: int, wide: list[int]) -> int:
+        return g.call("SELECT_V2", g.input("mask"), x, -1e9, shape=wide)
 
-        def masked(x: int, wide: list[int]) -> int:
-            return g.call("SELECT_V2", g.input("mask"), x, -1e9, shape=wide)
-
-        x = beside(g, place.scores, masked, entry)
-        slots = np.arange(shape[-1], dtype=np.int32).reshape(1, 1, 1, -1)
-        past = g.call("GREATER_EQUAL", g.input("input_pos"), slots)
-        g.set_input(place.softmax, 0, g.call("SELECT_V2", past, x, -1e9, shape=shape))
-
-    return change
+    x = beside(g, place.scores, masked, entry)
+    slots = np.arange(shape[-1], dtype=np.int32).reshape(1, 1, 1, -1)
+    past = g.call("GREATER_EQUAL", g.input("input_pos"), slots)
+    g.set_input(place.softmax, 0, g.call("SELECT_V2", past, x, -1e9, shape=shape))
 
 
 def by_numbers(g: Graph) -> None:
@@ -286,50 +261,41 @@ ALONG: tuple[Case, ...] = cases(
 )
 
 
-def cache_edit(which: str, edit: Edit, layer: int = 0) -> Change:
+@a_change
+def cache_edit(g: Graph, which: str, edit: Edit, layer: int = 0) -> None:
     """``edit`` of a cache, as [1, heads, slots, width] for keys and values alike."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(layer)
-        number = 2 if layer == 0 else 3
-        tensor = g.input(f"kv_cache_{'k' if which == 'key' else 'v'}_{number}")
-        readers = g.readers(tensor)
-        if which == "value":
-            upright = g.transpose(tensor, [0, 1, 3, 2])
-            new = g.transpose(edit(g, upright), [0, 1, 3, 2])
-        else:
-            new = edit(g, tensor)
-        assert g.shape(new) == g.shape(tensor) and place
-        g.rewire(tensor, new, readers)
-
-    return change
+    place = g.layer(layer)
+    number = 2 if layer == 0 else 3
+    tensor = g.input(f"kv_cache_{'k' if which == 'key' else 'v'}_{number}")
+    readers = g.readers(tensor)
+    if which == "value":
+        upright = g.transpose(tensor, [0, 1, 3, 2])
+        new = g.transpose(edit(g, upright), [0, 1, 3, 2])
+    else:
+        new = edit(g, tensor)
+    assert g.shape(new) == g.shape(tensor) and place
+    g.rewire(tensor, new, readers)
 
 
-def laid_out(name: str, order: Sequence[int]) -> Change:
+@a_change
+def laid_out(g: Graph, name: str, order: Sequence[int]) -> None:
     """The cache ``name`` comes with its axes in ``order``, and is brought back."""
-
-    def change(g: Graph) -> None:
-        for number in (2, 3):
-            tensor = g.input(f"kv_cache_{name}_{number}")
-            shape = g.shape(tensor)
-            readers = g.readers(tensor)
-            g.main.tensors[tensor].shape = [shape[i] for i in order]
-            g.rewire(tensor, g.transpose(tensor, list(np.argsort(order))), readers)
-            g.adapt[f"kv_cache_{name}_{number}"] = lambda array: np.ascontiguousarray(array.transpose(order))
-
-    return change
+    for number in (2, 3):
+        tensor = g.input(f"kv_cache_{name}_{number}")
+        shape = g.shape(tensor)
+        readers = g.readers(tensor)
+        g.main.tensors[tensor].shape = [shape[i] for i in order]
+        g.rewire(tensor, g.transpose(tensor, list(np.argsort(order))), readers)
+        g.adapt[f"kv_cache_{name}_{number}"] = lambda array: np.ascontiguousarray(array.transpose(order))
 
 
-def from_other(which: str) -> Change:
+@a_change
+def from_other(g: Graph, which: str) -> None:
     """K in place of V, or V in place of K."""
-
-    def change(g: Graph) -> None:
-        key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
-        old, new = (key, value) if which == "key" else (value, key)
-        readers = g.readers(old)
-        g.rewire(old, g.transpose(new, [0, 1, 3, 2]), readers)
-
-    return change
+    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
+    old, new = (key, value) if which == "key" else (value, key)
+    readers = g.readers(old)
+    g.rewire(old, g.transpose(new, [0, 1, 3, 2]), readers)
 
 
 def both_exchanged(g: Graph) -> None:
@@ -339,18 +305,15 @@ def both_exchanged(g: Graph) -> None:
     g.rewire(value, g.transpose(key, [0, 1, 3, 2]), readers[1])
 
 
-def of_full_layer(which: str) -> Change:
+@a_change
+def of_full_layer(g: Graph, which: str) -> bool | None:
     """The sliding layer reads a part of the full layer's cache."""
-
-    def change(g: Graph) -> bool | None:
-        mine, theirs = (g.input(f"kv_cache_{which}_{n}") for n in (2, 3))
-        if g.shape(mine)[1] != g.shape(theirs)[1]:
-            return False
-        readers = g.readers(mine)
-        g.rewire(mine, g.slice(theirs, [0, 0, 0, 0], g.shape(mine)), readers)
-        return None
-
-    return change
+    mine, theirs = (g.input(f"kv_cache_{which}_{n}") for n in (2, 3))
+    if g.shape(mine)[1] != g.shape(theirs)[1]:
+        return False
+    readers = g.readers(mine)
+    g.rewire(mine, g.slice(theirs, [0, 0, 0, 0], g.shape(mine)), readers)
+    return None
 
 
 def updated_slot(g: Graph) -> None:
@@ -404,14 +367,12 @@ ORDER: dict[str, Change] = {
 }
 
 
-def softmax_spelled(power: Callable[[Graph, int], int]) -> Change:
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        over = g.sub(layer.masked, g.reduce("REDUCE_MAX", layer.masked, 3))
-        powers = power(g, over)
-        g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
-
-    return change
+@a_change
+def softmax_spelled(g: Graph, power: Callable[[Graph, int], int]) -> None:
+    layer = g.layer(0)
+    over = g.sub(layer.masked, g.reduce("REDUCE_MAX", layer.masked, 3))
+    powers = power(g, over)
+    g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
 
 
 scores = lambda edit, layer=0: edge(f"{layer}.scores", edit)  # noqa: E731

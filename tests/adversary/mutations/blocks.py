@@ -9,7 +9,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Change, add, at, chain, edge, halves, mul, put, unary
+from adversary.edits import Change, a_change, add, at, chain, edge, halves, mul, put, unary
 
 NORM_ROLES = ("layers.0.pre_ffw_norm", "layers.0.q_norm", "layers.1.post_ffw_norm", "final_norm")
 
@@ -26,12 +26,10 @@ def eps(number: float) -> Callable[[Graph, Any], object]:
     return edit
 
 
-def every_eps(number: float) -> Change:
-    def change(g: Graph) -> None:
-        for role in [role for role in g.roles if role.endswith("_norm")]:
-            eps(number)(g, g.norm(role))
-
-    return change
+@a_change
+def every_eps(g: Graph, number: float) -> None:
+    for role in [role for role in g.roles if role.endswith("_norm")]:
+        eps(number)(g, g.norm(role))
 
 
 def power(number: float) -> Callable[[Graph, Any], object]:
@@ -155,33 +153,27 @@ NORMS: dict[str, Change] = {
 }
 
 
+@a_change
 def operand(
-    op_of: Callable[[Any], Any], old_of: Callable[[Any], int], edit: Callable[[Graph, Any, int], int]
-) -> Change:
+    g: Graph, op_of: Callable[[Any], Any], old_of: Callable[[Any], int], edit: Callable[[Graph, Any, int], int]
+) -> None:
     """In layer 0, another value where the operator reads ``old``."""
-
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        op, old = op_of(layer), old_of(layer)
-        g.rewire(old, edit(g, layer, old), [op])
-
-    return change
+    layer = g.layer(0)
+    op, old = op_of(layer), old_of(layer)
+    g.rewire(old, edit(g, layer, old), [op])
 
 
 def first(old: str, edit: Callable[[Graph, Any, int], int]) -> Change:
     return operand(lambda p: p.first, lambda p: int(getattr(p, old)), edit)
 
 
-def scalar_elsewhere(target: str) -> Change:
+@a_change
+def scalar_elsewhere(g: Graph, target: str) -> None:
     """The layer's scalar multiplies only a part of what it should."""
-
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        scalar = g.roles["layers.0.layer_scalar"]
-        g.rewire(layer.out, layer.summed)
-        g.insert(int(getattr(layer, target)), lambda x: g.mul(x, scalar), [layer.second])
-
-    return change
+    layer = g.layer(0)
+    scalar = g.roles["layers.0.layer_scalar"]
+    g.rewire(layer.out, layer.summed)
+    g.insert(int(getattr(layer, target)), lambda x: g.mul(x, scalar), [layer.second])
 
 
 def scalars_swapped(g: Graph) -> None:
@@ -191,11 +183,9 @@ def scalars_swapped(g: Graph) -> None:
     g.rewire(scalars[1], scalars[0], [ops[1]])
 
 
-def fused(attribute: str, activation: int) -> Change:
-    def change(g: Graph) -> None:
-        getattr(g.layer(0), attribute).builtinOptions.fusedActivationFunction = activation
-
-    return change
+@a_change
+def fused(g: Graph, attribute: str, activation: int) -> None:
+    getattr(g.layer(0), attribute).builtinOptions.fusedActivationFunction = activation
 
 
 RESIDUALS: dict[str, Change] = {
@@ -236,28 +226,22 @@ OUTPUTS: dict[str, Change] = {
 }
 
 
-def activated(function: Callable[[Graph, int], int]) -> Change:
+@a_change
+def activated(g: Graph, function: Callable[[Graph, int], int]) -> None:
     """Another activation of the gate."""
-
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        g.rewire(layer.activated, function(g, layer.gate))
-
-    return change
+    layer = g.layer(0)
+    g.rewire(layer.activated, function(g, layer.gate))
 
 
 def gelu(g: Graph, x: int, *, approximate: bool = True) -> int:
     return g.call("GELU", x, approximate=approximate)
 
 
-def gated(function: Callable[[Graph, Any], int]) -> Change:
+@a_change
+def gated(g: Graph, function: Callable[[Graph, Any], int]) -> None:
     """Another product of gate and up."""
-
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        g.rewire(layer.product, function(g, layer))
-
-    return change
+    layer = g.layer(0)
+    g.rewire(layer.product, function(g, layer))
 
 
 GELU: dict[str, Change] = {

@@ -9,42 +9,34 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, at, chain, edge, mul, unary
+from adversary.edits import Case, Change, Edit, Sample, a_change, at, chain, edge, mul, unary
 from adversary.mutations.attention import both, end_param, slots, visible
 
 
-def body_of(name: bytes, edit: Callable[[Graph], object]) -> Change:
+@a_change
+def body_of(g: Graph, name: bytes, edit: Callable[[Graph], object]) -> bool | None:
     """``edit`` of the bodies of every composite called ``name``; their names go on to say what they were."""
-
-    def change(g: Graph) -> bool | None:
-        ops = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
-        if not ops:
-            return False
-        for op in ops:
-            edit(g.body(op))
-        return None
-
-    return change
+    ops = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
+    if not ops:
+        return False
+    for op in ops:
+        edit(g.body(op))
+    return None
 
 
-def body_number(old: float, new: float) -> Callable[[Graph], object]:
-    def edit(g: Graph) -> None:
-        for index, tensor in enumerate(g.main.tensors):
-            floating = tensor.type == schema.TensorType.FLOAT32 and g.is_constant(index)
-            if floating and g.value(index).size == 1 and np.isclose(g.value(index).item(), old, rtol=1e-5, atol=0):
-                g.set_value(index, np.full(g.value(index).shape, new))
-
-    return edit
+@a_change
+def body_number(g: Graph, old: float, new: float) -> None:
+    for index, tensor in enumerate(g.main.tensors):
+        floating = tensor.type == schema.TensorType.FLOAT32 and g.is_constant(index)
+        if floating and g.value(index).size == 1 and np.isclose(g.value(index).item(), old, rtol=1e-5, atol=0):
+            g.set_value(index, np.full(g.value(index).shape, new))
 
 
-def body_result(edit: Edit) -> Callable[[Graph], object]:
+@a_change
+def body_result(g: Graph, edit: Edit) -> None:
     """``edit`` of what the composite returns."""
-
-    def change(g: Graph) -> None:
-        (old,) = (int(i) for i in g.main.outputs)
-        g.main.outputs = [edit(g, old)]
-
-    return change
+    (old,) = (int(i) for i in g.main.outputs)
+    g.main.outputs = [edit(g, old)]
 
 
 COMPOSITES: dict[str, Change] = {
@@ -54,14 +46,11 @@ COMPOSITES: dict[str, Change] = {
 }
 
 
-def renamed(names: dict[str, str], which: str = "inputs") -> Change:
+@a_change
+def renamed(g: Graph, names: dict[str, str], which: str = "inputs") -> None:
     """The signature calls its tensors otherwise."""
-
-    def change(g: Graph) -> None:
-        for entry in getattr(g.model.signatureDefs[0], which):
-            entry.name = names.get(entry.name.decode(), entry.name.decode()).encode()
-
-    return change
+    for entry in getattr(g.model.signatureDefs[0], which):
+        entry.name = names.get(entry.name.decode(), entry.name.decode()).encode()
 
 
 NAMES: dict[str, Change] = {
@@ -94,68 +83,53 @@ def entries(g: Graph, which: str = "inputs") -> dict[str, Any]:
     return {entry.name.decode(): entry for entry in getattr(g.model.signatureDefs[0], which)}
 
 
-def names_crossed(*pairs: tuple[str, str]) -> Change:
+@a_change
+def names_crossed(g: Graph, *pairs: tuple[str, str]) -> None:
     """Tensors are called what the other is; the signature is right."""
-
-    def change(g: Graph) -> None:
-        for one, other in pairs:
-            a, b = (g.main.tensors[g.input(name)] for name in (one, other))
-            a.name, b.name = b.name, a.name
-
-    return change
+    for one, other in pairs:
+        a, b = (g.main.tensors[g.input(name)] for name in (one, other))
+        a.name, b.name = b.name, a.name
 
 
-def points_at(output: str, place: Callable[[Graph], int]) -> Change:
+@a_change
+def points_at(g: Graph, output: str, place: Callable[[Graph], int]) -> None:
     """The signature's output is another tensor; the one that is called so stays an output of the graph."""
-
-    def change(g: Graph) -> None:
-        made = g.reshape(place(g), g.shape(g.output(output)))
-        entries(g, "outputs")[output].tensorIndex = made
-        g.main.outputs = [*map(int, g.main.outputs), made]
-
-    return change
+    made = g.reshape(place(g), g.shape(g.output(output)))
+    entries(g, "outputs")[output].tensorIndex = made
+    g.main.outputs = [*map(int, g.main.outputs), made]
 
 
-def decoy(name: str, other: str, readers: Callable[[Graph], list[Any]] | None = None) -> Change:
+@a_change
+def decoy(g: Graph, name: str, other: str, readers: Callable[[Graph], list[Any]] | None = None) -> None:
     """The signature's ``name`` is a tensor that ``readers`` read (default: nobody), the rest read ``other``."""
-
-    def change(g: Graph) -> None:
-        real = g.input(name)
-        into = [] if readers is None else readers(g)
-        made = g.tensor(g.shape(real), g.dtype(real))
-        g.main.tensors[made].name = g.main.tensors[real].name + b"_0"
-        entries(g)[name].tensorIndex = made
-        entry = schema.TensorMapT()
-        entry.name, entry.tensorIndex = other.encode(), real
-        g.model.signatureDefs[0].inputs.append(entry)
-        g.main.inputs = [*map(int, g.main.inputs), made]
-        g.rewire(real, made, into)
-
-    return change
+    real = g.input(name)
+    into = [] if readers is None else readers(g)
+    made = g.tensor(g.shape(real), g.dtype(real))
+    g.main.tensors[made].name = g.main.tensors[real].name + b"_0"
+    entries(g)[name].tensorIndex = made
+    entry = schema.TensorMapT()
+    entry.name, entry.tensorIndex = other.encode(), real
+    g.model.signatureDefs[0].inputs.append(entry)
+    g.main.inputs = [*map(int, g.main.inputs), made]
+    g.rewire(real, made, into)
 
 
-def unmapped(name: str) -> Change:
+@a_change
+def unmapped(g: Graph, name: str) -> None:
     """An input of the graph that the signature does not have: called like one, and never filled."""
-
-    def change(g: Graph) -> None:
-        signature = g.model.signatureDefs[0]
-        signature.inputs = [entry for entry in signature.inputs if entry.name.decode() != name]
-
-    return change
+    signature = g.model.signatureDefs[0]
+    signature.inputs = [entry for entry in signature.inputs if entry.name.decode() != name]
 
 
-def options_of(kind: str, other: str, edit: Callable[[Any], object] = lambda options: None) -> Change:
+@a_change
+def options_of(g: Graph, kind: str, other: str, edit: Callable[[Any], object] = lambda options: None) -> bool | None:
     """The options of every ``kind`` carry the type id of ``other``: LiteRT does not read them."""
-
-    def change(g: Graph) -> bool | None:
-        g.open_all()
-        found = [op for op in g.ops if g.kind(op) == kind and op.builtinOptions is not None]
-        for op in found:
-            edit(op.builtinOptions)
-            op.builtinOptionsType = getattr(schema.BuiltinOptions, other)
-        return None if found else False
-
-    return change
+    g.open_all()
+    found = [op for op in g.ops if g.kind(op) == kind and op.builtinOptions is not None]
+    for op in found:
+        edit(op.builtinOptions)
+        op.builtinOptionsType = getattr(schema.BuiltinOptions, other)
+    return None if found else False
 
 
 KEYS_AND_VALUES = [(f"kv_cache_k_{n}", f"kv_cache_v_{n}") for n in (2, 3)]
@@ -181,19 +155,16 @@ INTERFACES = tuple(Case("interfaces", name, change, why=_WHY.get(name, "")) for 
 _NOT_RUN = "LiteRT refuses the file"
 
 
-def coded(back: Callable[[float, int], Edit], zero_point: int = 0, which: str = "kv") -> Change:
+@a_change
+def coded(g: Graph, back: Callable[[float, int], Edit], zero_point: int = 0, which: str = "kv") -> None:
     """Caches of INT8 codes that plain operators bring back."""
-
-    def change(g: Graph) -> None:
-        for name in (f"kv_cache_{w}_{n}" for w in which for n in (2, 3)):
-            scale = 0.02 if "_k_" in name else 0.05
-            tensor = g.input(name)
-            readers = g.readers(tensor)
-            g.main.tensors[tensor].type = schema.TensorType.INT8
-            g.rewire(tensor, back(scale, zero_point)(g, tensor), readers)
-            g.adapt[name] = lambda a, s=scale: np.clip(np.round(a / s) + zero_point, -128, 127).astype(np.int8)
-
-    return change
+    for name in (f"kv_cache_{w}_{n}" for w in which for n in (2, 3)):
+        scale = 0.02 if "_k_" in name else 0.05
+        tensor = g.input(name)
+        readers = g.readers(tensor)
+        g.main.tensors[tensor].type = schema.TensorType.INT8
+        g.rewire(tensor, back(scale, zero_point)(g, tensor), readers)
+        g.adapt[name] = lambda a, s=scale: np.clip(np.round(a / s) + zero_point, -128, 127).astype(np.int8)
 
 
 def cast(dtype: Any) -> Edit:
@@ -205,24 +176,18 @@ def typed(place: str, name: str) -> Change:
     return lambda g: setattr(g.main.tensors[at(g, place)], "type", getattr(schema.TensorType, name))
 
 
-def third_operand(name: str) -> Change:
+@a_change
+def third_operand(g: Graph, name: str) -> None:
     """An operator of two operands has three; what the third is must not be left out silently."""
-
-    def change(g: Graph) -> None:
-        op = g.layer(0).first if name == "ADD" else g.layer(0).scaler
-        op.inputs = [*map(int, op.inputs), g.layer(0).stream]
-
-    return change
+    op = g.layer(0).first if name == "ADD" else g.layer(0).scaler
+    op.inputs = [*map(int, op.inputs), g.layer(0).stream]
 
 
-def cache_called(name: bytes) -> Change:
+@a_change
+def cache_called(g: Graph, name: bytes) -> None:
     """No runtime fills a cache of that name."""
-
-    def change(g: Graph) -> None:
-        entries = g.model.signatureDefs[0].inputs
-        next(entry for entry in entries if entry.name == b"kv_cache_k_3").name = name
-
-    return change
+    entries = g.model.signatureDefs[0].inputs
+    next(entry for entry in entries if entry.name == b"kv_cache_k_3").name = name
 
 
 def neither_true_nor_false(g: Graph, x: int) -> int:

@@ -13,6 +13,8 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
+    a_change,
+    an_edit,
     cases,
     chain,
     edge,
@@ -28,19 +30,16 @@ from adversary.mutations.blocks import every_eps
 Array = np.ndarray
 
 
-def of_codes(name: str, *others: int, scale: float = 0.05) -> Edit:
+@an_edit
+def of_codes(g: Graph, x: int, name: str, *others: int, scale: float = 0.05) -> int:
     """An operator on codes, which LiteRT's kernel computes without their scales."""
-
-    def edit(g: Graph, x: int) -> int:
-        operands = [quantized(g, x, scale)]
-        for code in others:
-            operands.append(g.constant(np.array([code]), np.int8))
-            g.main.tensors[operands[-1]].quantization = parameters(2.1e29)
-        made = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
-        g.main.tensors[made].quantization = parameters(2 * scale if name == "NEG" else scale)
-        return g.call("DEQUANTIZE", made, dtype=np.float32)
-
-    return edit
+    operands = [quantized(g, x, scale)]
+    for code in others:
+        operands.append(g.constant(np.array([code]), np.int8))
+        g.main.tensors[operands[-1]].quantization = parameters(2.1e29)
+    made = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
+    g.main.tensors[made].quantization = parameters(2 * scale if name == "NEG" else scale)
+    return g.call("DEQUANTIZE", made, dtype=np.float32)
 
 
 KERNELS: dict[str, Change] = {
@@ -81,29 +80,24 @@ CONSTANTS: dict[str, Change] = {
 }
 
 
-def activations_as_codes(scale: float) -> Change:
+@a_change
+def activations_as_codes(g: Graph, scale: float) -> None:
     """The input itself is INT8."""
-
-    def change(g: Graph) -> None:
-        tensor = g.input("activations")
-        readers = g.readers(tensor)
-        g.main.tensors[tensor].type, g.main.tensors[tensor].quantization = schema.TensorType.INT8, parameters(scale)
-        g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
-        g.adapt["activations"] = lambda a: np.clip(np.round(a / scale), -128, 127).astype(np.int8)
-
-    return change
+    tensor = g.input("activations")
+    readers = g.readers(tensor)
+    g.main.tensors[tensor].type, g.main.tensors[tensor].quantization = schema.TensorType.INT8, parameters(scale)
+    g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
+    g.adapt["activations"] = lambda a: np.clip(np.round(a / scale), -128, 127).astype(np.int8)
 
 
-def keys_as_codes(scale: float, zero_point: int = 0) -> Change:
-    def change(g: Graph) -> None:
-        tensor = g.input("kv_cache_k_3")
-        readers, described = g.readers(tensor), g.main.tensors[tensor]
-        described.type, described.quantization = schema.TensorType.INT8, parameters(scale, zero_point)
-        g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
-        finite = scale or 1.0
-        g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / finite) + zero_point, -128, 127).astype(np.int8)
-
-    return change
+@a_change
+def keys_as_codes(g: Graph, scale: float, zero_point: int = 0) -> None:
+    tensor = g.input("kv_cache_k_3")
+    readers, described = g.readers(tensor), g.main.tensors[tensor]
+    described.type, described.quantization = schema.TensorType.INT8, parameters(scale, zero_point)
+    g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
+    finite = scale or 1.0
+    g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / finite) + zero_point, -128, 127).astype(np.int8)
 
 
 GRIDS: dict[str, Change] = {
@@ -116,18 +110,15 @@ GRIDS: dict[str, Change] = {
 }
 
 
-def more_heads(*names: str, first: int = 0) -> Change:
+@a_change
+def more_heads(g: Graph, *names: str, first: int = 0) -> None:
     """Caches of four KV heads, of which two are read."""
-
-    def change(g: Graph) -> None:
-        for name in names:
-            tensor = g.input(f"kv_cache_{name}_2")
-            shape, readers = g.shape(tensor), g.readers(tensor)
-            g.main.tensors[tensor].shape = [1, 4, *shape[2:]]
-            g.rewire(tensor, g.slice(tensor, [0, first, 0, 0], shape), readers)
-            g.adapt[f"kv_cache_{name}_2"] = lambda a: np.concatenate([a, a], 1)
-
-    return change
+    for name in names:
+        tensor = g.input(f"kv_cache_{name}_2")
+        shape, readers = g.shape(tensor), g.readers(tensor)
+        g.main.tensors[tensor].shape = [1, 4, *shape[2:]]
+        g.rewire(tensor, g.slice(tensor, [0, first, 0, 0], shape), readers)
+        g.adapt[f"kv_cache_{name}_2"] = lambda a: np.concatenate([a, a], 1)
 
 
 def two_batches(g: Graph) -> bool | None:
@@ -162,14 +153,11 @@ def late(g: Graph, x: int) -> int:
 NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
 
 
-def stored_for(tensor: Callable[[Graph], int], values: Callable[[list[int]], Array]) -> Change:
+@a_change
+def stored_for(g: Graph, tensor: Callable[[Graph], int], values: Callable[[list[int]], Array]) -> None:
     """Numbers are stored for what an operator computes."""
-
-    def change(g: Graph) -> None:
-        made = tensor(g)
-        g.main.tensors[made].buffer = g.buffer(values(g.shape(made)).tobytes())
-
-    return change
+    made = tensor(g)
+    g.main.tensors[made].buffer = g.buffer(values(g.shape(made)).tobytes())
 
 
 def plus_0(g: Graph) -> int:

@@ -10,48 +10,50 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Case, Change, Edit, Sample, edge, grid, parameters, quantized, through, unary
+from adversary.edits import (
+    Case,
+    Change,
+    Edit,
+    Sample,
+    a_change,
+    an_edit,
+    edge,
+    grid,
+    parameters,
+    quantized,
+    through,
+    unary,
+)
 from adversary.mutations.attention import cache_edit, hidden_sum, summed
 from adversary.mutations.positions import position
 
 
-def weight(role: str, edit: Callable[[Any], object]) -> Change:
+@a_change
+def weight(g: Graph, role: str, edit: Callable[[Any], object]) -> None:
     """``edit`` of the weight's tensor, as described in the file."""
-
-    def change(g: Graph) -> None:
-        edit(g.main.tensors[g.roles[role]])
-
-    return change
+    edit(g.main.tensors[g.roles[role]])
 
 
-def real_weight(role: str, edit: Edit) -> Change:
+@a_change
+def real_weight(g: Graph, role: str, edit: Edit) -> None:
     """The weight as numbers, then ``edit``: what an exporter leaves that multiplies weights at run time."""
-
-    def change(g: Graph) -> None:
-        op, tensor = g.linear(role), g.roles[role]
-        real = g.tensor(g.shape(tensor))
-        g.emit("DEQUANTIZE", [tensor], [real])
-        g.set_input(op, 1, edit(g, real))
-
-    return change
+    op, tensor = g.linear(role), g.roles[role]
+    real = g.tensor(g.shape(tensor))
+    g.emit("DEQUANTIZE", [tensor], [real])
+    g.set_input(op, 1, edit(g, real))
 
 
-def stored_weight(role: str, edit: Edit) -> Change:
+@a_change
+def stored_weight(g: Graph, role: str, edit: Edit) -> None:
     """``edit`` of the weight's numbers stored as floats, without a DEQUANTIZE."""
-
-    def change(g: Graph) -> None:
-        op, tensor = g.linear(role), g.roles[role]
-        g.set_input(op, 1, edit(g, g.constant(g.floats(tensor))))
-
-    return change
+    op, tensor = g.linear(role), g.roles[role]
+    g.set_input(op, 1, edit(g, g.constant(g.floats(tensor))))
 
 
-def bias(role: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
-    def change(g: Graph) -> None:
-        op = g.linear(role)
-        op.inputs = [*(int(i) for i in op.inputs[:2]), g.constant(edit(np.arange(g.shape(int(op.outputs[0]))[-1])))]
-
-    return change
+@a_change
+def bias(g: Graph, role: str, edit: Callable[[np.ndarray], np.ndarray]) -> None:
+    op = g.linear(role)
+    op.inputs = [*(int(i) for i in op.inputs[:2]), g.constant(edit(np.arange(g.shape(int(op.outputs[0]))[-1])))]
 
 
 def option(role: str, name: str, setting: Any) -> Change:
@@ -62,13 +64,11 @@ def shared(role: str, other: str) -> Change:
     return lambda g: g.set_input(g.linear(role), 1, g.roles[other])
 
 
-def exchanged(role: str, other: str) -> Change:
-    def change(g: Graph) -> None:
-        one, two = g.linear(role), g.linear(other)
-        g.set_input(one, 1, g.roles[other])
-        g.set_input(two, 1, g.roles[role])
-
-    return change
+@a_change
+def exchanged(g: Graph, role: str, other: str) -> None:
+    one, two = g.linear(role), g.linear(other)
+    g.set_input(one, 1, g.roles[other])
+    g.set_input(two, 1, g.roles[role])
 
 
 def low_rank(g: Graph) -> None:
@@ -114,16 +114,13 @@ def dimension(axis: int) -> Callable[[Any], None]:
     return lambda tensor: setattr(tensor.quantization, "quantizedDimension", axis)
 
 
-def data_and_offset(role: str) -> Change:
+@a_change
+def data_and_offset(g: Graph, role: str) -> None:
     """A buffer that has bytes, and says that it has others, elsewhere in the file."""
-
-    def change(g: Graph) -> None:
-        tensor = g.main.tensors[g.roles[role]]
-        data = bytes(g.model.buffers[tensor.buffer].data)
-        tensor.buffer = g.buffer(data)
-        g.model.buffers[tensor.buffer].offset, g.model.buffers[tensor.buffer].size = 4096, len(data)
-
-    return change
+    tensor = g.main.tensors[g.roles[role]]
+    data = bytes(g.model.buffers[tensor.buffer].data)
+    tensor.buffer = g.buffer(data)
+    g.model.buffers[tensor.buffer].offset, g.model.buffers[tensor.buffer].size = 4096, len(data)
 
 
 OUT, UP, POST = "layers.0.o_proj", "layers.0.up_proj", "post_projection"
@@ -162,16 +159,13 @@ NOT_SEEN = {
 }
 
 
-def rescaled(scale: float, back: float) -> Edit:
+@an_edit
+def rescaled(g: Graph, x: int, scale: float, back: float) -> int:
     """QUANTIZE to INT8 with ``scale``; a RESHAPE hands the codes on as if their scale were ``back``; DEQUANTIZE."""
-
-    def edit(g: Graph, x: int) -> int:
-        codes = quantized(g, x, scale)
-        shifted = g.call("RESHAPE", codes, np.array(g.shape(x), np.int32), shape=g.shape(x))
-        g.main.tensors[shifted].quantization = parameters(back)
-        return g.call("DEQUANTIZE", shifted, dtype=np.float32)
-
-    return edit
+    codes = quantized(g, x, scale)
+    shifted = g.call("RESHAPE", codes, np.array(g.shape(x), np.int32), shape=g.shape(x))
+    g.main.tensors[shifted].quantization = parameters(back)
+    return g.call("DEQUANTIZE", shifted, dtype=np.float32)
 
 
 GRIDS: dict[str, Change] = {

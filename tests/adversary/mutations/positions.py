@@ -14,7 +14,9 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
+    a_change,
     add,
+    an_edit,
     chosen,
     edge,
     halves,
@@ -30,14 +32,11 @@ def angle(edit: Edit, layer: int = 0) -> Change:
     return edge(f"{layer}.angle", edit)
 
 
-def table(edit: Callable[[np.ndarray], np.ndarray], layer: int = 0) -> Change:
+@a_change
+def table(g: Graph, edit: Callable[[np.ndarray], np.ndarray], layer: int = 0) -> None:
     """Another table, shape kept."""
-
-    def change(g: Graph) -> None:
-        found = frequencies(g, layer)
-        g.set_value(found, edit(g.value(found).reshape(-1)))
-
-    return change
+    found = frequencies(g, layer)
+    g.set_value(found, edit(g.value(found).reshape(-1)))
 
 
 def frequencies(g: Graph, layer: int) -> int:
@@ -47,26 +46,20 @@ def frequencies(g: Graph, layer: int) -> int:
     return found
 
 
-def position(edit: Edit) -> Change:
+@a_change
+def position(g: Graph, edit: Edit) -> None:
     """Another position, for the angles alone: of what is cast to floats."""
-
-    def change(g: Graph) -> None:
-        (cast,) = [op for op in g.ops if g.kind(op) == "CAST" and op in list(g.before(g.layer(0).angle))]
-        g.insert(int(cast.outputs[0]), lambda x: edit(g, x))
-
-    return change
+    (cast,) = [op for op in g.ops if g.kind(op) == "CAST" and op in list(g.before(g.layer(0).angle))]
+    g.insert(int(cast.outputs[0]), lambda x: edit(g, x))
 
 
-def rotated_by(build: Callable[[Graph, int, int, int], int], layer: int = 0) -> Change:
+@a_change
+def rotated_by(g: Graph, build: Callable[[Graph, int, int, int], int], layer: int = 0) -> None:
     """Another rotation: ``build(g, q, cos, sin)`` with cos and sin of half the head's width."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(layer)
-        half = g.shape(place.query_normed)[-1] // 2
-        cos, sin = (g.part(t, 0, half) for t in (place.cos, place.sin))
-        g.insert(place.rotated, lambda _: build(g, place.query_normed, cos, sin))
-
-    return change
+    place = g.layer(layer)
+    half = g.shape(place.query_normed)[-1] // 2
+    cos, sin = (g.part(t, 0, half) for t in (place.cos, place.sin))
+    g.insert(place.rotated, lambda _: build(g, place.query_normed, cos, sin))
 
 
 def interleaved(g: Graph, q: int, cos: int, sin: int) -> int:
@@ -83,14 +76,12 @@ def heads_rotated(g: Graph, q: int, cos: int, sin: int) -> int:
     return g.join([g.part(full, 0, 2, 2), g.part(q, 2, 2, 2)], 2)
 
 
-def cos_and_sin(edit: Callable[[Graph, int, int], tuple[int, int]], layer: int = 0) -> Change:
-    def change(g: Graph) -> None:
-        place = g.layer(layer)
-        readers = g.readers(place.cos), g.readers(place.sin)
-        for old, new, into in zip((place.cos, place.sin), edit(g, place.cos, place.sin), readers, strict=True):
-            g.rewire(old, new, into)
-
-    return change
+@a_change
+def cos_and_sin(g: Graph, edit: Callable[[Graph, int, int], tuple[int, int]], layer: int = 0) -> None:
+    place = g.layer(layer)
+    readers = g.readers(place.cos), g.readers(place.sin)
+    for old, new, into in zip((place.cos, place.sin), edit(g, place.cos, place.sin), readers, strict=True):
+        g.rewire(old, new, into)
 
 
 def weight_after_rotation(g: Graph) -> None:
@@ -142,12 +133,10 @@ def is_at(row: int) -> Where:
     return lambda g: g.equal(g.input("input_pos"), np.array([row], np.int32))
 
 
-def between(first: int, last: int) -> Where:
-    def where(g: Graph) -> int:
-        above = g.greater_equal(g.input("input_pos"), np.array([first], np.int32))
-        return both(g, above, g.less_equal(g.input("input_pos"), np.array([last], np.int32)))
-
-    return where
+@a_change
+def between(g: Graph, first: int, last: int) -> int:
+    above = g.greater_equal(g.input("input_pos"), np.array([first], np.int32))
+    return both(g, above, g.less_equal(g.input("input_pos"), np.array([last], np.int32)))
 
 
 def rest_is(size: int, rest: int) -> Where:
@@ -161,21 +150,13 @@ def when(where: Where, then: Edit) -> Edit:
     return chosen(lambda g, x: where(g), then)
 
 
-def vanishing(rows: Sequence[int], height: float) -> Edit:
+@an_edit
+def vanishing(g: Graph, x: int, rows: Sequence[int], height: float) -> int:
     """Plus a polynomial of the position that is zero at ``rows``."""
-
-    def edit(g: Graph, x: int) -> int:
-        made = g.constant(np.float32(height))
-        for row in rows:
-            made = g.mul(made, g.mul(g.sub(number(g), np.float32(row)), np.float32(1 / 64)))
-        return g.add(x, made)
-
-    return edit
-
-
-def shifted(build: Callable[[Graph, int], int]) -> Change:
-    """``input_pos`` plus an integer computed of it, for everything."""
-    return edge("input_pos", lambda g, p: g.add(p, build(g, p)))
+    made = g.constant(np.float32(height))
+    for row in rows:
+        made = g.mul(made, g.mul(g.sub(number(g), np.float32(row)), np.float32(1 / 64)))
+    return g.add(x, made)
 
 
 def whole(g: Graph, name: str, x: int, other: int) -> int:
@@ -235,12 +216,6 @@ def counted(g: Graph) -> int:
     return g.reduce("SUM", floats(g), 3)
 
 
-def holes(g: Graph) -> int:
-    """How many of the past's slots the mask hides."""
-    past = g.reshape(g.cast(compare("GREATER_EQUAL", 0)(g), np.float32), [1, 1, 1, 256])
-    return g.reduce("SUM", g.mul(past, g.sub(1.0, floats(g))), 3)
-
-
 def slot(g: Graph, at: int) -> int:
     """Whether the mask shows the slot ``at``."""
     return g.slice(g.input("mask"), [0, 0, 0, at], [1, 1, 1, 1])
@@ -252,13 +227,6 @@ def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
 
 def or_slots(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
     return lambda g, x: g.logical_or(x, g.constant(pick(slots(g)), np.bool_))
-
-
-def rolled(g: Graph, x: int) -> int:
-    """The last hundred slots' mask, one slot late."""
-    codes = g.cast(x, np.int32)
-    late = g.join([g.part(codes, 0, 150), g.part(codes, 149, 106)])
-    return g.cast(late, np.bool_)
 
 
 def first_shown(g: Graph, x: int) -> int:
@@ -345,22 +313,25 @@ def stored(g: Graph, values: Array, kind: str) -> Callable[[str], int]:
     return read
 
 
+@a_change
 def tabled(
-    cos: Rows = lambda t: t, sin: Rows = lambda t: t, angle: Rows = lambda t: t, *, layers: tuple[int, ...] = (0, 1),
-    kind: str = "float", how: str = "GATHER",
-) -> Change:  # fmt: skip
+    g: Graph,
+    cos: Rows = lambda t: t,
+    sin: Rows = lambda t: t,
+    angle: Rows = lambda t: t,
+    *,
+    layers: tuple[int, ...] = (0, 1),
+    kind: str = "float",
+    how: str = "GATHER",
+) -> None:
     """cos and sin by tables; ``angle``, ``cos`` and ``sin`` change their rows."""
-
-    def change(g: Graph) -> None:
-        for layer in layers:
-            place, all_angles = g.layer(layer), angle(angles(g, layer)).astype(np.float32)
-            readers = g.readers(place.cos), g.readers(place.sin)
-            for old, values, into in zip(
-                (place.cos, place.sin), (cos(np.cos(all_angles)), sin(np.sin(all_angles))), readers, strict=True
-            ):
-                g.rewire(old, g.reshape(stored(g, values, kind)(how), g.shape(old)), into)
-
-    return change
+    for layer in layers:
+        place, all_angles = g.layer(layer), angle(angles(g, layer)).astype(np.float32)
+        readers = g.readers(place.cos), g.readers(place.sin)
+        for old, values, into in zip(
+            (place.cos, place.sin), (cos(np.cos(all_angles)), sin(np.sin(all_angles))), readers, strict=True
+        ):
+            g.rewire(old, g.reshape(stored(g, values, kind)(how), g.shape(old)), into)
 
 
 def rows(first: int, last: int, then: Rows) -> Rows:
@@ -377,10 +348,6 @@ def rows(first: int, last: int, then: Rows) -> Rows:
 def order(pick: Callable[[Array], Array]) -> Rows:
     """Rows in another order."""
     return lambda t: t[pick(np.arange(256))]
-
-
-def exchanged(a: int, b: int) -> Rows:
-    return order(lambda p: np.where(p == a, b, np.where(p == b, a, p)))
 
 
 def windows(g: Graph, edit: Callable[[Array, Array], Array]) -> int:

@@ -13,7 +13,9 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
+    a_change,
     add,
+    an_edit,
     chain,
     chosen,
     clamped,
@@ -24,17 +26,7 @@ from adversary.edits import (
 )
 from adversary.mutations.attention import both, cache_edit, constant_mask, slots, softmax_spelled, visible
 from adversary.mutations.blocks import normed_by, recapped
-from adversary.mutations.positions import (
-    angle,
-    hides,
-    is_at,
-    number,
-    position,
-    rest_is,
-    slot,
-    table,
-    when,
-)
+from adversary.mutations.positions import angle, hides, is_at, number, position, rest_is, slot, table, when
 
 
 def one(size: int, index: int, value: float, axes: int = 3, axis: int = -1, other: float = 1.0) -> np.ndarray:
@@ -142,26 +134,17 @@ def lower(build: Callable[[Graph, int], int]) -> Edit:
     )
 
 
-def padded(value: float) -> Change:
+@a_change
+def padded(g: Graph, value: float) -> None:
     """Scores of slots that do not exist take part in the softmax."""
-
-    def change(g: Graph) -> None:
-        layer = g.layer(1)
-        *front, count = g.shape(layer.masked)
-        pads = np.array([[0, 0], [0, 0], [0, 0], [0, 16]], np.int32)
-        wide = g.call("PADV2", layer.masked, pads, np.float32(value), shape=[*front, count + 16])
-        g.set_input(layer.softmax, 0, wide)
-        result = g.tensor([*front, count + 16])
-        layer.softmax.outputs = [result]
-        g.rewire(layer.probabilities, g.part(result, 0, count))
-
-    return change
-
-
-def wrapped(g: Graph, x: int) -> int:
-    """Multiplied by 300 as INT16, and divided again: what is above 109 wraps around."""
-    narrow = g.cast(g.cast(g.mul(g.cast(x, np.int32), np.array([300], np.int32)), np.int16), np.float32)
-    return g.reshape(g.mul(narrow, np.float32(1 / 300)), g.shape(x))
+    layer = g.layer(1)
+    *front, count = g.shape(layer.masked)
+    pads = np.array([[0, 0], [0, 0], [0, 0], [0, 16]], np.int32)
+    wide = g.call("PADV2", layer.masked, pads, np.float32(value), shape=[*front, count + 16])
+    g.set_input(layer.softmax, 0, wide)
+    result = g.tensor([*front, count + 16])
+    layer.softmax.outputs = [result]
+    g.rewire(layer.probabilities, g.part(result, 0, count))
 
 
 _CHANGES = {
@@ -198,14 +181,11 @@ def length(name: str) -> Edit:
     }[name]
 
 
-def at_most(bound: float, root: str) -> Edit:
+@an_edit
+def at_most(g: Graph, x: int, bound: float, root: str) -> int:
     """The smaller of x and ``bound``: (x + bound − |x − bound|) / 2."""
-
-    def edit(g: Graph, x: int) -> int:
-        far = length(root)(g, g.sub(x, np.float32(bound)))
-        return g.mul(g.sub(g.add(x, np.float32(bound)), far), 0.5)
-
-    return edit
+    far = length(root)(g, g.sub(x, np.float32(bound)))
+    return g.mul(g.sub(g.add(x, np.float32(bound)), far), 0.5)
 
 
 def smooth_rows(g: Graph, x: int) -> int:

@@ -15,7 +15,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
 from adversary import edits as e
-from adversary.edits import Case, Change, Edit, Sample
+from adversary.edits import Case, Change, Edit, Sample, a_change
 from adversary.mutations.attention import cache_edit, visible
 from adversary.mutations.blocks import eps, normed_by, recapped
 from adversary.mutations.numbers import stored_weight
@@ -115,20 +115,17 @@ def loud_hidden_keys(arrays: dict[str, Any]) -> None:
         arrays[name][:, :, hidden] *= 1e4
 
 
-def head_table(at_row: int) -> Change:
+@a_change
+def head_table(g: Graph, at_row: int) -> None:
     """The heads' results times a 4 × 4 matrix of the position's: the identity, in one row an exchange."""
-
-    def change(g: Graph) -> None:
-        matrices = np.tile(np.eye(4), (256, 1, 1))
-        matrices[at_row] = np.eye(4)[[1, 0, 2, 3]]
-        place = g.layer(1)
-        picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, 4, 4], axis=0)
-        g.insert(
-            place.merged,
-            lambda x: g.reshape(g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)),
-        )
-
-    return change
+    matrices = np.tile(np.eye(4), (256, 1, 1))
+    matrices[at_row] = np.eye(4)[[1, 0, 2, 3]]
+    place = g.layer(1)
+    picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, 4, 4], axis=0)
+    g.insert(
+        place.merged,
+        lambda x: g.reshape(g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)),
+    )
 
 
 def next_mask(g: Graph) -> int:
@@ -148,15 +145,13 @@ def gathered_heads(g: Graph, x: int) -> int:
     return g.call("GATHER", x, order, shape=g.shape(x), axis=2)
 
 
-def fused(place: Callable[[Graph], Any], activation: str) -> Change:
-    def change(g: Graph) -> bool | None:
-        op = place(g)
-        if g.kind(op) == "CONCATENATION" or not hasattr(op.builtinOptions, "fusedActivationFunction"):
-            return False
-        op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
-        return None
-
-    return change
+@a_change
+def fused(g: Graph, place: Callable[[Graph], Any], activation: str) -> bool | None:
+    op = place(g)
+    if g.kind(op) == "CONCATENATION" or not hasattr(op.builtinOptions, "fusedActivationFunction"):
+        return False
+    op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
+    return None
 
 
 def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
@@ -174,14 +169,11 @@ def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def largest_gate(unit: int, share: float) -> Callable[[Graph], float]:
+@a_change
+def largest_gate(g: Graph, unit: int, share: float) -> float:
     """A share of the largest that the gate's unit can be."""
-
-    def bound(g: Graph) -> float:
-        weights = g.value(g.roles["layers.0.pre_ffw_norm"]).reshape(-1)
-        return float(share * 8 * np.linalg.norm(g.floats(g.roles["layers.0.gate_proj"])[unit] * weights))
-
-    return bound
+    weights = g.value(g.roles["layers.0.pre_ffw_norm"]).reshape(-1)
+    return float(share * 8 * np.linalg.norm(g.floats(g.roles["layers.0.gate_proj"])[unit] * weights))
 
 
 def at_unit(unit: int, share: float, then: Callable[[float], Edit], place: str = "0.gate") -> Change:
@@ -326,23 +318,20 @@ def blocks_of_3(g: Graph) -> None:
     tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
 
 
-def twice_named(name: str, which: str = "inputs") -> Change:
+@a_change
+def twice_named(g: Graph, name: str, which: str = "inputs") -> None:
     """The signature has ``name`` twice, once for a tensor of nobody's."""
-
-    def change(g: Graph) -> None:
-        entries = getattr(g.model.signatureDefs[0], which)
-        old = next(entry for entry in entries if entry.name.decode() == name)
-        made = schema.TensorMapT()
-        made.name = name.encode()
-        if which == "inputs":
-            made.tensorIndex = g.tensor(g.shape(old.tensorIndex), g.dtype(old.tensorIndex))
-            g.main.inputs = [*map(int, g.main.inputs), made.tensorIndex]
-        else:
-            made.tensorIndex = g.neg(int(old.tensorIndex))
-            g.main.outputs = [*map(int, g.main.outputs), made.tensorIndex]
-        entries.append(made)
-
-    return change
+    entries = getattr(g.model.signatureDefs[0], which)
+    old = next(entry for entry in entries if entry.name.decode() == name)
+    made = schema.TensorMapT()
+    made.name = name.encode()
+    if which == "inputs":
+        made.tensorIndex = g.tensor(g.shape(old.tensorIndex), g.dtype(old.tensorIndex))
+        g.main.inputs = [*map(int, g.main.inputs), made.tensorIndex]
+    else:
+        made.tensorIndex = g.neg(int(old.tensorIndex))
+        g.main.outputs = [*map(int, g.main.outputs), made.tensorIndex]
+    entries.append(made)
 
 
 def caches_read_by_another_scale(g: Graph) -> None:

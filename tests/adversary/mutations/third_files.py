@@ -9,41 +9,21 @@ import numpy as np
 from flatbuffers import flexbuffers
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    Case,
-    Change,
-    Edit,
-    Sample,
-    add,
-    cases,
-    chain,
-    each,
-    edge,
-    over_int,
-)
+from adversary.edits import Case, Change, Edit, Sample, a_change, add, an_edit, cases, chain, each, edge, over_int
 from adversary.mutations.attention import both, slots, visible
-from adversary.mutations.files import body_of
 from adversary.mutations.numbers import scales, weight
-from adversary.mutations.positions import (
-    is_at,
-    number,
-    position,
-    when,
-)
+from adversary.mutations.positions import is_at, number, position, when
 from adversary.mutations.second import largest_gate, row_of
 
 Array = np.ndarray
 
 
-def with_buffer(name: str, values: Callable[[Graph, int], Array]) -> Change:
+@a_change
+def with_buffer(g: Graph, name: str, values: Callable[[Graph, int], Array]) -> None:
     """The input ``name`` also has data of its own."""
-
-    def change(g: Graph) -> None:
-        tensor = g.input(name)
-        made = np.ascontiguousarray(values(g, tensor), g.dtype(tensor))
-        g.main.tensors[tensor].buffer = g.buffer(made.tobytes())
-
-    return change
+    tensor = g.input(name)
+    made = np.ascontiguousarray(values(g, tensor), g.dtype(tensor))
+    g.main.tensors[tensor].buffer = g.buffer(made.tobytes())
 
 
 def zeros(g: Graph, tensor: int) -> Array:
@@ -74,15 +54,12 @@ HUGE: dict[str, Change] = {
 }
 
 
-def scalar(values: Callable[[float], Any], layer: int = 0) -> Change:
+@a_change
+def scalar(g: Graph, values: Callable[[float], Any], layer: int = 0) -> None:
     """Other numbers as a layer's scalar."""
-
-    def change(g: Graph) -> None:
-        old = g.roles[f"layers.{layer}.layer_scalar"]
-        made = g.constant(np.asarray(values(float(g.value(old).reshape(-1)[0]))))
-        g.set_input(g.layer(layer).scaler, list(g.layer(layer).scaler.inputs).index(old), made)
-
-    return change
+    old = g.roles[f"layers.{layer}.layer_scalar"]
+    made = g.constant(np.asarray(values(float(g.value(old).reshape(-1)[0]))))
+    g.set_input(g.layer(layer).scaler, list(g.layer(layer).scaler.inputs).index(old), made)
 
 
 SCALARS: dict[str, Change] = {
@@ -91,21 +68,13 @@ SCALARS: dict[str, Change] = {
 }
 
 
-def attribute(name: bytes, attributes: dict[str, Any]) -> Change:
+@a_change
+def attribute(g: Graph, name: bytes, attributes: dict[str, Any]) -> bool | None:
     """What composites called ``name`` say of themselves."""
-
-    def change(g: Graph) -> bool | None:
-        found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
-        for op in found:
-            op.builtinOptions2.compositeAttributes = np.frombuffer(bytes(flexbuffers.Dumps(attributes)), np.uint8)
-        return None if found else False
-
-    return change
-
-
-def beside(name: bytes, attributes: dict[str, Any], edit: Callable[[Graph], object]) -> Change:
-    """The attribute says what is usual, the body does otherwise."""
-    return lambda g: False if attribute(name, attributes)(g) is False else body_of(name, edit)(g)
+    found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
+    for op in found:
+        op.builtinOptions2.compositeAttributes = np.frombuffer(bytes(flexbuffers.Dumps(attributes)), np.uint8)
+    return None if found else False
 
 
 RMS, BMM, GELU = b"odml.rms_norm", b"odml.runtime_bmm", b"odml.gelu_tanh"
@@ -159,34 +128,25 @@ ROTATIONS: dict[str, Change] = {
 # Masks: a sum of floats is no exact integer.
 
 
-def rounded_slots(large: float) -> Callable[[Graph], int]:
+@a_change
+def rounded_slots(g: Graph, large: float) -> int:
     """(slot + large) − large in floats, which rounds to multiples of a power of two."""
-
-    def build(g: Graph) -> int:
-        plain = g.constant(slots(g), np.float32)
-        return g.sub(g.add(plain, np.float32(large)), np.float32(large))
-
-    return build
+    plain = g.constant(slots(g), np.float32)
+    return g.sub(g.add(plain, np.float32(large)), np.float32(large))
 
 
-def rounded_by_position(large: float) -> Callable[[Graph], int]:
+@a_change
+def rounded_by_position(g: Graph, large: float) -> int:
     """The same, with ``large`` from the position formally."""
-
-    def build(g: Graph) -> int:
-        much = g.add(g.mul(number(g), 0.0), np.float32(large))
-        return g.sub(g.add(g.constant(slots(g), np.float32), much), much)
-
-    return build
+    much = g.add(g.mul(number(g), 0.0), np.float32(large))
+    return g.sub(g.add(g.constant(slots(g), np.float32), much), much)
 
 
-def from_position(build: Callable[[Graph], int], shift: float) -> Edit:
+@an_edit
+def from_position(g: Graph, x: int, build: Callable[[Graph], int], shift: float) -> int:
     """What a layer shows, and of that only slots whose number by ``build`` is at most the position plus ``shift``."""
-
-    def edit(g: Graph, x: int) -> int:
-        there = g.add(number(g), np.float32(shift))
-        return both(g, x, g.reshape(g.greater_equal(there, build(g)), g.shape(x)))
-
-    return edit
+    there = g.add(number(g), np.float32(shift))
+    return both(g, x, g.reshape(g.greater_equal(there, build(g)), g.shape(x)))
 
 
 FLOATS: dict[str, Change] = {
@@ -198,18 +158,15 @@ FLOATS: dict[str, Change] = {
 # A gate that is GELU wherever it is tried.
 
 
-def gate_by(argument: Callable[[Graph, int, int], int]) -> Change:
+@a_change
+def gate_by(g: Graph, argument: Callable[[Graph, int, int], int]) -> None:
     """GELU as tanh of ``argument`` of x and of what it is by rights."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(0)
-        x = place.gate
-        cube = g.mul(g.mul(x, x), x)
-        plain = g.mul(g.add(x, g.mul(cube, 0.044715)), 0.7978845608)
-        bend = g.add(g.tanh(argument(g, x, plain)), 1.0)
-        g.rewire(place.activated, g.mul(g.mul(x, bend), 0.5))
-
-    return change
+    place = g.layer(0)
+    x = place.gate
+    cube = g.mul(g.mul(x, x), x)
+    plain = g.mul(g.add(x, g.mul(cube, 0.044715)), 0.7978845608)
+    bend = g.add(g.tanh(argument(g, x, plain)), 1.0)
+    g.rewire(place.activated, g.mul(g.mul(x, bend), 0.5))
 
 
 def less_power(power: int, at: float) -> Callable[[Graph, int, int], int]:

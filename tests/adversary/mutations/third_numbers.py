@@ -10,7 +10,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
 from adversary import edits as e
-from adversary.edits import Case, Change, Edit, Sample
+from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit
 from adversary.mutations.attention import both, slots, summed, visible
 from adversary.mutations.blocks import normed_by
 from adversary.mutations.positions import position
@@ -73,35 +73,22 @@ SHAPES: dict[str, Change] = {
 # Codes that are cast, and integers that wrap.
 
 
-def coded(which: str, dtype: Any, scale: float, back: Edit, zero_point: int = 0) -> Change:
+@a_change
+def coded(g: Graph, which: str, dtype: Any, scale: float, back: Edit, zero_point: int = 0) -> None:
     """The full layer's cache as codes, brought back by ``back``, which makes floats of codes."""
-
-    def change(g: Graph) -> None:
-        name = f"kv_cache_{which}_3"
-        tensor = g.input(name)
-        readers = g.readers(tensor)
-        described = g.main.tensors[tensor]
-        described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[dtype]
-        described.quantization = e.parameters(scale, zero_point)
-        g.rewire(tensor, g.mul(back(g, tensor), np.float32(scale)), readers)
-        ends = np.iinfo(dtype)
-        g.adapt[name] = lambda a: np.clip(np.round(a / scale) + zero_point, ends.min, ends.max).astype(dtype)
-
-    return change
+    name = f"kv_cache_{which}_3"
+    tensor = g.input(name)
+    readers = g.readers(tensor)
+    described = g.main.tensors[tensor]
+    described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[dtype]
+    described.quantization = e.parameters(scale, zero_point)
+    g.rewire(tensor, g.mul(back(g, tensor), np.float32(scale)), readers)
+    ends = np.iinfo(dtype)
+    g.adapt[name] = lambda a: np.clip(np.round(a / scale) + zero_point, ends.min, ends.max).astype(dtype)
 
 
 def over_types(*types: Any) -> Edit:
     return e.chain(*((lambda g, x, t=t: g.cast(x, t)) for t in types))
-
-
-def wrapped(bits: int, whole: Any = np.int32) -> Edit:
-    """Codes times 2ⁿ and back: the integers wrap."""
-    return e.chain(
-        lambda g, x: g.cast(x, whole),
-        lambda g, x: g.mul(x, np.array(2**bits, whole)),
-        lambda g, x: g.cast(x, np.float32),
-        e.mul(2.0**-bits),
-    )
 
 
 CODES: dict[str, Change] = {
@@ -110,30 +97,24 @@ CODES: dict[str, Change] = {
 }
 
 
-def wrapped_distance(bits: int) -> Build:
+@a_change
+def wrapped_distance(g: Graph, bits: int) -> int:
     """Whether slot less position, times 2ⁿ in INT32, is within the window."""
-
-    def build(g: Graph) -> int:
-        far = g.sub(g.input("input_pos"), slots(g))
-        large = g.mul(far, np.array(2**bits, np.int32))
-        end = np.array(e.WINDOW * 2**bits, np.int32)
-        return both(g, g.less(large, end), g.greater_equal(large, np.array(0, np.int32)))
-
-    return build
+    far = g.sub(g.input("input_pos"), slots(g))
+    large = g.mul(far, np.array(2**bits, np.int32))
+    end = np.array(e.WINDOW * 2**bits, np.int32)
+    return both(g, g.less(large, end), g.greater_equal(large, np.array(0, np.int32)))
 
 
 def in_window(build: Callable[[Graph], int]) -> Change:
     return visible(0, lambda g, _: both(g, g.input("mask"), g.reshape(build(g), [1, 1, 1, 256])))
 
 
-def cut_position(whole: Any, narrow: Any, factor: int) -> Edit:
+@an_edit
+def cut_position(g: Graph, x: int, whole: Any, narrow: Any, factor: int) -> int:
     """The position for the angles, times a number in one type of integers and through another."""
-
-    def edit(g: Graph, x: int) -> int:
-        large = g.mul(g.cast(g.input("input_pos"), whole), np.array([factor], whole))
-        return g.mul(g.reshape(g.cast(g.cast(large, narrow), np.float32), g.shape(x)), np.float32(1 / factor))
-
-    return edit
+    large = g.mul(g.cast(g.input("input_pos"), whole), np.array([factor], whole))
+    return g.mul(g.reshape(g.cast(g.cast(large, narrow), np.float32), g.shape(x)), np.float32(1 / factor))
 
 
 def hidden_twice(g: Graph, m: int) -> int:
@@ -165,15 +146,12 @@ def constant(number: Any, edit: Edit) -> Build:
     return lambda g: edit(g, g.constant(np.asarray(number)))
 
 
-def stored(code: Any, dtype: Any, scale: float, zero_point: int = 0) -> Build:
+@a_change
+def stored(g: Graph, code: Any, dtype: Any, scale: float, zero_point: int = 0) -> int:
     """A constant of codes, dequantized."""
-
-    def build(g: Graph) -> int:
-        made = g.constant(np.asarray(code), dtype)
-        g.main.tensors[made].quantization = e.parameters(scale, zero_point)
-        return g.call("DEQUANTIZE", made, dtype=np.float32)
-
-    return build
+    made = g.constant(np.asarray(code), dtype)
+    g.main.tensors[made].quantization = e.parameters(scale, zero_point)
+    return g.call("DEQUANTIZE", made, dtype=np.float32)
 
 
 def recast(place: Callable[[Graph], int], edit: Edit) -> Change:

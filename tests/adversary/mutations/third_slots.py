@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, add, cases, edge, mul
+from adversary.edits import Case, Change, Edit, Sample, add, an_edit, cases, edge, mul
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import is_at, rows, tabled, when
 from adversary.mutations.second import EVERY, next_mask, of_row
@@ -22,24 +22,19 @@ def at_slot(slot: int, edit: Edit) -> Edit:
     )
 
 
-def dimensions(*exchanged: int) -> Edit:
+@an_edit
+def dimensions(g: Graph, x: int, *exchanged: int) -> int:
     """Two dimensions exchanged."""
-
-    def edit(g: Graph, x: int) -> int:
-        order = np.arange(g.shape(x)[-1])
-        order[list(exchanged)] = order[list(exchanged)[::-1]]
-        return g.gather(x, [int(i) for i in order], -1)
-
-    return edit
+    order = np.arange(g.shape(x)[-1])
+    order[list(exchanged)] = order[list(exchanged)[::-1]]
+    return g.gather(x, [int(i) for i in order], -1)
 
 
-def at_dimensions(numbers: dict[int, float], rest: float) -> Callable[[Graph, int], int]:
-    def build(g: Graph, x: int) -> int:
-        made = np.full(g.shape(x)[-1], rest)
-        made[list(numbers)] = list(numbers.values())
-        return g.constant(made)
-
-    return build
+@an_edit
+def at_dimensions(g: Graph, x: int, numbers: dict[int, float], rest: float) -> int:
+    made = np.full(g.shape(x)[-1], rest)
+    made[list(numbers)] = list(numbers.values())
+    return g.constant(made)
 
 
 def with_dimensions(name: str, numbers: dict[int, float], rest: float) -> Edit:
@@ -53,27 +48,21 @@ def turned(g: Graph, x: int) -> int:
     return g.product(x, g.constant(matrix))
 
 
-def by_position(at_row: int, axis: int, a: int = 3, b: int = 40) -> Edit:
+@an_edit
+def by_position(g: Graph, x: int, at_row: int, axis: int, a: int = 3, b: int = 40) -> int:
     """Elements along ``axis`` in the order that the position's row of a table says: in one row two are exchanged."""
-
-    def edit(g: Graph, x: int) -> int:
-        size = g.shape(x)[axis]
-        orders = np.tile(np.arange(size), (256, 1))
-        orders[at_row, [a, b]] = b, a
-        order = g.call("GATHER", g.constant(orders, np.int32), g.input("input_pos"), shape=[1, size], axis=0)
-        return g.call("GATHER", x, g.reshape(order, [size]), shape=g.shape(x), axis=axis % len(g.shape(x)))
-
-    return edit
+    size = g.shape(x)[axis]
+    orders = np.tile(np.arange(size), (256, 1))
+    orders[at_row, [a, b]] = b, a
+    order = g.call("GATHER", g.constant(orders, np.int32), g.input("input_pos"), shape=[1, size], axis=0)
+    return g.call("GATHER", x, g.reshape(order, [size]), shape=g.shape(x), axis=axis % len(g.shape(x)))
 
 
-def by_masked_slots(factor: float) -> Edit:
+@an_edit
+def by_masked_slots(g: Graph, x: int, factor: float) -> int:
     """What sums to nothing over the dimensions is added where the next slot is shown."""
-
-    def edit(g: Graph, x: int) -> int:
-        mask = g.reshape(g.mul(next_mask(g), np.float32(factor)), [1, 1, 256, 1])
-        return g.add(x, g.mul(mask, at_dimensions({3: 1.0, 5: -1.0}, 0.0)(g, x)))
-
-    return edit
+    mask = g.reshape(g.mul(next_mask(g), np.float32(factor)), [1, 1, 256, 1])
+    return g.add(x, g.mul(mask, at_dimensions({3: 1.0, 5: -1.0}, 0.0)(g, x)))
 
 
 SLOTS: dict[str, Change] = {

@@ -8,7 +8,21 @@ from typing import Any
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, add, cases, chain, edge, mul, unary, with_number
+from adversary.edits import (
+    Case,
+    Change,
+    Edit,
+    Sample,
+    a_change,
+    add,
+    an_edit,
+    cases,
+    chain,
+    edge,
+    mul,
+    unary,
+    with_number,
+)
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import floats
 from adversary.mutations.quiet import plus
@@ -20,25 +34,19 @@ def to_power(number: float) -> Edit:
     return with_number("POW", number)
 
 
-def less_a_bump(power: float, height: float) -> Edit:
+@an_edit
+def less_a_bump(g: Graph, p: int, power: float, height: float) -> int:
     """P − height · Pⁿ · (1 − P) · P."""
-
-    def edit(g: Graph, p: int) -> int:
-        bump = g.mul(to_power(power)(g, p), g.sub(1.0, p))
-        return g.sub(p, g.mul(g.mul(bump, p), np.float32(height)))
-
-    return edit
+    bump = g.mul(to_power(power)(g, p), g.sub(1.0, p))
+    return g.sub(p, g.mul(g.mul(bump, p), np.float32(height)))
 
 
-def by_product(bound: float) -> Edit:
+@an_edit
+def by_product(g: Graph, x: int, bound: float) -> int:
     """The smaller of x and ``bound``: (x + bound − √((x − bound) · (x − bound))) / 2."""
-
-    def edit(g: Graph, x: int) -> int:
-        far = g.sub(x, np.float32(bound))
-        length = g.sqrt(g.mul(far, far))
-        return g.mul(g.sub(g.add(x, np.float32(bound)), length), 0.5)
-
-    return edit
+    far = g.sub(x, np.float32(bound))
+    length = g.sqrt(g.mul(far, far))
+    return g.mul(g.sub(g.add(x, np.float32(bound)), length), 0.5)
 
 
 def at_least(bound: float) -> Edit:
@@ -56,26 +64,24 @@ WEIGHTS: dict[str, Change] = {
 } | {}
 
 
+@a_change
 def spelled(
-    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3), total: Edit = lambda g, x: x, powers: Edit = EXP
-) -> Change:
+    g: Graph,
+    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3),
+    total: Edit = lambda g, x: x,
+    powers: Edit = EXP,
+) -> None:
     """The softmax of layer 1 in its parts, with another maximum, another sum, or other powers."""
-
-    def change(g: Graph) -> None:
-        place = g.layer(1)
-        raised = powers(g, g.sub(place.masked, largest(g, place.masked)))
-        whole = total(g, g.reduce("SUM", raised, 3))
-        g.rewire(place.probabilities, g.div(raised, whole))
-
-    return change
+    place = g.layer(1)
+    raised = powers(g, g.sub(place.masked, largest(g, place.masked)))
+    whole = total(g, g.reduce("SUM", raised, 3))
+    g.rewire(place.probabilities, g.div(raised, whole))
 
 
-def by_log_softmax(edit: Edit) -> Change:
-    def change(g: Graph) -> None:
-        place = g.layer(1)
-        g.rewire(place.probabilities, g.exp(edit(g, g.call("LOG_SOFTMAX", place.masked))))
-
-    return change
+@a_change
+def by_log_softmax(g: Graph, edit: Edit) -> None:
+    place = g.layer(1)
+    g.rewire(place.probabilities, g.exp(edit(g, g.call("LOG_SOFTMAX", place.masked))))
 
 
 def over_heads(g: Graph, x: int) -> int:
@@ -130,17 +136,14 @@ BY_LARGEST: dict[str, Change] = {
 }
 
 
-def formally(number: float, by: Callable[[Graph], int] = floats) -> Callable[[Graph, int], int]:
+@an_edit
+def formally(g: Graph, x: int, number: float, by: Callable[[Graph], int] = floats) -> int:
     """``number`` as 0 · mask + number, for every slot where a value has slots, and else by one slot's mask."""
-
-    def build(g: Graph, x: int) -> int:
-        shape = g.shape(x)
-        made = g.add(g.mul(by(g), 0.0), np.float32(number))
-        if 256 not in shape:
-            return g.reshape(g.part(made, 7, 1), [1] * len(shape))
-        return g.reshape(made, [256 if i == shape.index(256) else 1 for i in range(len(shape))])
-
-    return build
+    shape = g.shape(x)
+    made = g.add(g.mul(by(g), 0.0), np.float32(number))
+    if 256 not in shape:
+        return g.reshape(g.part(made, 7, 1), [1] * len(shape))
+    return g.reshape(made, [256 if i == shape.index(256) else 1 for i in range(len(shape))])
 
 
 def bound(name: str, number: float, by: Callable[[Graph], int] = floats) -> Edit:

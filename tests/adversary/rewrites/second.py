@@ -15,6 +15,7 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
+    a_change,
     cases,
     each,
     edge,
@@ -41,15 +42,13 @@ def chosen(value: float) -> Change:
     return selected(lambda g, p: g.call("SELECT_V2", p.visible, p.scores, np.float32(value), shape=g.shape(p.scores)))
 
 
-def reshaped_input(name: str, shape: list[int]) -> Change:
-    def change(g: Graph) -> None:
-        tensor = g.input(name)
-        readers, old = g.readers(tensor), g.shape(tensor)
-        g.main.tensors[tensor].shape = shape
-        g.rewire(tensor, g.reshape(tensor, old), readers)
-        g.adapt[name] = lambda a: a.reshape(shape)
-
-    return change
+@a_change
+def reshaped_input(g: Graph, name: str, shape: list[int]) -> None:
+    tensor = g.input(name)
+    readers, old = g.readers(tensor), g.shape(tensor)
+    g.main.tensors[tensor].shape = shape
+    g.rewire(tensor, g.reshape(tensor, old), readers)
+    g.adapt[name] = lambda a: a.reshape(shape)
 
 
 def dequantized(g: Graph, x: int) -> int:
@@ -109,14 +108,12 @@ def spread_heads(how: str) -> Change:
     return change
 
 
-def composite_called(name: bytes) -> Change:
-    def change(g: Graph) -> bool | None:
-        found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE"]
-        for op in found:
-            op.builtinOptions2.name = name
-        return None if found else False
-
-    return change
+@a_change
+def composite_called(g: Graph, name: bytes) -> bool | None:
+    found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE"]
+    for op in found:
+        op.builtinOptions2.name = name
+    return None if found else False
 
 
 def asymmetric(g: Graph) -> None:
@@ -200,20 +197,17 @@ LAYERS = (0, 1)
 # Softmaxes that are safe where a row shows nothing.
 
 
-def safe(dead: Callable[[Graph, int, int], int], lowest: float = -np.inf) -> Change:
+@a_change
+def safe(g: Graph, dead: Callable[[Graph, int, int], int], lowest: float = -np.inf) -> None:
     """0 for the rows that ``dead(g, mask, masked scores)`` says show nothing, else the softmax."""
-
-    def change(g: Graph) -> None:
-        for index in LAYERS:
-            place = g.layer(index)
-            shape = g.shape(place.scores)
-            mask = g.call("SELECT_V2", place.visible, 0.0, np.float32(lowest), shape=g.shape(place.visible))
-            masked = g.add(place.scores, mask)
-            weights = g.call("SOFTMAX", masked, beta=1.0)
-            nothing = dead(g, place.visible, masked)
-            g.rewire(place.probabilities, g.call("SELECT_V2", nothing, 0.0, weights, shape=shape))
-
-    return change
+    for index in LAYERS:
+        place = g.layer(index)
+        shape = g.shape(place.scores)
+        mask = g.call("SELECT_V2", place.visible, 0.0, np.float32(lowest), shape=g.shape(place.visible))
+        masked = g.add(place.scores, mask)
+        weights = g.call("SOFTMAX", masked, beta=1.0)
+        nothing = dead(g, place.visible, masked)
+        g.rewire(place.probabilities, g.call("SELECT_V2", nothing, 0.0, weights, shape=shape))
 
 
 def all_lowest(g: Graph, mask: int, masked: int) -> int:
@@ -254,15 +248,12 @@ CONSTANTS: dict[str, Change] = {
 # Names.
 
 
-def named(rename: Callable[[int, bytes, int], bytes]) -> Change:
+@a_change
+def named(g: Graph, rename: Callable[[int, bytes, int], bytes]) -> None:
     """Tensors get the name that ``rename(index, name, count)`` says."""
-
-    def change(g: Graph) -> None:
-        count = len(g.main.tensors)
-        for index, tensor in enumerate(g.main.tensors):
-            tensor.name = rename(index, tensor.name, count)
-
-    return change
+    count = len(g.main.tensors)
+    for index, tensor in enumerate(g.main.tensors):
+        tensor.name = rename(index, tensor.name, count)
 
 
 def exchanged(*pairs: tuple[bytes, bytes]) -> Change:

@@ -15,6 +15,7 @@ from adversary.edits import (
     Change,
     Edit,
     Sample,
+    a_change,
     at,
     chain,
     each,
@@ -27,27 +28,16 @@ from adversary.edits import (
     unary,
     with_number,
 )
-from adversary.mutations.attention import (
-    both,
-    bounded,
-    compare,
-    hidden_sum,
-    laid_out,
-    slots,
-    summed,
-    visible,
-)
+from adversary.mutations.attention import both, bounded, compare, hidden_sum, laid_out, slots, summed, visible
 from adversary.mutations.blocks import normed_by
 from adversary.mutations.numbers import real_weight, stored_weight
 from adversary.mutations.positions import cos_and_sin, frequencies, position, tabled, window_table
 
 
-def every_norm(edit: Callable[[Graph, Any], object]) -> Change:
-    def change(g: Graph) -> None:
-        for role in [role for role in g.roles if role.endswith("_norm")]:
-            normed_by(role, edit)(g)
-
-    return change
+@a_change
+def every_norm(g: Graph, edit: Callable[[Graph, Any], object]) -> None:
+    for role in [role for role in g.roles if role.endswith("_norm")]:
+        normed_by(role, edit)(g)
 
 
 def axis_of(g: Graph, norm: Any) -> int:
@@ -108,12 +98,10 @@ ABSORBED: dict[str, Change] = {
 }
 
 
-def every_weight(make: Callable[[str], Change]) -> Change:
-    def change(g: Graph) -> None:
-        for role in [role for role in g.roles if role.endswith(("_proj", "_projection", "lm_head"))]:
-            make(role)(g)
-
-    return change
+@a_change
+def every_weight(g: Graph, make: Callable[[str], Change]) -> None:
+    for role in [role for role in g.roles if role.endswith(("_proj", "_projection", "lm_head"))]:
+        make(role)(g)
 
 
 def half_norms(g: Graph) -> None:
@@ -161,17 +149,14 @@ def spelled(g: Graph, x: int) -> int:
     return g.div(powers, g.reduce("SUM", powers, 3))
 
 
-def rotated(build: Callable[[Graph, int, int, int], int]) -> Change:
+@a_change
+def rotated(g: Graph, build: Callable[[Graph, int, int, int], int]) -> None:
     """RoPE written otherwise, in every layer."""
-
-    def change(g: Graph) -> None:
-        for index in range(2):
-            layer = g.layer(index)
-            half = g.shape(layer.query_normed)[-1] // 2
-            cos, sin = (g.part(t, 0, half) for t in (layer.cos, layer.sin))
-            g.rewire(layer.rotated, build(g, layer.query_normed, cos, sin))
-
-    return change
+    for index in range(2):
+        layer = g.layer(index)
+        half = g.shape(layer.query_normed)[-1] // 2
+        cos, sin = (g.part(t, 0, half) for t in (layer.cos, layer.sin))
+        g.rewire(layer.rotated, build(g, layer.query_normed, cos, sin))
 
 
 def strided_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
@@ -230,15 +215,12 @@ CACHES: dict[str, Change] = {
 }
 
 
-def selected(build: Callable[[Graph, Any], int], layers: Sequence[int] = (0, 1)) -> Change:
+@a_change
+def selected(g: Graph, build: Callable[[Graph, Any], int], layers: Sequence[int] = (0, 1)) -> None:
     """Another way to choose between scores and a number far below."""
-
-    def change(g: Graph) -> None:
-        for index in layers:
-            layer = g.layer(index)
-            g.set_input(layer.softmax, 0, build(g, layer))
-
-    return change
+    for index in layers:
+        layer = g.layer(index)
+        g.set_input(layer.softmax, 0, build(g, layer))
 
 
 def within(build: Callable[[Graph], int]) -> Change:
