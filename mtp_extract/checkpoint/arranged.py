@@ -12,14 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_extract.architecture.roles import SCALAR, Role, shapes_of
+from mtp_extract.architecture.roles import Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import narrowed
-from mtp_extract.checkpoint.weight import Weight, filled, same_weight
-from mtp_extract.errors import CheckpointError, few
+from mtp_extract.checkpoint.weight import Rows, Weight, same_weight
+from mtp_extract.errors import CheckpointError, escape, few
 
 FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
 """What else than codes may be kept of a weight; indices are those of an ordered head, which are no numbers."""
@@ -52,10 +52,20 @@ class Kept:
         return narrowed(self.weight, self.rounded_to) if self.how == FLOATS else self.weight
 
     def tensor(self, name: str, role: Role) -> PlannedTensor:
-        """Its numbers, or indices, as a tensor called ``name``."""
+        """Its numbers, rounded, or indices, as a tensor called ``name``; infinities and NaN are refused."""
         if self.how == INDICES:
             return plan_array(name, self.weight.indices(), role.name)
-        return plan_floats(name, role.name, self.weight, ROUNDED_TO[self.rounded_to])
+        dtype = ROUNDED_TO[self.rounded_to]
+
+        def rounded(first: int, last: int) -> Rows:
+            numbers = self.weight.floats(first, last).reshape(-1)
+            if not np.isfinite(numbers).all():
+                raise CheckpointError(
+                    f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."
+                )
+            return dtype.narrow(numbers, name)
+
+        return plan_rows(name, role.name, self.weight, dtype.safetensors, rounded)
 
 
 def keep_floats(weight: Weight, dtype: str, why: str = "the format holds floats only") -> Kept:
@@ -159,16 +169,11 @@ class Arranged:
 
 
 def arrange(format_: Format, checkpoint: Checkpoint, dtype: str, *, with_codes: bool = False) -> Arranged:
-    """``checkpoint`` as ``format_`` holds it in ``dtype``. A layer scalar that is not there is 1, as every engine wants
-    it to be there.
+    """``checkpoint`` as ``format_`` holds it in ``dtype``.
 
     Raises:
         CheckpointError: it lacks a weight that no engine does without.
     """
-    kept = {}
-    for role, shape in shapes_of(checkpoint.config).items():
-        weight = checkpoint.tensors.get(role.name)
-        if weight is None and role.kind != SCALAR:
-            raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
-        kept[role.name] = format_.keep(role, weight if weight is not None else filled(shape), dtype)
+    tensors = checkpoint.whole().tensors
+    kept = {role.name: format_.keep(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
     return Arranged(format_, checkpoint, dtype, MappingProxyType(kept), with_codes)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import Config, shapes_of
+from mtp_extract.architecture.roles import SCALAR, Config, shapes_of
 from mtp_extract.checkpoint.weight import Weight, filled
-from mtp_extract.errors import UnsupportedError
+from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.graph.roles import Activation
 
 CODES = "codes"
@@ -54,6 +54,15 @@ class Checkpoint:
         return self.config
 
     def whole(self) -> Checkpoint:
-        """The same with every role there is: an optional one that nothing states is of ones."""
-        implied = {role.name: filled(shape) for role, shape in shapes_of(self.config).items() if role.optional}
-        return replace(self, tensors=MappingProxyType({**implied, **self.tensors}))
+        """The same with every role there is: a layer scalar that nothing states is 1, as every engine wants it there.
+
+        Raises:
+            CheckpointError: it lacks a weight that no engine does without.
+        """
+        tensors = dict(self.tensors)
+        for role, shape in shapes_of(self.config).items():
+            if role.kind == SCALAR:
+                tensors.setdefault(role.name, filled(shape))
+            elif role.name not in tensors:
+                raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+        return replace(self, tensors=MappingProxyType(tensors))

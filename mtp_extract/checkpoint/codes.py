@@ -28,8 +28,8 @@ CODES_FILE = "codes/codes.safetensors"
 
 _SCHEMES = "schemes"
 _LARGEST_FACTOR = 1e30
-_PARTS = ("codes", "scale", "zero_point")
-_CODE_TYPES = MappingProxyType({"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)})
+_PARTS = MappingProxyType({"codes": ("I8", "U8"), "scale": ("F32",), "zero_point": ("I64",)})
+"""The tensors of a matrix, and the types that each may have."""
 
 
 class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,8 +47,8 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
     """
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}
-    for role, planned in weights.weights.items():
-        weight, name = floats.get(role), planned.name
+    for planned in weights.tensors:
+        weight, role, name = floats.get(planned.role), planned.role, planned.name
         if weight is None or weight.scheme is None or len(weight.shape) != 2:
             continue
         steps = weight.steps
@@ -58,9 +58,8 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
             shape = (-1,) if steps.block == weight.columns else steps.size.shape
             scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
         schemes[name] = _Scheme(weight.bits, steps.factor)  # type: ignore[arg-type]  # as all formats keep
-        dtype = "I8" if weight.scheme.signed else "U8"
         tensors += [
-            plan_rows(f"{name}.codes", role, weight, dtype, weight.codes),
+            plan_rows(f"{name}.codes", role, weight, "I8" if weight.scheme.signed else "U8", weight.codes),
             plan_array(f"{name}.scale", scale),
             plan_array(f"{name}.zero_point", zero_point),
         ]
@@ -88,9 +87,9 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     for name, scheme in schemes.items():
         # Roles that are one stored tensor have one set of codes.
         floats = {r: w for r, w in checkpoint.tensors.items() if isinstance(w, Stored) and w.name == name}
-        parts = [stored.pop(f"{name}.{part}", None) for part in _PARTS]
+        parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
         whole = next(iter(floats.values()), None)
-        if whole is None or (coded := _coded(path, whole.shape, scheme, *parts)) is None:
+        if whole is None or (coded := _coded(path, whole.shape, scheme, parts)) is None:
             raise CheckpointError(
                 f"{path}: {escape(name)}: expected codes of a matrix of this checkpoint in I8 or U8, with finite "
                 "scales in F32 and their zero points in I64, found others. Extract the drafter anew."
@@ -105,30 +104,19 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _coded(
-    path: Path,
-    shape: tuple[int, ...],
-    scheme: _Scheme,
-    codes: StoredTensor | None,
-    scales: StoredTensor | None,
-    zeros: StoredTensor | None,
-) -> Weight | None:
-    """The codes of a matrix of ``shape``; None where one of its parts is missing, damaged, or of another type or
-    shape."""
-    if codes is None or scales is None or zeros is None or len(shape) != 2:
+def _coded(path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]) -> Weight | None:
+    """The codes of a matrix of ``shape``; None where a part is missing, damaged, or of another type or shape."""
+    if len(shape) != 2 or any(part not in parts or parts[part].dtype not in types for part, types in _PARTS.items()):
         return None
-    kind = _CODE_TYPES.get(codes.dtype)
-    if kind is None or codes.shape != shape or (scales.dtype, zeros.dtype) != ("F32", "I64"):
+    codes, scale, zero_point = (parts[part] for part in _PARTS)
+    size, zeros = (read_array(path, part).reshape(-1) for part in (scale, zero_point))
+    sound = np.isfinite(size).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR
+    steps = Steps.spread(size, zeros, shape, scheme.factor) if sound and size.size == zeros.size else None
+    if steps is None or codes.shape != shape:
         return None
-    scale = read_array(path, scales, np.dtype("<f4")).reshape(-1)
-    zero_point = read_array(path, zeros, np.dtype("<i8")).reshape(-1)
-    sound = scale.size == zero_point.size and np.isfinite(scale).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR
-    steps = Steps.spread(scale, zero_point, shape, scheme.factor) if sound else None
-    if steps is None:
-        return None
+    packing = Packing(scheme.bits, codes.dtype == "I8")
 
     def rows(first: int, last: int) -> Integers:
-        return read_rows(path, codes, first, last).view(kind)
+        return read_rows(path, codes, first, last).view(packing.dtype)
 
-    packing = Packing(scheme.bits, codes.dtype == "I8")
-    return Weight(shape, rows, packing, lambda: steps, origin=(path, codes.offset))
+    return Weight(shape, rows, packing, steps, origin=(path, codes.offset))

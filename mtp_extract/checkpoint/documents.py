@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +42,21 @@ HEADER: AllowedKeys = MappingProxyType({"format": ("pt", "mlx"), "mtp_extract": 
 """What the header of a safetensors file may say beside its tensors."""
 
 
+@contextmanager
+def refused(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
+    """Around reading the file at ``path``; ``damaged`` says what is wrong with it, with ``{}`` for the ValueError.
+
+    Raises:
+        CheckpointError: for an OSError, and for whatever parsing raises of a file that is none of its kind.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}. {advice}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{escape(path)}: {damaged.format(escape(error))}. {advice}") from error
+
+
 def parse_json(text: str | bytes) -> Any:
     """What ``text`` says in JSON, which knows neither NaN nor infinity, nor numbers beyond the largest float; each key
     of an object once: of two, readers take the one or the other.
@@ -48,21 +64,18 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError, RecursionError: it is none, or nested too deeply.
     """
-    return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_once)
 
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise ValueError(f"{text} is no number")
+        return number
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} stands there twice")
-    return made
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(made := dict(pairs)) != len(pairs):
+            raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} stands there twice")
+        return made
 
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no number")
-    return number
+    return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=once)
 
 
 def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[str, Any]:
@@ -71,12 +84,8 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
     Raises:
         CheckpointError: it cannot be read, is too large, or holds something else.
     """
-    try:
+    with refused(path, "not valid JSON ({})", advice):
         content = parse_json(read_regular(path, _LARGEST).decode("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}. {advice}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{escape(path)}: not valid JSON ({escape(error)}). {advice}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{escape(path)}: expected a JSON object, found a {type(content).__name__}. {advice}")
     return content
@@ -125,7 +134,7 @@ def _unexpected_keys(
 
 
 def _is(value: Any, allowed: Any) -> bool:
-    """Whether ``value`` is what ``allowed`` is, or of that type."""
+    """Whether ``value`` is what ``allowed`` is, or of that type; a list is one of whole numbers."""
     if not isinstance(allowed, type):
         return bool(value == allowed)
     if allowed is list:

@@ -1,9 +1,11 @@
-"""The floating-point types of checkpoints, and the conversions between them and float32."""
+"""The types of tensors in files; of those of floats, the conversions between them and float32."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +59,18 @@ DTYPES = MappingProxyType(
 
 ROUNDED_TO = MappingProxyType({dtype.rounding: dtype for dtype in DTYPES.values()})
 """The same by what a record calls a rounding to the type."""
+
+BLOCKS = MappingProxyType(
+    {
+        **dict.fromkeys(("F64", "I64"), (1, 8)),
+        **dict.fromkeys(("F32", "I32", "U32"), (1, 4)),
+        **dict.fromkeys(("F16", "BF16", "I16"), (1, 2)),
+        **dict.fromkeys(("I8", "U8", "BOOL"), (1, 1)),
+        "Q4_0": (32, 18),
+        "Q8_0": (32, 34),
+    }
+)
+"""Elements and bytes of the least piece of every type, by its name in safetensors and GGUF."""
+
+ARRAYS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)}
+"""Types of small arrays, which are written and read as a whole."""

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint import gguf_file
-from mtp_extract.checkpoint.documents import parse_json
+from mtp_extract.checkpoint.documents import parse_json, refused
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, OutputError, escape
+from mtp_extract.errors import OutputError, escape
 from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import check_interrupted
@@ -33,7 +33,6 @@ TENSOR_FILES = (".safetensors", ".gguf")
 """Endings of the names of files of tensors."""
 
 _METADATA = "__metadata__"
-_KEYS = {"dtype", "shape", "data_offsets"}
 _READ = 1 << 18
 
 
@@ -52,26 +51,22 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     Raises:
         CheckpointError: not such a file, or one whose header contradicts itself or its size.
     """
-    try:
-        with open_regular(path) as file:
+    tensors = {}
+    with refused(path, "not a safetensors file, or damaged: {}"), open_regular(path) as file:
+        try:
             with safe_open(path, framework="numpy") as checked:
                 metadata = dict(checked.metadata() or {})
-            start = 8 + int.from_bytes(file.read(8), "little")
-            entries = parse_json(file.read(start - 8))
+        except SafetensorError as error:
+            raise ValueError(error) from error
+        start = 8 + int.from_bytes(file.read(8), "little")
+        entries = parse_json(file.read(start - 8))
         entries.pop(_METADATA, None)
-        # The package takes a list of three for an entry, and passes over further keys.
-        if any(not isinstance(entry, dict) or entry.keys() != _KEYS for entry in entries.values()):
-            raise ValueError("an entry has other keys than a tensor's")
-    except OSError as error:
-        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{escape(path)}: not a safetensors file, or damaged: {escape(error)}. Extract or fetch it again."
-        ) from error
-    tensors = {}
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+        for name, entry in entries.items():
+            # The package takes a list of three for an entry, and passes over further keys.
+            if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+                raise ValueError("an entry has other keys than a tensor's")
+            begin, end = entry["data_offsets"]
+            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
     return tensors, metadata
 
 
@@ -85,11 +80,6 @@ def safetensors_header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, 
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def sha256_of_file(path: Path) -> str:
-    """SHA-256 of the bytes of the file at ``path``."""
-    return _sums(path)[1]
 
 
 def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: None) -> dict[str, Any]:
@@ -136,6 +126,11 @@ def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]
     if made != tensor.length:
         raise OutputError(f"{escape(tensor.name)}: expected {tensor.length} bytes of data, found {made}.")
     yield bytes(-made % alignment)
+
+
+def sha256_of_file(path: Path) -> str:
+    """SHA-256 of the bytes of the file at ``path``."""
+    return _sums(path)[1]
 
 
 def _sums(path: Path) -> tuple[str, str]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from mtp_extract.checkpoint.planned import BLOCKS, PlannedTensor
+from mtp_extract.checkpoint.documents import refused
+from mtp_extract.checkpoint.dtypes import BLOCKS
+from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, either, escape
+from mtp_extract.errors import either, escape
 from mtp_extract.io.files import aligned, open_regular
 
 ARCHITECTURE = "general.architecture"
@@ -27,7 +30,6 @@ ARCHITECTURE = "general.architecture"
 ALIGNMENT = 32
 """Every tensor begins at a multiple of this many bytes."""
 
-_MAGIC, _VERSION = b"GGUF", 3
 _ALIGNMENT_KEY = "general.alignment"
 _MOST_ENTRIES = 1 << 16
 _LONGEST_NAME = 1 << 16
@@ -87,15 +89,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     Raises:
         CheckpointError: not such a file, of another version, or one whose header contradicts itself or the file's size.
     """
-    try:
-        with open_regular(path) as file:
-            return _Reader(file).header()
-    except OSError as error:
-        raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{escape(path)}: {error}. The GGUF file is damaged, or no drafter of this kind."
-        ) from error
+    damaged = "{}. The GGUF file is damaged, or no drafter of this kind"
+    with refused(path, damaged), open_regular(path) as file:
+        return _read(file, os.fstat(file.fileno()).st_size)
 
 
 def _require(sound: bool, otherwise: str) -> None:
@@ -103,98 +99,90 @@ def _require(sound: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-class _Reader:
-    """Reads a header from its beginning, field by field. What is wrong is a ValueError."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._size = file, os.fstat(file.fileno()).st_size
-        self._limit = min(self._size, _LONGEST_HEADER)
-        self._at = 0  # bytes read
-
-    def header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-        start = self._file.read(len(_MAGIC))
-        self._at = len(start)
-        _require(start == _MAGIC, "not a GGUF file (its first bytes are not GGUF)")
-        version = self._number()
-        _require(version == _VERSION, f"expected GGUF version {_VERSION}, little-endian, found {version}")
-        tensors, entries = self._number(8), self._number(8)
-        metadata = self._named("key", entries, self._value)
-        alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
-        _require(alignment == ALIGNMENT, f"expected {_ALIGNMENT_KEY} {ALIGNMENT}, found {escape(alignment)}")
-        described = self._named("tensor", tensors, self._described)
-        # The tensors follow each other to the end of the file.
-        found: dict[str, StoredTensor] = {}
-        begin = at = end = aligned(self._at, ALIGNMENT)
-        for name, (dtype, shape, offset) in described.items():
-            _require(offset == at - begin, f"expected {escape(name)} to begin at byte {at - begin}, found {offset}")
-            elements, size = BLOCKS[dtype]
-            found[name] = StoredTensor(dtype, shape, at, math.prod(shape) // elements * size)
-            end = at + found[name].length
-            at = aligned(end, ALIGNMENT)
-        _require(end <= self._size, f"its tensors would end at byte {end} of {self._size}; it was cut short")
-        _require(not found or at >= self._size, f"its header describes {at} bytes, it has {self._size}")
-        return metadata, found
-
-    def _named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
-        """``count`` names, each with what ``read`` finds behind it."""
-        _require(count <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} {what}s, found {count}")
-        found: dict[str, Any] = {}
-        for _ in range(count):
-            name = self._text(f"the name of a {what}", _LONGEST_NAME)
-            _require(name not in found, f"expected each {what} once, found {escape(name)} again")
-            found[name] = read(name)
-        return found
-
-    def _value(self, key: str) -> Any:
-        kind = self._number()
-        if kind == _TEXT:
-            return self._text(key, _LONGEST_HEADER)
-        if kind != _ARRAY:
-            return self._numbers(key, kind, 1)[0]
-        kind, count = self._number(), self._number(8)
-        if kind != _TEXT:
-            return self._numbers(key, kind, count)
-        for _ in range(count):
-            self._take(self._number(8))
-        return count
-
-    def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
-        _require(kind in _NUMBERS, f"{escape(key)}: expected numbers, found values of type {kind}")
-        dtype = np.dtype(_NUMBERS[kind])
-        found = np.frombuffer(self._take(count * dtype.itemsize), dtype)
-        if kind == _BOOL:
-            _require(not (found > 1).any(), f"{escape(key)}: expected truth values to be 0 or 1, found others")
-            found = found.astype(bool)
-        return list(found) if dtype.kind == "f" else found.tolist()
-
-    def _described(self, name: str) -> tuple[str, tuple[int, ...], int]:
-        """Type, shape (the longest stride first) and offset of a tensor."""
-        dimensions = self._number()
-        _require(1 <= dimensions <= 4, f"expected {escape(name)} to have 1 to 4 dimensions, found {dimensions}")
-        shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
-        kind = self._number()
-        _require(kind in _TYPES, f"{escape(name)}: expected {either(_TYPES.values())}, found type {kind}")
-        dtype = _TYPES[kind]
+def _read(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """As :func:`read_gguf`, of a file of ``size`` bytes; what is wrong is a ValueError."""
+    _require(file.read(4) == b"GGUF", "not a GGUF file (its first bytes are not GGUF)")
+    fields = _Fields(file, min(size, _LONGEST_HEADER))
+    version, tensors, entries = fields.number(4), fields.number(), fields.number()
+    _require(version == 3, f"expected GGUF version 3, little-endian, found {version}")
+    metadata: dict[str, Any] = {}
+    _require(entries <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} keys, found {entries}")
+    for _ in range(entries):
+        key = fields.name("key", metadata)
+        metadata[key] = fields.value(escape(key))
+    alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
+    _require(alignment == ALIGNMENT, f"expected {_ALIGNMENT_KEY} {ALIGNMENT}, found {escape(alignment)}")
+    # The tensors follow each other to the end of the file; where they begin is known when all are.
+    _require(tensors <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} tensors, found {tensors}")
+    places: dict[str, StoredTensor] = {}
+    at = end = 0
+    for _ in range(tensors):
+        name = fields.name("tensor", places)
+        said, dimensions = escape(name), fields.number(4)
+        _require(1 <= dimensions <= 4, f"expected {said} to have 1 to 4 dimensions, found {dimensions}")
+        shape = tuple(fields.number() for _ in range(dimensions))[::-1]
+        kind, offset = fields.number(4), fields.number()
+        _require(kind in _TYPES, f"{said}: expected {either(_TYPES.values())}, found type {kind}")
+        elements, bytes_of = BLOCKS[_TYPES[kind]]
         # No tensor has more elements than eight a byte of its file.
-        possible = max(*shape, math.prod(shape)) <= 8 * self._size and shape[-1] % BLOCKS[dtype][0] == 0
-        _require(possible, f"{escape(name)}: a shape of {list(shape)} in {dtype} cannot be")
-        return dtype, shape, self._number(8)
+        possible = max(*shape, math.prod(shape)) <= 8 * size and shape[-1] % elements == 0
+        _require(possible, f"{said}: a shape of {list(shape)} in {_TYPES[kind]} cannot be")
+        _require(offset == at, f"expected {said} to begin at byte {at}, found {offset}")
+        places[name] = StoredTensor(_TYPES[kind], shape, at, math.prod(shape) // elements * bytes_of)
+        end = at + places[name].length
+        at = aligned(end, ALIGNMENT)
+    begin = aligned(fields.at, ALIGNMENT)
+    _require(begin + end <= size, f"its tensors would end at byte {begin + end} of {size}; it was cut short")
+    _require(not places or begin + at >= size, f"its header describes {begin + at} bytes, it has {size}")
+    return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
 
-    def _text(self, what: str, longest: int) -> str:
-        length = self._number(8)
-        _require(length <= longest, f"{escape(what)}: expected at most {longest} bytes of text, found {length}")
-        try:
-            return self._take(length).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{escape(what)}: expected text in UTF-8, found other bytes") from error
 
-    def _number(self, size: int = 4) -> int:
-        return int.from_bytes(self._take(size), "little")
+class _Fields:
+    """Reads a header behind its first four bytes, field by field, up to byte ``limit`` of the file."""
 
-    def _take(self, length: int) -> bytes:
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file, self._limit, self.at = file, limit, 4
+
+    def take(self, length: int) -> bytes:
         """The next ``length`` bytes; none is read past the limit, whatever length a file claims."""
-        self._at += length
-        _require(self._at <= self._limit, f"its header goes on past byte {self._limit}; it was cut short")
+        self.at += length
+        _require(self.at <= self._limit, f"its header goes on past byte {self._limit}; it was cut short")
         found = self._file.read(length)
         _require(len(found) == length, "it shrank while it was being read")
         return found
+
+    def number(self, size: int = 8) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def text(self, what: str, longest: int) -> str:
+        length = self.number()
+        _require(length <= longest, f"{what}: expected at most {longest} bytes of text, found {length}")
+        try:
+            return self.take(length).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{what}: expected text in UTF-8, found other bytes") from error
+
+    def name(self, what: str, known: Container[str]) -> str:
+        found = self.text(f"the name of a {what}", _LONGEST_NAME)
+        _require(found not in known, f"expected each {what} once, found {escape(found)} again")
+        return found
+
+    def value(self, key: str) -> Any:
+        """A value; of a list of texts how many there are."""
+        kind, count, in_list = self.number(4), 1, False
+        if kind == _ARRAY:
+            kind, count, in_list = self.number(4), self.number(), True
+        if kind == _TEXT and in_list:
+            for _ in range(count):
+                self.take(self.number())
+            return count
+        if kind == _TEXT:
+            return self.text(key, _LONGEST_HEADER)
+        _require(kind in _NUMBERS, f"{key}: expected numbers, found values of type {kind}")
+        dtype = np.dtype(_NUMBERS[kind])
+        found = np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        if kind == _BOOL:
+            _require(not (found > 1).any(), f"{key}: expected truth values to be 0 or 1, found others")
+            found = found.astype(bool)
+        values = list(found) if dtype.kind == "f" else found.tolist()
+        return values if in_list else values[0]

@@ -6,30 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.dtypes import Dtype
+from mtp_extract.checkpoint.dtypes import ARRAYS, BLOCKS
 from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
-from mtp_extract.errors import CheckpointError, escape
-
-BLOCKS = MappingProxyType(
-    {
-        **dict.fromkeys(("F64", "I64"), (1, 8)),
-        **dict.fromkeys(("F32", "I32", "U32"), (1, 4)),
-        **dict.fromkeys(("F16", "BF16", "I16"), (1, 2)),
-        **dict.fromkeys(("I8", "U8", "BOOL"), (1, 1)),
-        "Q4_0": (32, 18),
-        "Q8_0": (32, 34),
-    }
-)
-"""Elements and bytes of the least piece of every type, by its name in safetensors and GGUF."""
-
-_ARRAY_DTYPES = MappingProxyType({"float32": "F32", "int64": "I64", "bool": "BOOL"})
 
 
 @dataclass(frozen=True)
@@ -71,14 +54,6 @@ class OutputFile:
     metadata: Mapping[str, Any] = field(default_factory=lambda: {"format": "pt", "mtp_extract": __version__})
     notes: tuple[str, ...] = ()
 
-    @property
-    def weights(self) -> dict[str, PlannedTensor]:
-        """Role → the tensor of its numbers or codes, which is the first of the role."""
-        found: dict[str, PlannedTensor] = {}
-        for tensor in self.tensors:
-            found.setdefault(tensor.role, tensor)
-        return {role: tensor for role, tensor in found.items() if role}
-
 
 def json_text(document: Mapping[str, Any]) -> str:
     """``document`` as every JSON file of a checkpoint is written."""
@@ -92,20 +67,7 @@ def plan_rows(
     return PlannedTensor(name, dtype, shape or weight.shape, lambda: (made(*rows) for rows in row_ranges(weight)), role)
 
 
-def plan_floats(name: str, role: str, weight: Weight, stored: Dtype) -> PlannedTensor:
-    """The real numbers of ``weight``, rounded to ``stored``; infinities and NaN are refused."""
-
-    def rounded(first: int, last: int) -> Rows:
-        numbers = weight.floats(first, last).reshape(-1)
-        if not np.isfinite(numbers).all():
-            raise CheckpointError(
-                f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."
-            )
-        return stored.narrow(numbers, name)
-
-    return plan_rows(name, role, weight, stored.safetensors, rounded)
-
-
 def plan_array(name: str, array: npt.NDArray[Any], role: str = "") -> PlannedTensor:
     """A small array as it is."""
-    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([array]), role)
+    dtype = next(name for name, known in ARRAYS.items() if known == array.dtype)
+    return PlannedTensor(name, dtype, array.shape, lambda: iter([array]), role)

@@ -122,4 +122,4 @@ def _with_scales(tensor: Weight, step: str) -> Weight:
             "scales by row."
         ) from error
     grid = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
-    return Weight(codes.shape, codes.codes, Packing(codes.bits, signed=True), lambda: grid, origin=codes.origin)
+    return Weight(codes.shape, codes.codes, Packing(codes.bits, signed=True), grid, origin=codes.origin)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
+from mtp_extract.checkpoint.documents import refused
+from mtp_extract.checkpoint.dtypes import ARRAYS, DTYPES, Dtype
 from mtp_extract.checkpoint.weight import Rows, Weight, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.files import open_regular
@@ -70,10 +71,13 @@ class Stored(Weight):
         return part
 
     def _values(self, first: int, last: int) -> Rows:
-        if self.tensor.dtype == "I64":
-            return read_rows(self.path, self.tensor, first, last).view("<i8")
         if self.cut is None:
-            return self.dtype.widen(read_rows(self.path, self.tensor, first, last).data).reshape(last - first, -1)
+            stored = read_rows(self.path, self.tensor, first, last)
+            return (
+                stored.view("<i8")
+                if self.tensor.dtype == "I64"
+                else self.dtype.widen(stored.data).reshape(stored.shape[0], -1)
+            )
         latest, (begin, end) = self._latest, self.cut
         if latest.rows != (first, last):
             # The same memory again: mapping it anew, page by page, costs as much as reading.
@@ -86,14 +90,15 @@ class Stored(Weight):
 
 def common_dtype(weights: Iterable[Weight]) -> str:
     """Name of the type that holds all of ``weights``, which are floats, as they are: their own where they share one,
-    else F32."""
-    types = {weight.tensor.dtype if isinstance(weight, Stored) else "" for weight in weights}
+    else F32; indices are passed over."""
+    types = {weight.tensor.dtype if isinstance(weight, Stored) else "" for weight in weights} - {"I64"}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 
 
-def read_array(path: Path, stored: StoredTensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """All of ``stored``, in its shape, its bytes taken as ``dtype``; as :func:`read_rows`."""
-    return read_rows(path, stored, 0, rows_of(stored.shape)[0]).reshape(-1).view(dtype).reshape(stored.shape)
+def read_array(path: Path, stored: StoredTensor) -> npt.NDArray[Any]:
+    """All of ``stored``, float32, int64 or bool, in its shape; as :func:`read_rows`."""
+    flat = read_rows(path, stored, 0, rows_of(stored.shape)[0]).reshape(-1)
+    return flat.view(ARRAYS[stored.dtype]).reshape(stored.shape)
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Bytes | None = None) -> Bytes:
@@ -109,12 +114,9 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     shape = last - first, row
     found = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
     rest, offset = found.reshape(-1).data, stored.offset + first * row
-    try:
-        with open_regular(path) as file:
-            while rest:
-                if not (done := os.preadv(file.fileno(), [rest], offset)):
-                    raise CheckpointError(f"{path}: the file shrank while it was being read.")
-                rest, offset = rest[done:], offset + done
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+    with refused(path, "{}"), open_regular(path) as file:
+        while rest:
+            if not (done := os.preadv(file.fileno(), [rest], offset)):
+                raise ValueError("the file shrank while it was being read")
+            rest, offset = rest[done:], offset + done
     return found

@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import CheckpointError, FormatError, NoCodesError
+from mtp_extract.errors import FormatError, NoCodesError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, Integers, Packing, QuantizedTensor
 from mtp_extract.litertlm.tflite import TfliteModel
 
 ROW_STEP = 8
 """A range of rows begins at a multiple of this, and so on a byte whatever the width of the codes."""
-
-_WIDTHS = (2, 4, 8)
 
 Indices = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
@@ -62,8 +60,8 @@ class Steps:
         if each * size.size != rows * blocks or columns % blocks:
             return None
 
-        def by_row(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.broadcast_to(stored[:, None], (stored.size, each)).reshape(rows, blocks)
+        def by_row(flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.repeat(flat, each).reshape(rows, blocks)
 
         return cls(columns // blocks, by_row(size), by_row(zero_point), factor)
 
@@ -72,10 +70,6 @@ class Steps:
         if self.size.shape[1] < 2 or (self.size != self.size[:, :1]).any() or self.zero_point.any():
             return self
         return Steps(self.block * self.size.shape[1], self.size[:, :1], self.zero_point[:, :1], self.factor)
-
-    def in_blocks(self, block: int) -> Floats:
-        """Its size for every ``block`` neighbours, a divisor of its own: float32 ``[rows, columns / block]``."""
-        return np.repeat(self.size, self.block // block, axis=1)
 
     def floats(self, codes: Integers, first: int = 0) -> Floats:
         """The real numbers of ``codes``, rows ``[first, first + len(codes))``, in their shape."""
@@ -98,7 +92,7 @@ class Weight:
         read: rows ``[first, last)``, ``[last − first, columns]``: codes, int8 or uint8, where there is a ``scheme``;
             else float32, or the int64 indices of an ordered head. ``first`` is a multiple of :data:`ROW_STEP`.
         scheme: width and sign of its codes; None where it has none.
-        steps: makes what its codes are worth, when that is first asked for.
+        steps: what its codes are worth, or makes that when it is first asked for.
         origin: equal for weights that are one stored constant; None where the question makes no sense.
         rule: the name of the rule by which its codes were made of floats; empty where they were not made here.
     """
@@ -108,7 +102,7 @@ class Weight:
         shape: tuple[int, ...],
         read: Callable[[int, int], Rows],
         scheme: Packing | None = None,
-        steps: Callable[[], Steps] | None = None,
+        steps: Steps | Callable[[], Steps] | None = None,
         *,
         origin: object = None,
         rule: str = "",
@@ -124,48 +118,26 @@ class Weight:
 
     @cached_property
     def steps(self) -> Steps:
-        """What its codes are worth.
-
-        Raises:
-            CheckpointError: it has none.
-        """
-        if self._steps is None:
-            raise CheckpointError("a tensor of floats was asked for scales")
-        return self._steps()
+        """What its codes are worth; of a weight that has a scheme."""
+        assert self._steps is not None
+        return self._steps if isinstance(self._steps, Steps) else self._steps()
 
     def floats(self, first: int = 0, last: int | None = None) -> Floats:
-        """The real numbers of rows ``[first, last)``: float32 ``[last − first, columns]``.
-
-        Raises:
-            CheckpointError: it holds indices.
-        """
-        rows = self._rows(first, last)
-        if self.scheme is not None:
-            return self.steps.floats(rows, first)
-        if rows.dtype != np.float32:
-            raise CheckpointError("a tensor of indices was asked for floats")
-        return rows
+        """The real numbers of rows ``[first, last)``: float32 ``[last − first, columns]``; not of indices."""
+        rows = self._read(first, self.rows if last is None else last)
+        assert rows.dtype == np.float32 or self.scheme is not None
+        return rows if self.scheme is None else self.steps.floats(rows, first)
 
     def codes(self, first: int = 0, last: int | None = None) -> Integers:
-        """The codes of rows ``[first, last)``: int8 or uint8 ``[last − first, columns]``.
-
-        Raises:
-            CheckpointError: it has none.
-        """
-        if self.scheme is None:
-            raise CheckpointError("a tensor of floats was asked for integers")
-        return self._rows(first, last)
+        """The codes of rows ``[first, last)``: int8 or uint8 ``[last − first, columns]``; of a weight with a scheme."""
+        assert self.scheme is not None
+        return self._read(first, self.rows if last is None else last)
 
     def indices(self) -> Indices:
-        """All indices of an ordered head, int64, in its shape.
-
-        Raises:
-            CheckpointError: it holds numbers.
-        """
-        found: Indices = self._rows(0, None)
-        if found.dtype != np.int64:
-            raise CheckpointError("a tensor of numbers was asked for indices")
-        return found.reshape(self.shape)
+        """All indices of an ordered head, int64, in its shape; of no other weight."""
+        found: Indices = self._read(0, self.rows).reshape(self.shape)
+        assert found.dtype == np.int64
+        return found
 
     def array(self) -> Floats:
         """All of it, float32, in its shape."""
@@ -173,9 +145,6 @@ class Weight:
         for first, last in row_ranges(self):
             result[first:last] = self.floats(first, last)
         return result.reshape(self.shape)
-
-    def _rows(self, first: int, last: int | None) -> Rows:
-        return self._read(first, self.rows if last is None else last)
 
 
 class Constant(Weight):
@@ -188,11 +157,11 @@ class Constant(Weight):
     def __init__(self, shape: tuple[int, ...], source: QuantizedTensor, factor: float = 1.0) -> None:
         self.source, self.factor, self.folded = source, factor, source.tensor.elements != math.prod(shape)
         origin = (source.tensor.subgraph, source.tensor.index, source.location.begin, source.location.size)
-        steps = self._spread(shape)
-        if steps is None:
-            super().__init__(shape, self._stored, origin=origin)
-        else:
-            super().__init__(shape, self._stored, source.packing, lambda: steps, origin=origin)
+        steps: Steps | None = None
+        # Codes of 16 bits, or with scales across the rows, are held by no format: they are floats.
+        if source.packing and source.packing.bits <= 8 and (source.storage.by_rows or source.storage.groups == 1):
+            steps = Steps.spread(source.scale.reshape(-1), source.zero_point.reshape(-1), shape, factor)
+        super().__init__(shape, self._stored, source.packing if steps else None, steps, origin=origin)
 
     @classmethod
     def of(cls, model: TfliteModel, found: FoundRole) -> Constant:
@@ -209,15 +178,6 @@ class Constant(Weight):
     def by_rows(self) -> bool:
         """Whether rows, or blocks of them, have scales of their own and lie in the order of the weight."""
         return not self.folded and self.source.storage.by_rows
-
-    def _spread(self, shape: tuple[int, ...]) -> Steps | None:
-        """What its codes are worth; None where there are none, or none that a format holds: of 16 bits, or with scales
-        across the rows."""
-        source = self.source
-        by_rows = source.storage.by_rows or source.storage.groups == 1
-        if source.packing is None or source.packing.bits > 8 or not by_rows:
-            return None
-        return Steps.spread(source.scale.reshape(-1), source.zero_point.reshape(-1), shape, self.factor)
 
     def _stored(self, first: int, last: int) -> Rows:
         """Rows of codes, or of numbers where it has no codes."""
@@ -247,7 +207,7 @@ def of_array(array: Floats | Indices) -> Weight:
 
 def of_codes(codes: Integers, scheme: Packing, steps: Steps, origin: object = None) -> Weight:
     """A matrix of codes in memory, int8 or uint8 ``[out, in]``."""
-    return Weight(codes.shape, lambda first, last: codes[first:last], scheme, lambda: steps, origin=origin)
+    return Weight(codes.shape, lambda first, last: codes[first:last], scheme, steps, origin=origin)
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -273,7 +233,7 @@ def row_codes(weight: Weight) -> Weight:
         raise NoCodesError("it is stored as floats")
     scheme, steps = weight.scheme, weight.steps
     low, high = scheme.lowest - int(steps.zero_point.max()), scheme.highest - int(steps.zero_point.min())
-    bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
+    bits = next((b for b in (2, 4, 8) if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
         raise NoCodesError("its zero points are not 0, and what is left of the codes does not fit 8 bits")
 
@@ -286,7 +246,7 @@ def row_codes(weight: Weight) -> Weight:
 
     size = steps.size if steps.factor == 1.0 else (steps.size.astype(np.float64) / steps.factor).astype(np.float32)
     grid = Steps.around_zero(steps.block, size)
-    return Weight(weight.shape, codes, Packing(bits, True), lambda: grid, origin=weight.origin)
+    return Weight(weight.shape, codes, Packing(bits, True), grid, origin=weight.origin)
 
 
 def has_exact_steps(weight: Weight) -> bool:
@@ -310,16 +270,17 @@ def same_weight(made: Weight, found: Weight) -> bool:
     # Codes whose zero points leave 8 bits are compared as they are stored.
     with suppress(NoCodesError):
         made, found = row_codes(made), row_codes(found)
-    if made.scheme is None or made.shape != found.shape:
+    if made.scheme is None or made.shape != found.shape or made.steps.factor != found.steps.factor:
         return False
-    one, other = made.steps, found.steps
-    same = all(np.array_equal(made.codes(*rows), found.codes(*rows)) for rows in row_ranges(made))
-    if not same or one.factor != other.factor:
-        return False
-    if not (one.zero_point.any() or other.zero_point.any()):
-        block = math.gcd(one.block, other.block)
-        return np.array_equal(one.in_blocks(block), other.in_blocks(block))
-    return np.array_equal(one.size, other.size) and np.array_equal(one.zero_point, other.zero_point)
+    block = math.gcd(made.steps.block, found.steps.block)
+
+    def by_block(weight: Weight) -> list[npt.NDArray[Any]]:
+        steps = weight.steps
+        return [np.repeat(part, steps.block // block, axis=1) for part in (steps.size, steps.zero_point)]
+
+    return all(map(np.array_equal, by_block(made), by_block(found))) and all(
+        np.array_equal(made.codes(*rows), found.codes(*rows)) for rows in row_ranges(made)
+    )
 
 
 def divided(values: Floats, factor: float) -> Floats:

@@ -23,9 +23,9 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shap
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.documents import AllowedKeys, at, read_object
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES
 from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
-from mtp_extract.checkpoint.planned import BLOCKS, OutputFile, PlannedTensor, json_text, plan_array, plan_rows
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_rows
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array, read_rows
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, same_floats
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
@@ -51,7 +51,6 @@ Activations = tuple[Activation | None, Activation | None]
 
 _WEIGHT = ".weight"
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({"F32": np.dtype("<f4"), "I64": np.dtype("<i8")})
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ class DirectoryFormat:
             return some if dtype == "I8" else pack(some, how.bits, BLOCKS[dtype][1])
 
         yield plan_rows(f"{module}{suffix}", role, codes, dtype, rows, shape)
-        arrays = self.arrays(how, codes.steps.in_blocks(how.group))
+        arrays = self.arrays(how, np.repeat(codes.steps.size, codes.steps.block // how.group, axis=1))
         arrays |= {name: np.float32(static_scale(of)) for name, of in zip(self.static, activations, strict=False)}
         yield from (plan_array(f"{module}{name}", np.asarray(array), role) for name, array in arrays.items())
 
@@ -285,7 +284,7 @@ class DirectoryFormat:
         """
         first, *others = self._parts(how)
         path, codes = stored[stem + first]
-        found = {name: read_array(*stored[stem + name], _TYPES[stored[stem + name][1].dtype]) for name in others}
+        found = {name: read_array(*stored[stem + name]) for name in others}
 
         def require(sound: bool, what: str) -> None:
             if not sound:
@@ -306,7 +305,7 @@ class DirectoryFormat:
             require(0 <= scale < np.inf, f"a scale of activations that is finite and not negative, found {scale}")
             static.append(Activation("int8", scale, 0) if scale else None)
         steps = Steps.around_zero(how.group, scales).by_row()
-        weight = Weight(how.shape, rows, Packing(how.bits, True), lambda: steps, origin=(path, codes.offset))
+        weight = Weight(how.shape, rows, Packing(how.bits, True), steps, origin=(path, codes.offset))
         return weight, (static[0], static[1]) if static else (None, None)
 
 

@@ -412,7 +412,7 @@ def _check_vocabulary(config: Eagle3Config, stored: reading.Tensors) -> None:
             [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
         )
     marks = _marks(config, targets)
-    if config.reduced and _T2D in stored and (read_array(*stored[_T2D], marks.dtype) != marks).any():
+    if config.reduced and _T2D in stored and (read_array(*stored[_T2D]) != marks).any():
         raise reading.mismatch([f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"])
 
 

@@ -71,7 +71,7 @@ def _first_rows(weight: Weight) -> Weight:
         return Weight(shape, weight.floats)
     steps = weight.steps
     first = replace(steps, size=steps.size[:ROW_STEP], zero_point=steps.zero_point[:ROW_STEP])
-    return Weight(shape, weight.codes, weight.scheme, lambda: first)
+    return Weight(shape, weight.codes, weight.scheme, first)
 
 
 def in_words(chain: Chain) -> str:

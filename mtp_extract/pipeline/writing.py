@@ -172,7 +172,7 @@ def finish(
         files={name: (stage / name).stat().st_size for name in files_in(stage)},
         record=record,
         parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-        integers=sum(made.kept[role].how == CODES for role in made.files[0].weights),
+        integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
         notes=(*told, *made.notes(), *made.files[0].notes),
     )
 

@@ -46,17 +46,6 @@ def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
     assert list(row_ranges(filled((5,)))) == [(0, 1)]
 
 
-def test_what_a_weight_is_not_asked_for() -> None:
-    with pytest.raises(CheckpointError, match="floats was asked for integers"):
-        filled((2, 2)).codes()
-    with pytest.raises(CheckpointError, match="numbers was asked for indices"):
-        filled((2, 2)).indices()
-    indices = of_array(np.arange(4))
-    assert indices.indices().tolist() == [0, 1, 2, 3]
-    with pytest.raises(CheckpointError, match="indices was asked for floats"):
-        indices.floats()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> None:
     kind, values = DTYPES[dtype], np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
