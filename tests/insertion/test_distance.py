@@ -103,7 +103,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         held = weight_of(place)
         weight, steps = held.array(), held.steps
         assert steps is not None
-        step = np.broadcast_to(np.abs(steps.in_blocks(1)) / steps.factor, weight.shape)
+        step = np.broadcast_to(np.abs(np.repeat(steps.size, steps.block, axis=1)) / steps.factor, weight.shape)
         slot = Slot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
         found = judged(slot)
         expected, most, outside = by_number(slot, step)
