@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -51,17 +52,20 @@ class _Command(TyperCommand):
             raise
 
 
-def new_app(command: Callable[..., None], examples: Mapping[str, str]) -> typer.Typer:
-    """A program of one command.
+def program(
+    command: Callable[..., None], examples: Mapping[str, str], *, kept: str = "nothing was kept", is_short: bool = False
+) -> tuple[typer.Typer, Callable[..., None]]:
+    """A program of one command: as typer has it, and the function that runs it and exits.
 
     Args:
         command: annotated as typer wants it; a parameter that is a plan stands for the fields of the plan that are.
         examples: for its help: a command line → what that does.
+        kept, is_short: as :func:`run` explains them.
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": True, "epilog": epilog_of(examples)}
     app.command(cls=_Command, **settings)(_taking_fields(command))
-    return app
+    return app, partial(run, app, kept=kept, is_short=is_short)
 
 
 def epilog_of(examples: Mapping[str, str]) -> str:
@@ -138,7 +142,9 @@ def _made(plan: Any, told: Mapping[str, Any], flags: Mapping[str, str]) -> Any:
 
 def run(
     app: typer.Typer,
+    *,
     kept: str = "nothing was kept",
+    is_short: bool = False,
     called: str | None = None,
     arguments: Sequence[str] | None = None,
 ) -> None:
@@ -147,9 +153,15 @@ def run(
     Args:
         app: the command.
         kept: what is left when it is interrupted.
+        is_short: whether it is done in less than a second and uses NumPy for tables only.
         called: what the user called it by, and
         arguments: what followed that; both of this process by default.
     """
+    if is_short:
+        # OpenBLAS starts a thread per core when NumPy is imported, and each spins for tens of milliseconds.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # What is collected would be freed at the end anyway.
+        gc.disable()
     signal.signal(signal.SIGTERM, interrupt)
     # A terminal that closes; not where `nohup` has it ignored.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
@@ -184,15 +196,6 @@ def run(
         status = _failed(f"{what}. {fault} {report} {_DEBUG}=1 is set.")
     forget_interruptions()
     sys.exit(status)
-
-
-def run_lean(app: typer.Typer, called: str | None = None, arguments: Sequence[str] | None = None) -> None:
-    """:func:`run` for a command that is done in less than a second and uses NumPy for tables only."""
-    # OpenBLAS starts a thread per core when NumPy is imported, and each spins for tens of milliseconds.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # What is collected would be freed at the end anyway.
-    gc.disable()
-    run(app, called=called, arguments=arguments)
 
 
 class _PrintError(Exception):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from mtp_extract.cli._command import AsJson, new_app, run
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli.terminal import doing_unless, progress_lines, say_report, write_json
 from mtp_extract.serving.plan import BenchPlan
 
@@ -33,5 +32,4 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run, app)
+app, main = program(command, _EXAMPLES)

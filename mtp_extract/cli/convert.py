@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import AsJson, new_app, run_lean
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
@@ -58,5 +57,4 @@ _EXAMPLES = {
     "mtp-convert gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "Rounds a published drafter to INT4.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run_lean, app)
+app, main = program(command, _EXAMPLES, is_short=True)

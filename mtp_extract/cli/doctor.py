@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import typer
 
-from mtp_extract.cli._command import AsJson, new_app, run
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli.terminal import doing_unless, say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.evaluation.extras import require
@@ -40,5 +39,4 @@ _EXAMPLES = {
     "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Compares expected and served.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run, app)
+app, main = program(command, _EXAMPLES)

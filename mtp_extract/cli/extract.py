@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import AsJson, Verbose, new_app, run_lean
+from mtp_extract.cli._command import AsJson, Verbose, program
 from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
@@ -62,5 +61,4 @@ _EXAMPLES = {
     "mtp-extract --sample -o drafter --for llama.cpp": "Extracts the sample in the format that llama.cpp loads.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run_lean, app)
+app, main = program(command, _EXAMPLES, is_short=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._command import AsJson, new_app, run_lean
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import doing_unless, progress, progress_lines, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
@@ -57,38 +56,23 @@ def command(
     from mtp_extract.proof.proof import in_words
 
     plans: list[InsertionPlan] = []
-
-    def planned(plan: InsertionPlan) -> None:
-        plans.append(plan)
-        if not print_json:
-            _show_plan(plan)
-
+    asked: Any = {"dry_run": dry_run, "graph_from": graph_from, "base": base, "overwrite": overwrite}
     with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
-        made = insert(
-            source,
-            bundle,
-            out,
-            dry_run=dry_run,
-            graph_from=graph_from,
-            base=base,
-            overwrite=overwrite,
-            planned=planned,
-            say=doing_unless(print_json),
-            show=show,
-            progress=tick,
-        )
-    (plan,) = plans
-    result = made if isinstance(made, InsertionResult) else None
+        told: Any = {"planned": plans.append, "say": doing_unless(print_json), "show": show, "progress": tick}
+        made = insert(source, bundle, out, **asked, **told)
+    (plan,), result = plans, made if isinstance(made, InsertionResult) else None
     if print_json:
         write_json(plan.as_json(result))
-    elif result is not None:
-        checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
-        say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
-        if result.proof is not None:
-            say_proof("Verified", in_words(result.proof))
-        say_notes(result.notes[len(plan.notes) :])
-    else:
+        return
+    _show_plan(plan)
+    if result is None:
         say("Nothing was written.")
+        return
+    checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
+    say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
+    if result.proof is not None:
+        say_proof("Verified", in_words(result.proof))
+    say_notes(result.notes[len(plan.notes) :])
 
 
 def _show_plan(plan: InsertionPlan) -> None:
@@ -109,5 +93,4 @@ _EXAMPLES = {
     "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run_lean, app)
+app, main = program(command, _EXAMPLES, is_short=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._command import AsJson, new_app, run_lean
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape, several
@@ -69,8 +68,7 @@ def _show_comparison(found: BaseComparison) -> None:
     say(f"{escape(found.bundle)}: its base, {found.layers} layers, against the base in {escape(found.checkpoint)}")
     rows = []
     for r in found.roles:
-        steps = "-" if r.steps is None else f"{r.steps:.3g}"
-        error = "-" if r.error is None else f"{r.error:.2g}"
+        steps, error = (_or_dash(value, form) for value, form in ((r.steps, ".3g"), (r.error, ".2g")))
         rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why or ""])
     table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
     say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
@@ -79,6 +77,10 @@ def _show_comparison(found: BaseComparison) -> None:
     if found.not_compared:
         say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.not_compared.items())}")
     say("  Weights are compared, not what the graphs compute with them.")
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _show_checkpoint(report: Mapping[str, Any]) -> None:
@@ -210,5 +212,4 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run_lean, app)
+app, main = program(command, _EXAMPLES, is_short=True)

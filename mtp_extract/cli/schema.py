@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import new_app, run_lean
+from mtp_extract.cli._command import program
 from mtp_extract.cli.terminal import write_json
 from mtp_extract.schemas import Record, schema
 
@@ -22,5 +21,4 @@ _EXAMPLES = {
     "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run_lean, app)
+app, main = program(command, _EXAMPLES, is_short=True)

@@ -7,13 +7,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mtp_extract.cli._command import new_app, run
+from mtp_extract.cli._command import program
 from mtp_extract.cli.terminal import doing, error, progress_lines, say, say_notes, table
 from mtp_extract.errors import escape
 from mtp_extract.tuning.plan import ORDERED, TuningPlan
@@ -134,5 +133,4 @@ _EXAMPLES = {
     "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")
+app, main = program(command, _EXAMPLES, kept="no drafter was written; the same command goes on where this one stopped")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import new_app, run
+from mtp_extract.cli._command import program
 from mtp_extract.cli.terminal import say, say_notes, size, table
 from mtp_extract.errors import escape
 from mtp_extract.report.card import CardWords
@@ -71,5 +70,4 @@ _EXAMPLES = {
     "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run, app)
+app, main = program(command, _EXAMPLES)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
-from mtp_extract.cli._command import AsJson, new_app, run
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli.terminal import (
     doing_unless,
     error,
@@ -70,5 +69,4 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app = new_app(command, _EXAMPLES)
-main = partial(run, app)
+app, main = program(command, _EXAMPLES)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import mtp_extract
 from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.cli import COMMANDS, convert, extract, insert, module_of, upload
-from mtp_extract.cli._command import AsJson, new_app
+from mtp_extract.cli._command import AsJson, program
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import EVERY
 from mtp_extract.options import check_values, whole_numbers
@@ -60,7 +60,7 @@ def call(*given: str) -> tuple[int, Any, str]:
         """Do it."""
         got.append((plan, again, print_json))
 
-    result = CliRunner().invoke(new_app(command, {}), list(given))
+    result = CliRunner().invoke(program(command, {})[0], list(given))
     return result.exit_code, (got or [None])[0], " ".join(result.output.split())
 
 

@@ -30,7 +30,6 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import insert as insert_command
 from mtp_extract.cli import inspect as inspect_command
-from mtp_extract.cli._command import run_lean
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
 from mtp_extract.insertion.base import find_base, matches
@@ -268,7 +267,7 @@ def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
 def run(capsys: pytest.CaptureFixture[str], command: Any, *arguments: object) -> tuple[int, str, str]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr("sys.argv", ["mtp", *map(str, arguments)])
-        run_lean(command.app)
+        command.main()
     printed = capsys.readouterr()
     return int(stopped.value.code or 0), printed.out, printed.err
 
