@@ -20,7 +20,7 @@ from mtp_extract.insertion.encoding import KEPT, Encoding
 from mtp_extract.insertion.slots import Place, Slot, over_rows
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
-from mtp_extract.io.source import LocalSource, Progress, Source, counter
+from mtp_extract.io.source import Progress, Source, counter
 from mtp_extract.litertlm.storage import FLOAT_TYPES, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.proof.proof import Proof
@@ -139,9 +139,8 @@ def _caches_of(target: Path) -> list[str]:
 
 def _freshen(stage: Path, target: Path, source: Source) -> None:
     """Give ``stage``, which becomes ``target``, a time of change that no cache and no older file has."""
-    older = [os.fstat(source.fileno)] if isinstance(source, LocalSource) else []
-    older += [target.stat()] if target.exists() else []
-    taken, names = {other.st_mtime_ns // 10**9 for other in older}, _caches_of(target)
+    older = [path for path in (source.path, target) if path is not None and path.exists()]
+    taken, names = {path.stat().st_mtime_ns // 10**9 for path in older}, _caches_of(target)
     made = second = stage.stat().st_mtime_ns // 10**9
     while second in taken or any(f"_{second}_" in name for name in names):
         second += 1

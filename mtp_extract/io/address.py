@@ -47,11 +47,9 @@ class HubAddress:
 
         The Hub's ETag is the SHA-256 of the content for a file in LFS or Xet, git's blob id for others.
         """
-        record = {"repository": self.repository, "path": self.path}
-        record |= {"revision": self.revision or "main", "commit": commit}
-        if etag:
-            record |= {"etag": etag} | ({"sha256": etag} if _SHA256.fullmatch(etag) else {})
-        return record
+        record = {"repository": self.repository, "path": self.path, "revision": self.revision or "main"}
+        record |= {"commit": commit} | ({"etag": etag} if etag else {})
+        return record | ({"sha256": etag} if etag and _SHA256.fullmatch(etag) else {})
 
 
 def parse_address(text: str) -> HubAddress | None:
@@ -67,23 +65,20 @@ def parse_address(text: str) -> HubAddress | None:
         SourceError: it begins with ``hf://`` and cannot be read.
     """
     from huggingface_hub import constants, parse_hf_uri
-    from huggingface_hub.errors import HfUriError
 
-    scheme, rest = text.split("://", 1) if "://" in text else ("", text)
+    scheme, _, rest = text.rpartition("://")
     hosts = {*constants.HF_URL_HOSTS, urlsplit(constants.ENDPOINT).netloc}
     is_page = scheme != "hf" and rest.partition("/")[0].lower() in hosts
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
-    uri = text if is_page else "hf://" + _REVISION_AT_END.sub(r"\1@\3/\2", rest)
     try:
+        uri = text if is_page else "hf://" + _REVISION_AT_END.sub(r"\1@\3/\2", rest)
         found = parse_hf_uri(uri, endpoint=constants.ENDPOINT)
-        path = found.path_in_repo
-        if found.type == "model" and not {".", ".."} & set(path.split("/")):
-            if not path and scheme != "hf" and found.id.endswith(_MODEL_FILES):
-                return None
-            is_folder = path and (text.endswith("/") or (is_page and "/tree/" in text))
-            return HubAddress(found.id, f"{path}/" if is_folder else path, found.revision)
-    except (HfUriError, ValueError):
+        path, folder = found.path_in_repo, text.endswith("/") or (is_page and "/tree/" in text)
+        is_here = scheme != "hf" and not path and found.id.endswith(_MODEL_FILES)
+        if found.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
+            return HubAddress(found.id, f"{path}/" if path and folder else path, found.revision)
+    except ValueError:
         pass  # of a page it is another route, and of a name a path
     if scheme != "hf":
         return None
@@ -93,9 +88,8 @@ def parse_address(text: str) -> HubAddress | None:
 
 def cached_address(path: Path) -> HubAddress | None:
     """What a file or folder in the Hub's cache is a copy of; None for any other."""
-    if (found := _CACHED.fullmatch(path.absolute().as_posix())) is None:
-        return None
-    return HubAddress(found["repository"].replace("--", "/"), found["path"] or "", found["commit"])
+    found = _CACHED.fullmatch(path.absolute().as_posix())
+    return found and HubAddress(found["repository"].replace("--", "/"), found["path"] or "", found["commit"])
 
 
 def is_cached(path: Path) -> bool:

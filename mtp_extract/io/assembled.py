@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
@@ -14,8 +14,6 @@ from mtp_extract.io.threads import on_all_cores
 
 Put = Callable[[int, bytes | memoryview], None]
 """Writes bytes at a place of the file."""
-Span = tuple[int, int]
-"""Bytes of the file, ``[begin, end)``."""
 
 _READ = 1 << 20
 
@@ -31,28 +29,23 @@ class Assembled(Source):
     def __init__(self, name: str, size: int, pieces: Iterable[tuple[int, Region]]) -> None:
         self.name, self.size, self.provenance, self.pieces = name, size, {}, tuple(pieces)
 
-    def _parts(self, offset: int, length: int) -> list[tuple[int, Source, int, int]]:
-        """The parts of pieces that lie in a range: where in the range, their source, their offset in it, their size."""
-        parts = []
+    def _parts(self, offset: int, length: int) -> Iterator[tuple[int, Region]]:
+        """The parts of pieces that lie in a range, and where in the range."""
         for at, piece in self.pieces:
             begin, end = max(at, offset), min(at + piece.size, offset + length)
             if begin < end:
-                parts.append((begin - offset, piece.source, piece.begin + begin - at, end - begin))
-        return parts
+                yield begin - offset, piece.part(begin - at, end - begin, piece.what)
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
-        parts = self._parts(offset, length)
-        if parts and parts[-1][3] == length:
-            return parts[-1][1].read(*parts[-1][2:])
         result = bytearray(length)
-        for at, source, begin, count in parts:
-            result[at : at + count] = source.read(begin, count)
+        for at, part in self._parts(offset, length):
+            result[at : at + part.size] = part.source.read(part.begin, part.size)
         return bytes(result)
 
     def prefetch(self, offset: int, length: int) -> None:
-        for _, source, begin, count in self._parts(offset, length):
-            source.prefetch(begin, count)
+        for _, part in self._parts(offset, length):
+            part.source.prefetch(part.begin, part.size)
 
 
 def write_copy(
@@ -79,24 +72,21 @@ def write_copy(
             filled.append((at, at + len(data), xxh3_128_hexdigest(data)))
             advance(len(data))
 
-        for begin, end in _spans(0, source.size):
-            write_all(fd, source.read(begin, end - begin), begin)
-            advance(end - begin)
+        for begin in range(0, source.size, _READ):
+            piece = source.read(begin, min(_READ, source.size - begin))
+            write_all(fd, piece, begin)
+            advance(len(piece))
         fill(put)
-    edges = [0, *(edge for begin, end, _ in sorted(filled) for edge in (begin, end)), source.size]
-    rest = [span for gap in zip(edges[::2], edges[1::2], strict=True) for span in _spans(*gap)]
     with LocalSource(path) as back:
 
-        def is_copied(span: Span) -> bool:
-            return back.read(span[0], span[1] - span[0]) == source.read(span[0], span[1] - span[0])
+        def agrees(span: tuple[int, int, str]) -> bool:
+            """Whether what was filled in has its digest; what has none is the source's."""
+            begin, length, digest = span[0], span[1] - span[0], span[2]
+            found = back.read(begin, length)
+            return xxh3_128_hexdigest(found) == digest if digest else found == source.read(begin, length)
 
-        def is_filled(entry: tuple[int, int, str]) -> bool:
-            return xxh3_128_hexdigest(back.read(entry[0], entry[1] - entry[0])) == entry[2]
-
-        same = on_all_cores(is_copied, rest) + on_all_cores(is_filled, filled)
-        if not all(same) or back.size != source.size:
+        edges = [0, *(edge for begin, end, _ in sorted(filled) for edge in (begin, end)), source.size]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        copied = [(at, min(at + _READ, end), "") for begin, end in gaps for at in range(begin, end, _READ)]
+        if back.size != source.size or not all(on_all_cores(agrees, copied + filled)):
             raise read_back_error(path)
-
-
-def _spans(begin: int, end: int) -> list[Span]:
-    return [(at, min(at + _READ, end)) for at in range(begin, end, _READ)]

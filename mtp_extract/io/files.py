@@ -16,8 +16,8 @@ from mtp_extract.io.place import shown, unwritten
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
-def regular_descriptor(path: Path) -> int:
-    """The descriptor of the regular file at ``path``, open for reading.
+def open_regular(path: Path) -> BinaryIO:
+    """The regular file at ``path``, open for reading.
 
     Raises:
         OSError: it cannot be opened, or is something else; ``strerror`` says what.
@@ -31,12 +31,7 @@ def regular_descriptor(path: Path) -> int:
     if kind != stat.S_IFREG:
         os.close(fd)
         raise OSError(errno.EINVAL, f"expected a regular file, found {_KINDS.get(kind, 'a device')}", path)
-    return fd
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """The regular file at ``path``; raises OSError as :func:`regular_descriptor`."""
-    return open(regular_descriptor(path), "rb")
+    return open(fd, "rb")
 
 
 def read_regular(path: Path, largest: int) -> bytes:
@@ -59,12 +54,9 @@ def new_file(path: Path, size: int) -> Iterator[int]:
     """
     try:
         path.parent.mkdir(exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            _reserve(fd, size)
-            yield fd
-        finally:
-            os.close(fd)
+        with open(path, "xb") as file:
+            _reserve(file.fileno(), size)
+            yield file.fileno()
     except OSError as error:
         raise unwritten(path, error) from error
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 
 _LOGIN = "log in (hf auth login) or set HF_TOKEN"
-STATUSES: Mapping[int, str] = MappingProxyType(
-    {
-        401: f"the Hub does not accept the token: {_LOGIN}",
-        403: "the token does not give access to the repository",
-        404: "there is no such file: check the address",
-        416: "the file is empty, or has become shorter",
-    }
-)
+STATUSES = {
+    401: f"the Hub does not accept the token: {_LOGIN}",
+    403: "the token does not give access to the repository",
+    404: "there is no such file: check the address",
+    416: "the file is empty, or has become shorter",
+}
 """What a status means, of the Hub's where its answer does not say more."""
 
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -34,8 +32,8 @@ _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 
-# By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
-_FINAL = {
+# By name, as an application may have given huggingface_hub a client of another library. The first decides.
+_MEANINGS = {
     "OfflineModeIsEnabled": _OFFLINE,
     "LocalEntryNotFoundError": _OFFLINE,
     "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}",
@@ -47,13 +45,12 @@ _FINAL = {
     "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://",
     "InvalidURL": "the address, or where the server redirects to, is none that can be requested",
     "ValueError": "the server's answer cannot be read, or it redirects to what is no address",
-}
-_PASSING = {
     "TimeoutException": "the server does not answer in time",
     "ConnectError": "the server cannot be reached",
     "ProxyError": "the server cannot be reached",
     "TransportError": "the connection was lost, or what came over it is not HTTP",
 }
+_PASSING = ("TimeoutException", "ConnectError", "ProxyError", "TransportError")
 
 
 def http_library() -> ModuleType:
@@ -61,8 +58,7 @@ def http_library() -> ModuleType:
     from huggingface_hub.errors import HfHubHTTPError
 
     # Not of its session, which an application may have replaced: of the error that all of its errors are.
-    base = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
-    return importlib.import_module(base.__module__.partition(".")[0])
+    return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
 
 
 class FaultError(SourceError):
@@ -101,9 +97,7 @@ def faults(name: str) -> Iterator[None]:
 
 def _meant(name: str, error: Exception) -> SourceError | None:
     """What to raise in place of ``error``; None where it is a fault of ours."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    answer = error.response if isinstance(error, HfHubHTTPError) else None
+    answer = getattr(error, "response", None)
     status = answer.status_code if answer is not None else 0
     if answer is not None and status in _BUSY:
         what = "limits the rate of requests" if status == 429 else "is not available"
@@ -111,19 +105,13 @@ def _meant(name: str, error: Exception) -> SourceError | None:
         # Of a Retry-After, seconds count and no date.
         return FaultError(name, f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    for text in (text for kind, text in _FINAL.items() if kind in kinds):
-        return SourceError(f"{name}: {text}.")
-    if status:
-        return SourceError(f"{name}: {STATUSES.get(status, f'the server answered {status}')}.")
-    for text in (text for kind, text in _PASSING.items() if kind in kinds):
-        return FaultError(name, text + (f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""))
-    return None
-
-
-def _hide(record: logging.LogRecord) -> bool:
-    """Cut queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
-    record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
-    return True
+    kind = next((kind for kind in _MEANINGS if kind in kinds), None)
+    if kind in _PASSING:
+        why = f": {_ERRNO.sub('', escape(error))}" if "reached" in _MEANINGS[kind] else ""
+        return FaultError(name, _MEANINGS[kind] + why)
+    if kind is None and not status:
+        return None
+    return SourceError(f"{name}: {_MEANINGS[kind] if kind else STATUSES.get(status, f'the server answered {status}')}.")
 
 
 def hide_queries() -> None:
@@ -133,3 +121,9 @@ def hide_queries() -> None:
     parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
     for name in (library, *parts, "huggingface_hub.utils._http"):
         logging.getLogger(name).addFilter(_hide)  # adding it twice adds it once
+
+
+def _hide(record: logging.LogRecord) -> bool:
+    """Cut queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
+    record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
+    return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,35 +46,40 @@ def open_source(
     text, progress = os.fspath(source), progress or nothing_shown
     if "://" not in text and os.path.lexists(text):
         return _open_local(Path(text))
-    address = parse_address(text)
-    if address is None and "://" in text:
-        return _open_url(text, progress)
-    if address is None:
-        raise SourceError(_not_here(text))
-    try:
-        return _open_hub(address, token, progress)
-    except SourceError as error:
-        raise _or_no_path(text, error) from None
-
-
-def _or_no_path(text: str, error: SourceError) -> SourceError:
-    """``error``, which also says that there is no such file here where ``text`` may have been meant as a path."""
+    if address := parse_address(text):
+        with _or_no_path(text):
+            return _open_hub(address, token, progress)
     if "://" in text:
-        return error
-    return SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies)
+        return RemoteSource(public_url(text), text, False, None, progress)
+    raise SourceError(_not_here(text))
+
+
+@contextmanager
+def _or_no_path(text: str) -> Iterator[None]:
+    """Say of what the Hub has not that there is no such file here either, where ``text`` may be meant as a path."""
+    try:
+        yield
+    except SourceError as error:
+        if "://" in text:
+            raise
+        raise SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies) from None
 
 
 def _not_here(text: str) -> str:
     """What is said of a path at which there is nothing, with the nearest name in that folder, if one is near."""
     folder, name = os.path.split(text)
-    try:
+    names: list[str] = []
+    with suppress(OSError, ValueError):
         names = os.listdir(folder or ".")
-    except (OSError, ValueError):
-        names = []
     what = nearest(name, filter(str.isprintable, names)) or " Check the path."
     is_path = text.startswith(("/", ".", "~"))
     no_id = "" if is_path else ", and it is no id of the Hugging Face Hub (ORG/NAME or ORG/NAME/FILE)"
     return f"{escape(text) or repr(text)}: cannot be opened: No such file or directory{no_id}.{what}"
+
+
+def public_url(url: str) -> str:
+    """``url`` as it may be shown and kept: without credentials, query and fragment."""
+    return escape(re.sub(r"^(\w+://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", url, flags=re.DOTALL))
 
 
 def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
@@ -86,76 +93,51 @@ def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
     return source
 
 
-def public_url(url: str) -> str:
-    """``url`` as it may be shown and kept: without credentials, query and fragment."""
-    return escape(re.sub(r"^(\w+://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", url, flags=re.DOTALL))
-
-
-def _open_url(url: str, progress: Progress) -> Source:
-    remote = RemoteSource(public_url(url), url, _headers(False), None, progress)
-    told = {"url": remote.name, "etag": remote.told["ETag"], "last_modified": remote.told["Last-Modified"]}
-    remote.provenance = {key: str(value) for key, value in told.items() if value}
-    return remote
-
-
 def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress) -> Source:
     """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file.
 
     The Hub is asked once for the file's commit, size and ETag. Ranges are requested of the file's address at that
     commit, which the Hub redirects to its storage.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if not address.is_file:
         address = _bundle_in(address, token)
     name, repository, path, revision = address.name, address.repository, address.path, address.revision
-    # A commit names the same bytes for ever, so the Hub need not be asked.
-    known = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")
-    if known and (copy := _copy_of(address, revision)):
-        return copy
-    url = hf_hub_url(repository, path, revision=revision)
+
+    def copy_of(revision: str | None) -> Source | None:
+        found = try_to_load_from_cache(repository, path, revision=revision)
+        return _open_local(Path(found), address) if isinstance(found, str) else None
+
     with faults(name):
+        # A commit names the same bytes for ever, so the Hub need not be asked.
+        if (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")) and (copy := copy_of(revision)):
+            return copy
+        url = hf_hub_url(repository, path, revision=revision)
         found = get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    commit = found.commit_hash or ""
-    if not COMMIT.fullmatch(commit):
-        raise SourceError(
-            f"{name}: expected the Hub to name the file's commit, found {escape(commit or 'none', 60)}. Check "
-            "HF_ENDPOINT, or a proxy that drops headers."
-        )
-    if copy := _copy_of(address, commit):
-        return copy
+        commit = found.commit_hash or ""
+        if not COMMIT.fullmatch(commit):
+            raise SourceError(
+                f"{name}: expected the Hub to name the file's commit, found {escape(commit or 'none', 60)}. Check "
+                "HF_ENDPOINT, or a proxy that drops headers."
+            )
+        if copy := copy_of(commit):
+            return copy
     pinned = hf_hub_url(repository, path, revision=commit)
-    remote = RemoteSource(name, pinned, _headers(token), found.size, progress)
+    remote = RemoteSource(name, pinned, token, found.size, progress)
     remote.provenance = address.record(commit, found.etag)
     return remote
 
 
-def _headers(token: str | bool | None) -> dict[str, str]:
-    """Headers of a request, as huggingface_hub makes them. ``token=False`` leaves the token out."""
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
-
-    # A compressed answer would have other offsets.
-    return {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
-
-
-def _copy_of(address: HubAddress, revision: str | None) -> Source | None:
-    """The copy in the Hub's cache, if there is one of that revision, by the name that the user gave it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    with faults(address.name):
-        found = try_to_load_from_cache(address.repository, address.path, revision=revision)
-    return _open_local(Path(found), address) if isinstance(found, str) else None
-
-
 def _bundle_in(address: HubAddress, token: str | bool | None) -> HubAddress:
     """The address of the one ``.litertlm`` in the repository or folder that ``address`` names."""
-    paths = _sizes(address, token)
-    found = [replace(address, path=path) for path in sorted(paths) if path.endswith(BUNDLE)]
+    paths = sorted(_sizes(address, token))
+    found = [replace(address, path=path) for path in paths if path.endswith(BUNDLE)]
     if len(found) == 1:
         return found[0]
     what = f"one {BUNDLE}, found {len(found)}. Name one of them: {few((one.name for one in found), most=20)}."
     if not found:
-        what = f"a {BUNDLE}, found none among {few(sorted(paths)) or 'no files'}. Name another, such as {_EXAMPLE}."
+        what = f"a {BUNDLE}, found none among {few(paths) or 'no files'}. Name another, such as {_EXAMPLE}."
     raise SourceError(f"{address.name}: expected {what}")
 
 
@@ -188,40 +170,33 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
         )
     if address is None or (may_be_bundle and address.is_file):
         return text
-    try:
+    with _or_no_path(text):
         sizes = _sizes(address, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
-        return str(_fetched(address, sizes, largest))
-    except SourceError as error:
-        raise _or_no_path(text, error) from None
+        files, place = _files_of_checkpoint(address, list(sizes))
+        if (size := sum(sizes[path] for path in files)) > largest:
+            raise SourceError(
+                f"{address.name}: expected at most {largest / 1e9:.1f} GB, found {size / 1e9:.1f} GB: more than a "
+                "drafter has, or than the memory holds. Name the folder or file that is meant, or a smaller model."
+            )
+        return str(_snapshot(address, allow_patterns=[*map(glob.escape, files)]) / place)
 
 
-def _fetched(address: HubAddress, sizes: dict[str, int], largest: int) -> Path:
-    """The checkpoint that ``address`` names, in the Hub's cache: a directory, or a GGUF.
-
-    Args:
-        sizes: path → bytes of the files that begin with its path.
-    """
+def _files_of_checkpoint(address: HubAddress, paths: list[str]) -> tuple[list[str], str]:
+    """Of ``paths``, which begin as ``address`` does, those of the checkpoint it names; and their folder or file."""
     # A folder may be named without its slash; what begins alike is another.
     folder = f"{address.path.rstrip('/')}/" if address.path else ""
-    inside = [path for path in sizes if path.startswith(folder)]
+    inside = [path for path in paths if path.startswith(folder)]
     drafters = [path for path in inside if path.endswith(_GGUF) and "mtp-" in path]
-    if address.path in sizes:
-        files, place = [address.path], address.path
-    elif f"{folder}{_CONFIG}" in inside:
-        files, place = inside, folder
-    elif len(drafters) == 1:
-        files, place = drafters, drafters[0]
-    else:
-        found = f"{len(drafters)}: {few(drafters)}" if drafters else few(sorted(inside)) or "no files"
-        raise SourceError(f"{address.name}: expected a {_CONFIG} or one mtp-*.gguf, found {found}. Name what is meant.")
-    if (size := sum(sizes[path] for path in files)) > largest:
-        raise SourceError(
-            f"{address.name}: expected at most {largest / 1e9:.1f} GB, found {size / 1e9:.1f} GB: more than a drafter "
-            "has, or than the memory holds. Name the folder or file that is meant, or a smaller model."
-        )
-    return _snapshot(address, allow_patterns=[*map(glob.escape, files)]) / place
+    if address.path in paths:
+        return [address.path], address.path
+    if f"{folder}{_CONFIG}" in inside:
+        return inside, folder
+    if len(drafters) == 1:
+        return drafters, drafters[0]
+    found = f"{len(drafters)}: {few(drafters)}" if drafters else few(sorted(inside)) or "no files"
+    raise SourceError(f"{address.name}: expected a {_CONFIG} or one mtp-*.gguf, found {found}. Name what is meant.")
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:

@@ -95,12 +95,23 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     """
     target = _absolute(place)
     with _stage_of(target, overwrite, inputs, listed) as stage:
+        new = stage / _NEW
         if listed is not None:
-            (stage / _NEW).mkdir()
-        yield stage / _NEW
+            new.mkdir()
+        yield new
         _check_free(target, overwrite, listed)
         check_interrupted()
-        _put_in_place(stage, target)
+        for root, _, names in os.walk(new, topdown=False):
+            for name in (*names, "."):
+                _sync(Path(root, name))
+        if listed is None:
+            _sync(new)
+        elif target.is_dir() and any(target.iterdir()):
+            # A directory with files in it cannot be replaced in one step.
+            os.rename(target, stage / _OLD)
+        os.rename(new, target)
+        _sync(stage)
+        _sync(target.parent)
 
 
 def shown(path: Path) -> str:
@@ -137,28 +148,30 @@ def _stage_of(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | No
     It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
     so are the directories above it that had to be made, unless something lies there.
     """
-    stage = target.parent / f".{target.name}.partial"
     missing = [parent for parent in target.parents if not os.path.lexists(parent)]
     try:
         _check_inputs(target, inputs)
         if not (nearest := target.parents[len(missing)]).is_dir():
             raise _refusal(target, f"{shown(nearest)} is not a directory.")
-        with ExitStack() as afterwards:
-            afterwards.callback(_remove_empty, missing)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            afterwards.callback(os.close, _lock(stage, target))
-            afterwards.callback(_clear, stage, target, finally_=True)
-            _clear(stage, target)
-            _check_free(target, overwrite, listed)
-            yield stage
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{target.name}.partial", target) as stage:
+            try:
+                _clear(stage, target)
+                _check_free(target, overwrite, listed)
+                yield stage
+            finally:
+                _clear(stage, target)
+                # What cannot be removed now, the next run removes: it knows the stage by its mark.
+                with suppress(OSError):
+                    if os.listdir(stage) == [_MARK]:
+                        os.unlink(stage / _MARK)
+                        os.rmdir(stage)
     except OSError as error:
         raise unwritten(target, error) from error
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
+    finally:
+        with suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
 
 
 def _check_inputs(target: Path, inputs: Inputs) -> None:
@@ -206,35 +219,36 @@ def _foreign(folder: Path, ours: Container[str], below: str = "") -> Iterator[st
                 yield path
 
 
-def _lock(stage: Path, target: Path) -> int:
-    """Make ``stage`` this run's own; the descriptor that locks it."""
-    while True:
-        with suppress(FileExistsError):
-            stage.mkdir()
-        # A run that ends removes its stage.
-        with ExitStack() as if_not_locked, suppress(FileNotFoundError):
+@contextmanager
+def _locked(stage: Path, target: Path) -> Iterator[Path]:
+    """``stage``, marked as ours and locked by this run until the block ends."""
+    why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
+    in_the_way = _refusal(target, why, _ELSEWHERE)
+    with ExitStack() as opened:
+        while True:
+            with suppress(FileExistsError):
+                stage.mkdir()
             try:
                 lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                if_not_locked.callback(os.close, lock)
+                opened.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # What was locked may be gone by now, and another's in its place.
-                if not os.path.samestat(os.fstat(lock), stage.lstat()):
-                    continue
-                if (names := os.listdir(stage)) and _MARK not in names:
-                    raise NotADirectoryError
-                (stage / _MARK).touch()
-                if_not_locked.pop_all()
-                return lock
+                if os.path.samestat(os.fstat(lock), stage.lstat()):
+                    break
+            except FileNotFoundError:
+                pass  # a run that ends removes its stage: what was locked is gone, or another's has its name
             except BlockingIOError as error:
-                why = "another run is writing there."
-                raise _refusal(target, why, "Wait for it, or choose another place.") from error
+                advice = "Wait for it, or choose another place."
+                raise _refusal(target, "another run is writing there.", advice) from error
             except NotADirectoryError as error:
-                why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
-                raise _refusal(target, why, _ELSEWHERE) from error
+                raise in_the_way from error
+        if (names := os.listdir(stage)) and _MARK not in names:
+            raise in_the_way
+        (stage / _MARK).touch()
+        yield stage
 
 
-def _clear(stage: Path, target: Path, finally_: bool = False) -> None:
-    """Put back what was on its way out, and remove what was not to stay; ``finally_`` the stage itself, too."""
+def _clear(stage: Path, target: Path) -> None:
+    """Put back what was on its way out, and remove what was not to stay."""
     new, old = stage / _NEW, stage / _OLD
     if os.path.lexists(new) and os.path.lexists(old):
         try:
@@ -249,27 +263,6 @@ def _clear(stage: Path, target: Path, finally_: bool = False) -> None:
         shutil.rmtree(left, ignore_errors=True)
         with suppress(OSError):
             left.unlink()
-    # What cannot be removed now, the next run removes: it knows the stage by its mark.
-    with suppress(OSError):
-        if finally_ and os.listdir(stage) == [_MARK]:
-            os.unlink(stage / _MARK)
-            os.rmdir(stage)
-
-
-def _put_in_place(stage: Path, target: Path) -> None:
-    """Give the result its name, when it is on the disk."""
-    new = stage / _NEW
-    for root, _, names in os.walk(new, topdown=False):
-        for name in (*names, "."):
-            _sync(Path(root, name))
-    if not new.is_dir():
-        _sync(new)
-    elif target.is_dir() and any(target.iterdir()):
-        # A directory with files in it cannot be replaced in one step.
-        os.rename(target, stage / _OLD)
-    os.rename(new, target)
-    _sync(stage)
-    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:

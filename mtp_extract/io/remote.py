@@ -7,12 +7,11 @@ used: it holds a whole range in memory and looks at neither status nor ETag.
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from mtp_extract.errors import SourceError, escape
@@ -40,33 +39,29 @@ class RemoteSource(FileSource):
 
     Args:
         name: of the file, safe to print.
-        url, headers: where it is served, and what is sent there: neither is shown.
+        url: where it is served; it is not shown.
+        token: for the Hub, as for :func:`~mtp_extract.io.opening.open_source`.
         size: bytes that it has, where that is known.
         progress: called with bytes done and bytes in all while a prefetched range arrives.
-
-    Attributes:
-        told: what must be the same in every answer, by the first: "size", "ETag" and "Last-Modified".
 
     Raises:
         SourceError: refused, gone, changed, without ranges or a validator, or not reachable.
     """
 
     def __init__(
-        self,
-        name: str,
-        url: str,
-        headers: Mapping[str, str],
-        size: int | None = None,
-        progress: Progress = nothing_shown,
+        self, name: str, url: str, token: str | bool | None, size: int | None = None, progress: Progress = nothing_shown
     ) -> None:
-        self.name, self.size, self.provenance = name, _BLOCK, {}
-        self.told: dict[str, str | int] = {} if size is None else {"size": size}
-        self._url, self._headers, self._progress = url, headers, progress
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
+
+        self.name, self.size = name, _BLOCK
+        self._told: dict[str, str | int] = {} if size is None else {"size": size}  # by the first answer, and by all
+        # A compressed answer would have other offsets.
+        self._headers = {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
+        self._url, self._progress = url, progress
         self._here: set[int] = set()  # numbers of the blocks in the file
         self._lock = threading.Lock()
         try:
-            with tempfile.TemporaryFile(prefix="mtp-extract-") as file:
-                self.fileno = os.dup(file.fileno())
+            self.file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - it is closed with the source
         except OSError as error:
             raise self._no_room(error) from error
         try:
@@ -74,6 +69,8 @@ class RemoteSource(FileSource):
         except BaseException:
             self.close()
             raise
+        told = {"url": name, "etag": self._told["ETag"], "last_modified": self._told["Last-Modified"]}
+        self.provenance = {key: str(value) for key, value in told.items() if value}
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
@@ -127,7 +124,7 @@ class RemoteSource(FileSource):
             for piece in response.iter_raw():
                 if at + len(piece) > end:
                     raise FaultError(self.name, "the server sent more bytes than it announced")
-                write_all(self.fileno, piece, at)
+                write_all(self.file.fileno(), piece, at)
                 at, arrived = at + len(piece), arrived + len(piece)
                 self._here.update(range(block, last if at == end else at // _BLOCK))
                 block = at // _BLOCK
@@ -154,12 +151,11 @@ class RemoteSource(FileSource):
         if status in (401, 403, 410):
             refused = f"the server refuses access ({status})"
             # What the Hub redirects to is signed for a while, and anew for each request.
-            raise FaultError(self.name, refused) if self.told else self._refused(refused)
+            raise FaultError(self.name, refused) if self._told else self._refused(refused)
         hf_raise_for_status(response)
         if status != 206:
             found = "one of whole files" if status == 200 else f"one that answers with the status {status}"
-            if headers.get("content-type", "").startswith("text/html"):
-                found = "an HTML page"
+            found = "an HTML page" if headers.get("content-type", "").startswith("text/html") else found
             raise self._refused(f"expected a server of byte ranges, found {found}")
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise self._refused("the server compresses what it sends, which makes offsets meaningless")
@@ -168,7 +164,7 @@ class RemoteSource(FileSource):
             raise FaultError(self.name, "the server sent a range without saying of how many bytes")
         told = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
         for what, value in told.items():
-            if self.told.setdefault(what, value) != value:
+            if self._told.setdefault(what, value) != value:
                 changed = f"the file changed while it was being read (another {what}). Start again."
                 raise SourceError(f"{self.name}: {changed}")
         if not _STRONG.fullmatch(str(told["ETag"])) and not told["Last-Modified"]:

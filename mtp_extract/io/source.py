@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
-from mtp_extract.io.files import regular_descriptor
+from mtp_extract.io.files import open_regular
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -118,29 +119,25 @@ class BytesSource(Source):
 
 
 class FileSource(Source):
-    """Bytes of the file open as the descriptor ``fileno``, which a subclass sets."""
+    """Bytes of an open ``file``, which a subclass sets."""
 
-    fileno = -1
+    file: BinaryIO
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
-        pieces: list[bytes] = []
-        while length:
+        pieces, end = list[bytes](), offset + length
+        while offset < end:
             try:
-                piece = os.pread(self.fileno, length, offset)
+                pieces.append(os.pread(self.file.fileno(), end - offset, offset))
             except OSError as error:
                 raise SourceError(f"{self.name}: reading at byte {offset} failed: {error.strerror}.") from error
-            if not piece:
+            if not pieces[-1]:
                 raise TruncatedError(f"{self.name}: the file shrank while it was being read (at byte {offset}).")
-            pieces.append(piece)
-            offset += len(piece)
-            length -= len(piece)
+            offset += len(pieces[-1])
         return b"".join(pieces)
 
     def close(self) -> None:
-        if self.fileno >= 0:
-            os.close(self.fileno)
-            self.fileno = -1
+        self.file.close()
 
 
 class LocalSource(FileSource):
@@ -148,14 +145,13 @@ class LocalSource(FileSource):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = local = Path(path)
-        self.name = escape(local, _LONGEST_PATH)
-        self.provenance = {}
+        self.name, self.provenance = escape(local, _LONGEST_PATH), {}
         try:
-            self.fileno = regular_descriptor(local)
+            self.file = open_regular(local)
         except OSError as error:
             what = "Name a file in it" if local.is_dir() else "Check the path, and whether you may read it"
             raise SourceError(f"{self.name}: cannot be opened: {error.strerror}. {what}.") from error
-        self.size = os.fstat(self.fileno).st_size
+        self.size = os.fstat(self.file.fileno()).st_size
 
 
 @dataclass(frozen=True)
