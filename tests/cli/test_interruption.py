@@ -45,7 +45,7 @@ PLACES: dict[str, tuple[object, str]] = {
     "before it is read back": (files, "_sums"),
     "while it is read back": (files, "read_header"),
     "before it is proven": (extraction, "prove_checkpoint"),
-    "before it takes its name": (place, "_put_in_place"),
+    "before it takes its name": (place, "_sync"),
     "while it takes its name": (os, "rename"),
 }
 TOO_LATE = {"before it takes its name", "while it takes its name"}

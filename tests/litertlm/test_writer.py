@@ -106,17 +106,16 @@ def test_a_source_that_shrank(tmp_path: Path) -> None:
 def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it copied, given, made or left as zeros: the file is read as any other, and compared."""
     (tmp_path / "source").write_bytes(bytes(range(100)))
-    real = os.close
 
-    def spoiled(fd: int) -> None:
-        monkeypatch.setattr(os, "close", real)
-        if os.fstat(fd).st_size == 50:
-            os.pwrite(fd, bytes([os.pread(fd, 1, number)[0] ^ 1]), number)
-        real(fd)
+    def spoiled(path: Path) -> LocalSource:
+        data = bytearray(path.read_bytes())
+        data[number] ^= 1
+        path.write_bytes(data)
+        return LocalSource(path)
 
     with LocalSource(tmp_path / "source") as source:
         planned = Assembled("planned", 50, [(0, Region(source, 30, 20, "a part")), (10, whole(b"other12345"))])
-        monkeypatch.setattr(os, "close", spoiled)
+        monkeypatch.setattr("mtp_extract.io.assembled.LocalSource", spoiled)
         with pytest.raises(OutputError, match="reads back differently"):
             write_copy(tmp_path / "out", planned, fill=lambda put: put(25, b"made......"))
 
