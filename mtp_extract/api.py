@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError, escape
+from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.insertion.base_checkpoint import holds_base
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
@@ -22,10 +21,9 @@ from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
-from mtp_extract.pipeline.check import Check, checked_files, verify, with_record
-from mtp_extract.pipeline.identity import verify_against
-from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
-from mtp_extract.report.files import REPORT_FILES, REPORT_LISTED
+from mtp_extract.pipeline.inspection import Inspection
+from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.report.files import REPORT_LISTED
 from mtp_extract.serving.benchmark import run_benchmark as bench
 from mtp_extract.tuning.run import run_tuning as tune
 from mtp_extract.validation.plan import ValidationPlan
@@ -81,38 +79,11 @@ def inspect(
             remedies=tuple(of_bundle),
         )
     if checkpoint:
-        return _inspect_checkpoint(Path(source), tensors, against, progress)
+        return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
         if against is not None:
             return compare_base(opened, Path(against), progress)
         return inspection.inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
-
-
-def _inspect_checkpoint(
-    place: Path, tensors: bool, bundle: str | os.PathLike[str] | None, progress: Progress
-) -> Inspection:
-    place, checks, against = with_record(place), list[Check](), None
-    if bundle is not None:
-        with open_bundle(bundle, progress=progress) as opened:
-            checks, against = verify_against(place, opened, REPORT_FILES), opened.source.name
-    record = verify(place, REPORT_FILES)
-    holds = inspect_checkpoint(place, tensors=tensors)
-    problem: MtpExtractError | None = None
-    if wrong := sum(finding["is_error"] for finding in holds.get("findings", ())):
-        problem = CheckpointError(
-            f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
-            "Convert it, or change its config as said."
-        )
-    report = {
-        "directory": str(place),
-        "files": len(checked_files(record)) if record else None,
-        "against": against,
-        "checks": [asdict(check) for check in checks],
-        "ok": problem is None,
-        "extraction": record or None,
-        "holds": holds,
-    }
-    return Inspection(report, problem)
 
 
 def insert(
@@ -159,7 +130,7 @@ def insert(
         if not Path(source).is_dir():
             why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
             raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
-        verify(Path(source), REPORT_FILES)
+        ReadDirectory.of(source)
         ranges = measure_ranges(source, base, say=say, show=show)
     of_drafter = {"graph_from": graph_from, "base": base, "section": section}
     wrong = tuple(name for name, value in of_drafter.items() if value is not None)

@@ -7,7 +7,7 @@ import that one. Where the package is rebuilt inside, this file changes, and no 
 # ruff: noqa: F401 - what is imported here is what tests may use.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,22 @@ from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import TfliteModel, read_model
-from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.proof.proof import Proof, in_words
 from mtp_extract.proof.proof import prove as _prove
 
 Floats = npt.NDArray[np.float32]
 Read = Callable[[str], Weight]
 """Role → its tensor as it would be written."""
+
+
+def verify(place: Path | str) -> Mapping[str, Any]:
+    """The record of the checkpoint at ``place``, which is held against it; empty where there is none."""
+    found = ReadDirectory.of(place)
+    return found.record if found.is_recorded else {}
 
 
 def read_floats(weight: Weight) -> Floats:

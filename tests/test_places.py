@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from helpers.killing import killed_at
 from helpers.record_document import TUNING
+from seam import verify
 
 from mtp_extract import extract, validate
 from mtp_extract.errors import OutputError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.place import check_place
-from mtp_extract.pipeline.check import recorded, verify
-from mtp_extract.pipeline.conversion import ReadDirectory, convert
+from mtp_extract.pipeline.check import recorded
+from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.writing import write_made
 from mtp_extract.validation.plan import ValidationPlan

@@ -147,17 +147,17 @@ class Arranged:
             notes.append("All is in floats: no matrix has integers that the format holds (--quantize makes them).")
         return tuple(notes)
 
-    def require_same(self, back: Checkpoint, *, floats: bool = True) -> None:
+    def require_same(self, back: Checkpoint, *, rounded: bool = True) -> None:
         """Compare what was read ``back`` with what was to be written, bit for bit.
 
         Args:
-            floats: whether what is kept in floats is compared, too.
+            rounded: whether floats that were rounded are compared, too.
 
         Raises:
             CheckpointError: names the first role of which something else was read.
         """
         for role, kept in self.kept.items():
-            if kept.how == NOTHING or (kept.how == FLOATS and not floats):
+            if kept.how == NOTHING or (kept.how == FLOATS and kept.rounded_to and not rounded):
                 continue
             found = back.tensors[role]
             if kept.how == INDICES:

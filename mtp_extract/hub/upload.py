@@ -22,14 +22,15 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
 
+from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
-from mtp_extract.formats import weights_of
+from mtp_extract.formats import format_named, weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import STATUSES, hide_queries, http_library
 from mtp_extract.io.typed import read
-from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in, read_record, verify
-from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 
@@ -93,8 +94,12 @@ def plan_upload(
         HubError: ``words`` are given and the card was changed.
     """
     folder = Path(directory)
-    record = read_record(folder)
-    verify(folder, REPORT_FILES)
+    found = ReadDirectory.of(folder)
+    if not found.is_recorded:
+        raise CheckpointError(
+            f"{escape(folder)}: expected a directory that mtp-extract wrote, with {RECORD} in it. Convert it first."
+        )
+    record = found.record
     contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
     ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
     if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:
@@ -112,7 +117,8 @@ def plan_upload(
             )
         notes = (f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.",)
     elif report is not None or words != UNSAID or CARD not in contents:
-        contents[CARD] = model_card(record, ReadDirectory.of(folder).limits(), report, words).encode()
+        limits = arrange(format_named(found.layout), found.checkpoint, record["dtype"]).files[0].notes
+        contents[CARD] = model_card(record, limits, report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], notes
 
 

@@ -14,9 +14,7 @@ from pathlib import Path
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape
-from mtp_extract.formats import read_checkpoint
 from mtp_extract.insertion.activations import Ranges, calibrated
 from mtp_extract.insertion.base import plan_base
 from mtp_extract.insertion.base_checkpoint import holds_base, read_base
@@ -29,10 +27,9 @@ from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
-from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.proof.proof import Proof
-from mtp_extract.report.files import REPORT_FILES
 
 
 @contextmanager
@@ -94,8 +91,7 @@ def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
     if Path(source).suffix == ".safetensors":
         raise CheckpointError(f"{escape(source)}: expected a checkpoint's directory, found a file of one. Give that.")
     if Path(source).is_dir() or Path(source).suffix == ".gguf":
-        verify(Path(source), REPORT_FILES)
-        return with_codes(Path(source), read_checkpoint(Path(source)))
+        return ReadDirectory.of(source).checkpoint
     opened = stack.enter_context(open_bundle(source))
     opened.prefetch()
     return checkpoint_of(opened.drafter())

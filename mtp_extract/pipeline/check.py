@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,12 +14,13 @@ from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.files import sha256_of_file
 from mtp_extract.checkpoint.record import Extraction
-from mtp_extract.errors import CheckpointError, OutputError, escape, few
+from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.address import is_cached
 from mtp_extract.io.place import listing
 from mtp_extract.io.typed import read
+from mtp_extract.report.files import REPORT_FILES
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
@@ -44,7 +45,6 @@ _FOUND_BY_ENDING = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth", ".py
 """What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
 
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-
 
 AGAIN = "Extract it again, or fetch it again."
 """What to do with a directory that was changed."""
@@ -73,10 +73,9 @@ def recorded(place: Path) -> frozenset[str]:
     """
     listing(RECORD, ())(place)
     try:
-        found = read_object(place / RECORD)
+        files = read_object(place / RECORD).get("files")
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
-    files = found.get("files")
     if not isinstance(files, dict):
         raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
     written = {CARD, CODES_FILE, GENERATION_FILE}
@@ -84,25 +83,16 @@ def recorded(place: Path) -> frozenset[str]:
     return frozenset({RECORD, *(name for name in files if any(is_called(name, known) for known in written))})
 
 
-def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
-    """Whether the card in ``directory`` is there, and another than the one that ``record`` lists."""
-    card = directory / CARD
-    return card.is_file() and sha256_of_file(card) != record["files"].get(CARD, {}).get("sha256")
-
-
-def read_record(directory: Path) -> dict[str, Any]:
-    """``extraction.json`` of ``directory``.
+def read_record(place: Path) -> dict[str, Any]:
+    """``extraction.json`` of the checkpoint at ``place``; empty where there is none.
 
     Raises:
-        CheckpointError: there is none, or it is not what this package writes.
+        CheckpointError: it is not what this package writes.
     """
-    path = directory / RECORD
-    if directory.is_file():
-        raise CheckpointError(
-            f"{escape(directory)}: expected a directory that mtp-extract wrote, with {RECORD} in it, found a file. "
-            "Extract its drafter first."
-        )
-    record = read_object(path, "Expected a directory that mtp-extract wrote.")
+    path = place / RECORD
+    if not path.exists():
+        return {}
+    record = read_object(path)
     try:
         read(record, Extraction)
         if record["layout"] not in EVERY or record["dtype"] not in EVERY[record["layout"]].dtypes:
@@ -114,54 +104,63 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def verify(place: str | os.PathLike[str], allowed: Container[str] = ()) -> dict[str, Any]:
-    """Check ``place`` by itself: that it holds a drafter and nothing else that an engine may read; and where it has a
-    record, size and SHA-256 of each file but the card, and the format. Where it came from takes the bundle to check.
+def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
+    """Whether the card in ``directory`` is there, and another than the one that ``record`` lists."""
+    card = directory / CARD
+    return card.is_file() and sha256_of_file(card) != record["files"].get(CARD, {}).get("sha256")
 
-    Args:
-        place: a directory, or a file that is a checkpoint.
-        allowed: names of files that may be there though they are none of the checkpoint's: those of a report.
 
-    Returns:
-        The record; empty where there is none.
+def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
+    """Which files in ``folder``, the card left out, are not as ``record`` lists them, each as a clause."""
+    present, layout, wrong = set(files_in(folder)), record["layout"], list[str]()
+    if weights_of(format_named(layout), record["files"]) is None:
+        wrong.append(f"{format_named(layout).weights_file} is not listed")
+    for name, expected in sorted(record["files"].items()):
+        path = folder / name
+        if name == CARD:
+            continue
+        if name not in present:
+            wrong.append(f"{escape(name)} is {_irregular(path) or 'missing'}")
+        elif path.stat().st_size != expected["size"]:
+            wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
+        elif sha256_of_file(path) != expected["sha256"]:
+            wrong.append(f"{escape(name)} has other content")
+    if not wrong and (found := format_of(folder).name) not in (layout, EVERY[layout].read_as):
+        wrong.append(f"the layout is {found}, not {layout}")
+    return wrong
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Files below ``folder``, hidden ones left out, as the record writes them."""
+    for path in _entries(folder):
+        if not path.name.startswith(".") and not _irregular(path):
+            yield path.relative_to(folder).as_posix()
+
+
+def unexpected_in(place: Path) -> Iterator[str]:
+    """What an engine may read at ``place`` and is not the drafter's, each as a clause that names a file.
+
+    What the drafter's own files say is checked where they are read; those of a validation's report may be there.
 
     Raises:
-        CheckpointError: something differs, is missing or does not belong there; the message lists what.
+        CheckpointError: ``place`` holds no drafter, or a damaged one.
     """
-    place = Path(place)
-    record = read_record(place) if (place / RECORD).exists() else {}
-    wrong = list(_changed(place, record)) if record else []
-    if not (wrong := wrong or list(unexpected_in(place, allowed))):
-        found = format_of(place)
-        found.read(place)
-        if record and found.name not in (record["layout"], EVERY[record["layout"]].read_as):
-            wrong = [f"the layout is {found.name}, not {record['layout']}"]
-    if wrong:
-        raise CheckpointError(
-            f"{escape(place)}: expected a drafter{f', as its {RECORD} lists it,' if record else ''} and nothing else "
-            f"that an engine may read, found that {few(wrong, separator='; ')}. {AGAIN}"
-        )
-    return record
-
-
-def checked_files(record: Mapping[str, Any]) -> set[str]:
-    """Names of the files that :func:`verify` holds against ``record``: all but the card."""
-    return {*record["files"]} - {CARD}
-
-
-def _changed(folder: Path, record: Mapping[str, Any]) -> Iterator[str]:
-    """Which files in ``folder`` are not as ``record`` lists them, each as a clause."""
-    present, layout = set(files_in(folder)), format_named(record["layout"])
-    if weights_of(layout, record["files"]) is None:
-        yield f"{layout.weights_file} is not listed"
-    for name in sorted(checked_files(record)):
-        path, expected = folder / name, record["files"][name]
-        if name not in present:
-            yield f"{escape(name)} is missing"
-        elif path.stat().st_size != expected["size"]:
-            yield f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}"
-        elif sha256_of_file(path) != expected["sha256"]:
-            yield f"{escape(name)} has other content"
+    format_ = format_of(place)
+    if place.is_file():
+        return
+    own = {
+        min((path.name for path in place.glob(pattern)), default=pattern)
+        for pattern in (format_.marker, format_.weights_file, *format_.further_files)
+    }
+    own |= {RECORD, CODES_FILE, *REPORT_FILES}
+    for path in _entries(place):
+        name = path.relative_to(place).as_posix()
+        if what := _irregular(path):
+            yield f"{escape(name)} is {what} (put the file itself there)"
+        elif name not in own and not _is_harmless(name):
+            yield f"{escape(name)} belongs neither to the checkpoint nor to a report (move it elsewhere)"
+    configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
+    yield from (f"{path.name} names code" for path in configs if _CODE in read_object(path))
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -175,49 +174,16 @@ def _entries(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted([*links, *names]))
 
 
-def files_in(folder: Path) -> Iterator[str]:
-    """Files below ``folder``, hidden ones left out, as the record writes them.
+def _irregular(path: Path) -> str:
+    """What lies at ``path`` in place of a file; empty for a file, and for a link of the Hub's cache to one.
 
     Nothing is opened: a pipe would be waited for, a link may lead to a file that is nobody's business.
-
-    Raises:
-        CheckpointError: there is something else than files and directories.
     """
-    for path in _entries(folder):
+    try:
         mode = path.lstat().st_mode
-        if path.name.startswith("."):
-            continue
-        if not stat.S_ISREG(mode) and not is_cached(path):
-            raise CheckpointError(
-                f"{escape(path)}: expected a regular file, found {_KINDS.get(stat.S_IFMT(mode), 'a device')}, "
-                "which is no part of a checkpoint. Put the file itself there, or move it elsewhere."
-            )
-        yield path.relative_to(folder).as_posix()
-
-
-def unexpected_in(place: Path, allowed: Container[str] = ()) -> Iterator[str]:
-    """What an engine may read at ``place`` and is not the drafter's, each as a clause that names a file.
-
-    What the drafter's own files say is checked where they are read.
-
-    Raises:
-        CheckpointError: ``place`` holds no drafter, or a damaged one.
-    """
-    format_ = format_of(place)
-    if place.is_file():
-        return
-    own = {
-        min((path.name for path in place.glob(pattern)), default=pattern)
-        for pattern in (format_.marker, format_.weights_file, *format_.further_files)
-    }
-    for path in _entries(place):
-        name = path.relative_to(place).as_posix()
-        if not (name in own or name in (RECORD, CODES_FILE) or name in allowed or _is_harmless(name)):
-            yield f"{escape(name)} belongs neither to the checkpoint nor to a report (move it elsewhere)"
-        elif not path.is_file():
-            yield f"{escape(name)} is no file"
-    configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    yield from (f"{path.name} names code" for path in configs if _CODE in read_object(path))
+    except OSError:
+        return "missing"
+    return "" if stat.S_ISREG(mode) or is_cached(path) else _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
 def _is_harmless(name: str) -> bool:

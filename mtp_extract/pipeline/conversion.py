@@ -4,34 +4,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from msgspec import convert as typed
-from msgspec import to_builtins
-
-from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.checkpoint.arranged import INDICES, Arranged, arrange
-from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.checkpoint.arranged import INDICES, Arranged
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
-from mtp_extract.checkpoint.record import CHECKPOINT, Pairs, provenance
-from mtp_extract.checkpoint.weight import same_weight
-from mtp_extract.formats import EVERY, format_named, format_of
+from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.io.place import check_place, staged
-from mtp_extract.io.source import Progress
-from mtp_extract.pipeline.check import files_in, recorded, verify, with_record
+from mtp_extract.io.place import check_place
+from mtp_extract.io.source import Progress, nothing_shown
+from mtp_extract.pipeline.check import recorded, with_record
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
-from mtp_extract.pipeline.writing import ExtractionResult, finish, prepare, write_and_read
+from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
 from mtp_extract.report.card import roundings
-from mtp_extract.report.files import REPORT_FILES
 
 
 def convert(
@@ -43,7 +31,7 @@ def convert(
     codes: bool = False,
     quantize: RuleName | None = None,
     overwrite: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = nothing_shown,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
 
@@ -63,119 +51,35 @@ def convert(
         raise ValueError("format: expected one, or the engine that is to load it; found none.")
     plan = WritingPlan(format, dtype, codes, quantize)
     directory = Path(checkpoint_here(directory))
-    place = with_record(directory)
-    chosen, own = plan.choose(EVERY[format_of(place).name].architecture), name_of(directory)
-    target = Path(out if out is not None else f"{Path(own).stem if directory.is_file() else own}-{chosen}")
-    check_place(target, overwrite=overwrite, inputs=(place,), listed=recorded)
+    place, name = with_record(directory), name_of(directory)
+    chosen = plan.choose(EVERY[format_of(place).name].architecture)
+    target = Path(out if out is not None else f"{Path(name).stem if directory.is_file() else name}-{chosen}")
+    to: dict[str, Any] = {"overwrite": overwrite, "inputs": (place,)}
+    check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
     made = prepare(read.checkpoint, chosen, plan)
-    with staged(target, overwrite=overwrite, inputs=(place,), listed=recorded) as stage:
-        files, back = write_and_read(made, stage, progress)
-        made.require_same(back)
-        return finish(made, stage, target, files, read.origin_of(made), read.notes(made))
+    return write(made, target, origin_of(read, made), _notes(read, made), **to, progress=progress)
 
 
-@dataclass(frozen=True)
-class ReadDirectory:
-    """What a directory holds, and what is known of it.
+def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
+    """What the record of ``made``, made of what was ``read``, says of where it came from, of a proof and of training.
 
-    Attributes:
-        checkpoint: with all codes there are.
-        layout: name of its format.
-        record: its own; where it has none, what would stand there.
-        extra_codes: roles whose codes lie in a file of their own, besides their floats.
+    Of an ordered head that ``made`` leaves out it says nothing.
     """
-
-    directory: Path
-    checkpoint: Checkpoint
-    layout: str
-    record: Mapping[str, Any]
-    extra_codes: frozenset[str]
-
-    @classmethod
-    def of(cls, directory: Path) -> ReadDirectory:
-        """``directory``, held against its record if it has one, and against what its format may hold.
-
-        Raises:
-            CheckpointError: it is damaged, or holds no drafter.
-        """
-        directory = with_record(Path(checkpoint_here(directory)))
-        record = verify(directory, REPORT_FILES)
-        format_ = format_of(directory)
-        floats = format_.read(directory)
-        checkpoint = with_codes(directory, floats)
-        tensors = dict(checkpoint.tensors)
-        extra = frozenset(role for role, weight in tensors.items() if weight is not floats.tensors[role])
-        record = record or _without_record(directory, checkpoint)
-        # What was one stored constant is one again: formats may write it once.
-        for first, *others in record["shared"]:
-            for role in others:
-                if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
-                    tensors[role] = tensors[first]
-        checkpoint = replace(
-            checkpoint,
-            tensors=MappingProxyType(tensors),
-            activations=MappingProxyType(typed(record["activations"], Pairs)),
-            provenance=provenance(record["source"]),
-        )
-        return cls(directory, checkpoint, format_.name, record, extra)
-
-    @cached_property
-    def sums(self) -> dict[str, str]:
-        """By name: SHA-256 of each file with tensors."""
-        return {name: sha256_of_file(path) for name, path in _weights(self.directory).items()}
-
-    def origin_of(self, made: Arranged) -> dict[str, Any]:
-        """What the record of ``made``, made of this directory, says of where it came from, of a proof and of training.
-
-        Of an ordered head that ``made`` leaves out it says nothing.
-        """
-        own = {key: self.record[key] for key in ("dtype", "rounded", "rule")}
-        step = {"layout": self.layout, **own, "version": self.record["tool"]["version"], "files": self.sums}
-        kept = ["source", "known_as", "shared", "activations", "proof", "tuning"]
-        if any(one.how == INDICES for one in made.kept.values()):
-            kept.append("ordered_head")
-        origin = {key: self.record[key] for key in kept if key in self.record}
-        return {**origin, "converted_from": [*self.record["converted_from"], step]}
-
-    def limits(self) -> tuple[str, ...]:
-        """Where an engine does not do what the bundle says, as the format notes it."""
-        return arrange(format_named(self.layout), self.checkpoint, self.record["dtype"]).files[0].notes
-
-    def notes(self, made: Arranged) -> tuple[str, ...]:
-        """What a user should know of the directory: which rounding ``made`` has that extracting it had not made."""
-        own = {DTYPES[made.dtype].rounding} if made.dtype in DTYPES else set[str]()
-        if (made.format.name, made.dtype) == (self.layout, self.record["dtype"]):
-            own.update(self.record["rounded"])
-        done = [word for word in roundings(*self.record["converted_from"], self.record) if word not in own]
-        if not done:
-            return ()
-        return (
-            f"These weights were rounded earlier ({', '.join(done)}). Extract the bundle in this format to avoid that.",
-        )
+    own: Mapping[str, Any] = read.record
+    step = {"layout": read.layout, **{key: own[key] for key in ("dtype", "rounded", "rule")}}
+    kept = ["source", "known_as", "shared", "activations", "proof", "tuning"]
+    if any(one.how == INDICES for one in made.kept.values()):
+        kept.append("ordered_head")
+    step |= {"version": own["tool"]["version"], "files": read.sums}
+    return {**{key: own[key] for key in kept if key in own}, "converted_from": [*own["converted_from"], step]}
 
 
-def _weights(place: Path) -> dict[str, Path]:
-    """By name: the files with tensors at or in ``place``."""
-    if place.is_file():
-        return {place.name: place}
-    return {name: place / name for name in files_in(place) if name.endswith(TENSOR_FILES)}
-
-
-def _without_record(directory: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a record would say of a directory that has none: its name, and what its geometry is known as."""
-    known = known_drafter(checkpoint.config) if isinstance(checkpoint.config, DrafterConfig) else None
-    size = sum(path.stat().st_size for path in _weights(directory).values())
-    source = {"name": name_of(directory), "size": size, "kind": CHECKPOINT, "version": None}
-    return {
-        "tool": {"version": None},
-        "source": {**source, "provenance": {}, "section": None},
-        "converted_from": [],
-        "known_as": known["name"] if known else None,
-        "dtype": checkpoint.dtype,
-        "rounded": [],
-        "rule": None,
-        "shared": [],
-        "activations": {role: to_builtins([*pair]) for role, pair in checkpoint.activations.items()},
-        "proof": None,
-    }
+def _notes(read: ReadDirectory, made: Arranged) -> Iterator[str]:
+    """What a user should know of the directory: which rounding ``made`` has that extracting it had not made."""
+    own = {DTYPES[made.dtype].rounding} if made.dtype in DTYPES else set[str]()
+    if (made.format.name, made.dtype) == (read.layout, read.record["dtype"]):
+        own.update(read.record["rounded"])
+    before = roundings(*read.record["converted_from"], read.record)
+    if done := ", ".join(word for word in before if word not in own):
+        yield f"These weights were rounded earlier ({done}). Extract the bundle in this format to avoid that."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, es
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.chains import Chain, how_derived, in_words
-from mtp_extract.pipeline.check import AGAIN, RECORD, Check, unexpected_in, verify, with_record
+from mtp_extract.pipeline.check import AGAIN, RECORD, Check, changed_files, read_record, unexpected_in, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.proof.proof import in_words as proof_in_words
 from mtp_extract.report.card import roundings
@@ -47,11 +47,8 @@ _WHAT = {
 }
 
 
-def verify_against(directory: Path | str, opened: Opened, allowed: Container[str] = ()) -> list[Check]:
+def verify_against(directory: Path | str, opened: Opened) -> list[Check]:
     """Derive everything in ``directory`` from ``opened`` again and compare it: with its record, if it has one.
-
-    Args:
-        allowed: names of files that may be there though the record does not list them: those of a report.
 
     Raises:
         CheckpointError: something differs; the message says what.
@@ -59,7 +56,7 @@ def verify_against(directory: Path | str, opened: Opened, allowed: Container[str
     """
     folder = with_record(Path(directory))
     opened.prefetch()
-    found = check_identity(folder, drafter_for(opened, read_checkpoint(folder).mtp), allowed)
+    found = check_identity(folder, drafter_for(opened, read_checkpoint(folder).mtp))
     failed = [check for check in found if check.passed is False]
     failed = failed or [check for check in found if check.name in NEEDED and not check.passed]
     if failed:
@@ -85,7 +82,7 @@ def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
         return opened.drafter(config.sliding_window)
 
 
-def check_identity(directory: Path, source: Shard, allowed: Container[str] = ()) -> list[Check]:
+def check_identity(directory: Path, source: Shard) -> list[Check]:
     """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, the checks say.
 
     Tensors are derived only where the config agrees, and the graph is proven only where they are the file's.
@@ -99,7 +96,7 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
     differences = _apart(_meaning(original.mtp), _meaning(written.mtp))
     config = _check("config", differences, ["every number agrees"])
     nothing = "nothing that would make an engine load something else"
-    files = _check("files", unexpected_in(directory, allowed), [nothing])
+    files = _check("files", unexpected_in(directory), [nothing])
     tensors = Check("tensors", _WHAT["tensors"], None, "not of the file's config")
     function = Check("function", _WHAT["function"], None, "not of the file's config and tensors")
     record = Check("record", _WHAT["record"], None, f"there is no {RECORD}")
@@ -117,7 +114,7 @@ def check_identity(directory: Path, source: Shard, allowed: Container[str] = ())
             # The graph is none that a proof can be made of: nothing is shown of the directory.
             function = dataclasses.replace(function, evidence=str(error).split(". ")[0])
     if (directory / RECORD).exists():
-        wrong = _contradicted(directory, allowed, source, original, written, derived, proven)
+        wrong = _contradicted(directory, source, original, written, derived, proven)
         record = _check("record", wrong, ["every file is as recorded"])
     return [config, files, tensors, function, record]
 
@@ -215,7 +212,6 @@ def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]
 
 def _contradicted(
     directory: Path,
-    allowed: Container[str],
     source: Shard,
     original: Checkpoint,
     written: Checkpoint,
@@ -230,7 +226,8 @@ def _contradicted(
     Raises:
         CheckpointError: the files are not as the record says.
     """
-    record = verify(directory, allowed)
+    record = read_record(directory)
+    yield from changed_files(directory, record)
     if not proven:
         return
     for key in ("tuning", "ordered_head"):

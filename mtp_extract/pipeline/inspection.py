@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -13,17 +14,20 @@ from msgspec import to_builtins
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
-from mtp_extract.bundle import Opened, Shard
+from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
-from mtp_extract.errors import MtpExtractError, NoDrafterError
-from mtp_extract.formats import format_of
+from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.roles import FoundRole
+from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
+from mtp_extract.pipeline.check import CARD, Check
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.pipeline.reading import ReadDirectory
 
 
 @dataclass(frozen=True)
@@ -202,40 +206,67 @@ def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     return described
 
 
-def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """What the checkpoint at ``place`` holds, of whichever format, by itself: no record is looked at.
+def inspect_checkpoint(
+    place: Path,
+    bundle: str | os.PathLike[str] | None = None,
+    *,
+    tensors: bool = False,
+    progress: Progress = nothing_shown,
+) -> Inspection:
+    """What the checkpoint at ``place`` holds, of whichever format, held against its record, if it has one.
 
     Args:
+        bundle: where it came from, which all is derived from again and compared with.
         tensors: list every weight.
 
     Raises:
-        CheckpointError: it is damaged, or holds no drafter.
+        CheckpointError: it is damaged, holds no drafter, or is not what its record or ``bundle`` says.
     """
-    format_ = format_of(place)
-    found = format_.read(place)
+    checks, against = list[Check](), None
+    if bundle is not None:
+        with open_bundle(bundle, progress=progress) as opened:
+            checks, against = verify_against(place, opened), opened.source.name
+    read = ReadDirectory.of(place)
+    found, record = read.written, read.record
     known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
     shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
     types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
-    described: dict[str, Any] = {
-        "format": format_.name,
+    holds: dict[str, Any] = {
+        "format": read.layout,
         "known_as": known["name"] if known else None,
         "geometry": found.config.as_json(),
         "parameters": sum(map(math.prod, shapes.values())),
         "weights": len(shapes),
         "stored_types": dict(sorted(Counter(types.values()).items())),
     }
+    problem: MtpExtractError | None = None
     if found.architecture == EAGLE3:
-        described["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings_of(place)]
+        findings = findings_of(read.directory)
+        holds["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
+        if wrong := sum(finding.is_error for finding in findings):
+            problem = CheckpointError(
+                f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found "
+                f"{wrong}. Convert it, or change its config as said."
+            )
     if tensors:
-        described["tensors"] = []
+        holds["tensors"] = []
         for role, shape in shapes.items():
             weight = found.tensors[role.name]
             # Neighbours of a row that share a scale; None where a row has one, or none.
             shared = weight.steps.block if weight.scheme is not None else shape[-1]
             block = shared if shared != shape[-1] else None
-            own = {"role": role.name, "name": role.names.get(format_.name, role.name), "type": types[role.name]}
-            described["tensors"].append({**own, "shape": list(shape), "block_size": block})
-    return described
+            own = {"role": role.name, "name": role.names.get(read.layout, role.name), "type": types[role.name]}
+            holds["tensors"].append({**own, "shape": list(shape), "block_size": block})
+    report = {
+        "directory": str(read.directory),
+        "files": len({*record["files"]} - {CARD}) if read.is_recorded else None,
+        "against": against,
+        "checks": [asdict(check) for check in checks],
+        "ok": problem is None,
+        "extraction": record if read.is_recorded else None,
+        "holds": holds,
+    }
+    return Inspection(report, problem)
 
 
 def _stored_type(tensor: Weight) -> str:

@@ -17,7 +17,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import CENTROIDS, MATRIX, shapes_of
 from mtp_extract.checkpoint.arranged import FLOATS, INDICES, Arranged, arrange
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
-from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record import FORMAT_VERSION
@@ -25,13 +25,11 @@ from mtp_extract.checkpoint.rounding import RULES, SCALES
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named
-from mtp_extract.io.source import Progress, counter
-from mtp_extract.pipeline.check import CARD, RECORD, changed_card, files_in, read_record
+from mtp_extract.io.place import Inputs, staged
+from mtp_extract.io.source import Progress, counter, nothing_shown
+from mtp_extract.pipeline.check import CARD, RECORD, changed_card, files_in, read_record, recorded
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import model_card
-
-Files = Mapping[str, Mapping[str, Any]]
-"""By name: size and SHA-256 of a file."""
 
 
 @dataclass(frozen=True)
@@ -113,75 +111,77 @@ def _quantized(made: Arranged, rule: str) -> Arranged:
     return arrange(made.format, checkpoint, made.dtype, with_codes=made.with_codes)
 
 
-def write_and_read(
-    made: Arranged, stage: Path, progress: Progress = lambda done, total: None
-) -> tuple[Files, Checkpoint]:
-    """Write the files of ``made`` into ``stage``; the record's entry of each, and the checkpoint that is read there.
-
-    Args:
-        progress: called with bytes done and bytes in all.
-
-    Raises:
-        OutputError, CheckpointError: it cannot be written, or reads back differently.
-    """
-    tick = counter(progress, sum(tensor.length for file in made.files for tensor in file.tensors))
-    files = {file.name: write_file(stage, file, tick) for file in made.files}
-    return files, made.format.read(stage)
-
-
-def finish(
-    made: Arranged, stage: Path, target: Path, files: Files, origin: Mapping[str, Any], notes: Iterable[str] = ()
+def write(
+    made: Arranged,
+    target: Path,
+    origin: Mapping[str, Any],
+    notes: Iterable[str] = (),
+    *,
+    overwrite: bool,
+    inputs: Inputs,
+    progress: Progress = nothing_shown,
+    compare_rounded: bool = True,
 ) -> ExtractionResult:
-    """Write the card and the record of what was made into ``stage``, which is to be ``target``.
+    """Write the files of ``made`` into the directory ``target``, compare what is read there with it, and write the card
+    and the record.
 
     Args:
-        files: of the weights, as :func:`write_and_read` returns them.
-        origin: what the record says of where they came from, of a proof and of a training.
+        origin: what the record says of where the weights came from, of a proof and of a training.
         notes: for the user, besides those on how weights are kept.
+        overwrite, inputs: as for :func:`~mtp_extract.io.place.staged`.
+        progress: called with bytes done and bytes in all.
+        compare_rounded: whether floats that were rounded are compared, too, once more than as the bytes of their file.
 
     Raises:
-        OutputError: they cannot be written, or read back differently.
-        CheckpointError: the record is none that is read again.
+        OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
     """
     rules, told = [one.rule for one in made.checkpoint.tensors.values() if one.rule], list(notes)
     # A record of another release says nothing of its card.
     with suppress(CheckpointError):
-        if (target / RECORD).is_file() and changed_card(target, read_record(target)):
+        if (old := read_record(target)) and changed_card(target, old):
             told.append(f"{CARD} had been changed by hand, and is replaced.")
     if rules:
         told.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
-    if made.with_codes and CODES_FILE not in files:
-        told.append(f"{CODES_FILE} was not written: nothing that has integers is kept in floats.")
-    record = {
-        "format_version": FORMAT_VERSION,
-        "tool": {"name": "mtp-extract", "version": __version__},
-        **origin,
-        "layout": made.format.name,
-        "dtype": made.dtype,
-        "rounded": _rounded(made, files),
-        "rule": rules[0] if rules else None,
-        "geometry": made.checkpoint.config.as_json(),
-        "files": dict(files),
-    }
-    # The card is made of the record, which lists it.
-    record["files"][CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=made.files[0].notes)))
-    write_file(stage, OutputFile(RECORD, text=json_text(record)))
-    read_record(stage)
-    return ExtractionResult(
-        directory=target,
-        files={name: (stage / name).stat().st_size for name in files_in(stage)},
-        record=record,
-        parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-        integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
-        notes=(*told, *made.notes(), *made.files[0].notes),
-    )
+    with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
+        tick = counter(progress, sum(tensor.length for file in made.files for tensor in file.tensors))
+        files = {file.name: write_file(stage, file, tick) for file in made.files}
+        back = made.format.read(stage)
+        made.require_same(back, rounded=compare_rounded)
+        if compare_rounded:
+            # Codes that are not those of the floats they lie beside are refused where they are read.
+            with_codes(stage, back)
+        if made.with_codes and CODES_FILE not in files:
+            told.append(f"{CODES_FILE} was not written: nothing that has integers is kept in floats.")
+        record = {
+            "format_version": FORMAT_VERSION,
+            "tool": {"name": "mtp-extract", "version": __version__},
+            **origin,
+            "layout": made.format.name,
+            "dtype": made.dtype,
+            "rounded": _rounded(made),
+            "rule": rules[0] if rules else None,
+            "geometry": made.checkpoint.config.as_json(),
+            "files": files,
+        }
+        # The card is made of the record, which lists it.
+        files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=made.files[0].notes)))
+        write_file(stage, OutputFile(RECORD, text=json_text(record)))
+        read_record(stage)
+        return ExtractionResult(
+            directory=target,
+            files={name: (stage / name).stat().st_size for name in files_in(stage)},
+            record=record,
+            parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
+            integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
+            notes=(*told, *made.notes(), *made.files[0].notes),
+        )
 
 
-def _rounded(made: Arranged, files: Files) -> list[str]:
+def _rounded(made: Arranged) -> list[str]:
     """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
     words = set[str]()
     for kept in made.kept.values():
-        beside = CODES_FILE in files and kept.how == FLOATS and kept.weight.scheme is not None
+        beside = made.with_codes and kept.how == FLOATS and kept.weight.scheme is not None
         if kept.rounded_to and not beside:
             words.add(kept.rounded_to + (SCALES if kept.how == CODES else ""))
     return sorted(words)

@@ -13,7 +13,8 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.tuning.plan import TuningPlan
@@ -49,7 +50,7 @@ class Pair:
                 f"expected a batch of at least {processes}, one text a process, found {plan.batch}. Raise it.",
                 remedies=("batch",),
             )
-        origin = None if plan.directory is None else ReadDirectory.of(plan.directory)
+        origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
         self.say(f"loading the base {plan.base}")
         several = processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)

@@ -14,14 +14,12 @@ from filelock import FileLock, Timeout
 
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
-from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.errors import OutputError, UnsupportedError, escape
 from mtp_extract.formats import EVERY
-from mtp_extract.io.place import staged
-from mtp_extract.pipeline.check import recorded
-from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.pipeline.conversion import origin_of
 from mtp_extract.pipeline.plan import Dtype, WritingPlan
-from mtp_extract.pipeline.writing import finish, prepare, write_and_read
+from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.writing import prepare, write
 from mtp_extract.tuning.plan import TuningPlan
 
 
@@ -135,12 +133,7 @@ def write_made(origin: ReadDirectory, made: Checkpoint, plan: TuningPlan, key: s
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
     held = arranged(origin, made)
-    with staged(plan.target, overwrite=plan.overwrite, inputs=plan.inputs, listed=recorded) as stage:
-        files, back = write_and_read(held, stage)
-        held.require_same(back)
-        # Codes that are not those of the floats they lie beside are refused where they are read.
-        with_codes(stage, back)
-        own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
-        # What was proven was proven of other weights, or another head.
-        new = {**origin.origin_of(held), "proof": None, key: {**about, **own}}
-        finish(held, stage, plan.target, files, new)
+    own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
+    # What was proven was proven of other weights, or another head.
+    new = {**origin_of(origin, held), "proof": None, key: {**about, **own}}
+    write(held, plan.target, new, overwrite=plan.overwrite, inputs=plan.inputs)

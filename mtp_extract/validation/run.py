@@ -26,10 +26,9 @@ from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.typed import Tool
-from mtp_extract.pipeline.check import RECORD, read_record, with_record
+from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
-from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validation.controls import draft_together
@@ -75,7 +74,7 @@ def run_validation(plan: ValidationPlan) -> Validation:
             opened = stack.enter_context(open_bundle(plan.source))
             opened.prefetch()
             source = drafter_for(opened, read_checkpoint(directory).mtp)
-            found.checks = check_identity(directory, source, REPORT_FILES)
+            found.checks = check_identity(directory, source)
             if any(check.passed is False for check in found.checks):
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
                 found.notes.append("It is refuted already, so nothing was measured.")
@@ -221,8 +220,7 @@ def _batches(texts: int, batch: int) -> int:
 
 def _tuning_of(directory: Path) -> str | None:
     """How the checkpoint in ``directory`` was tuned, by its record; None where nothing says so."""
-    place = with_record(directory)
-    record = read_record(place) if (place / RECORD).is_file() else {}
+    record = read_record(with_record(directory))
     return str(record["tuning"]["mode"]) if record.get("tuning") else None
 
 

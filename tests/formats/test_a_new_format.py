@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec import convert, to_builtins
+from seam import verify
 
 from mtp_extract import extract
 from mtp_extract.architecture import roles
@@ -22,7 +23,6 @@ from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.formats import FORMATS, NAMES, Listed, format_of, read_checkpoint, reading
-from mtp_extract.pipeline.check import verify
 
 
 class ToyFormat:

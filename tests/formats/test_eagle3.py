@@ -17,6 +17,7 @@ from helpers.random_heads import LAYOUTS, asked_for, edit, head_config, random_h
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from seam import verify
 
 from mtp_extract import convert
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
@@ -24,7 +25,6 @@ from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.eagle3 import EAGLE, findings_of
-from mtp_extract.pipeline.check import verify
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 WHOLE = {"own_embedding": True, "draft_vocab_size": 40}

@@ -22,7 +22,6 @@ from mtp_extract import extract
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.inspection import inspect_checkpoint
 
@@ -98,8 +97,7 @@ def _uses(place: Path, folder: Path) -> dict[str, Callable[[], object]]:
             pass
 
     return {
-        "inspect": lambda: (verify(place), inspect_checkpoint(place, tensors=True)),
-        "look": lambda: inspect_checkpoint(place, tensors=True),
+        "inspect": lambda: inspect_checkpoint(place, tensors=True),
         "convert": lambda: convert(place, folder / "out", format="litert", overwrite=True),
         "upload": lambda: plan_upload(place),
         "insert": insert,

@@ -36,11 +36,11 @@ CASES = 160
 
 
 def test_lies_in_documents(tmp_path: Path) -> None:
-    """Each ends in what it says, or in one line; what one of five uses of the directory does not see, another does."""
+    """Each ends in what it says, or in one line; what one of four uses of the directory does not see, another does."""
     outcome = run(0, CASES, prepare(tmp_path))
     assert not outcome.failures, f"{len(outcome.failures)} failed:\n" + "\n".join(outcome.failures[:5])
     counts = outcome.counts
-    assert counts["ok"] > CASES // 2, "lies that are always seen test nothing"
+    assert counts["ok"] > CASES // 4, "lies that are always seen test nothing"
     assert counts["CheckpointError"] > CASES * 3 // 2
 
 

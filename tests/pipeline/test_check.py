@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.planted import forge
 from helpers.variant_files import variant
+from seam import verify
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.errors import CheckpointError, SourceError
 from mtp_extract.formats import FORMATS
-from mtp_extract.pipeline.check import read_record, verify
+from mtp_extract.pipeline.check import read_record
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import verify_against
 

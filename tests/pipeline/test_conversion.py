@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers.schemas import validator
 from helpers.variant_files import variant
+from seam import verify
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
@@ -21,7 +22,7 @@ from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.weight import filled
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
-from mtp_extract.pipeline.check import files_in, verify
+from mtp_extract.pipeline.check import files_in
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import verify_against
 

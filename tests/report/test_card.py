@@ -17,6 +17,7 @@ from helpers.record_document import RECORD, tuning
 from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
+from seam import verify
 from typer.testing import CliRunner
 
 from mtp_extract.bundle import open_bundle
@@ -28,7 +29,6 @@ from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, card_metadata, model_card

@@ -13,9 +13,9 @@ from unittest.mock import MagicMock, Mock
 import pytest
 from helpers.first_pair import first_bundle
 from helpers.hub_server import TOKEN, HubServer
+from seam import verify
 
 from mtp_extract.errors import MtpExtractError, SourceError
-from mtp_extract.pipeline.check import verify
 
 SPACE = Path(__file__).resolve().parents[2] / "space"
 REPO = "org/gemma-litert-lm"

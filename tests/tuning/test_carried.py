@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.variant_files import variant
+from seam import verify
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -16,10 +17,10 @@ from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import verify
-from mtp_extract.pipeline.conversion import ReadDirectory, convert
+from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
@@ -52,8 +53,8 @@ def test_into_every_format_of_integers(tuned: Path, tmp_path: Path, format_: str
 
 def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     """Of the types that the extraction has."""
-    shown = inspect_checkpoint(tuned)
-    assert shown["stored_types"] == inspect_checkpoint(extracted)["stored_types"]
+    shown, before = (inspect_checkpoint(place).report["holds"] for place in (tuned, extracted))
+    assert shown["stored_types"] == before["stored_types"]
     ran = CliRunner().invoke(app, [str(tuned)])
     assert ran.exit_code == 0, ran.output
     assert "as recorded in extraction.json" in ran.output

@@ -16,6 +16,7 @@ from helpers.random_heads import asked_for
 from helpers.random_pairs import KINDS, base_alone, random_base
 from helpers.schemas import validator
 from safetensors.torch import load_file
+from seam import verify
 
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
@@ -25,8 +26,7 @@ from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
-from mtp_extract.pipeline.check import verify
-from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced

@@ -16,6 +16,7 @@ import torch
 from helpers.first_pair import first_bundle
 from helpers.schemas import validator
 from safetensors.numpy import load_file
+from seam import verify
 from torch import Tensor
 
 from mtp_extract import convert
@@ -26,7 +27,6 @@ from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.evaluation.measured import Change
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.pipeline.check import verify
 from mtp_extract.tuning import ordered
 from mtp_extract.tuning.ordered import (
     Used,

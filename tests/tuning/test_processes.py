@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seam import verify
 from torch.distributed import TCPStore
 
 from mtp_extract.evaluation.prompts import shipped_prompts
-from mtp_extract.pipeline.check import verify
 from mtp_extract.tuning import corpus, train
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning

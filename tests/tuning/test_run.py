@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from helpers.schemas import validator
 from safetensors.numpy import load_file
+from seam import verify
 
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.io.place import staged
-from mtp_extract.pipeline.check import verify
 from mtp_extract.tuning import corpus as texts
 from mtp_extract.tuning.corpus import gather
 from mtp_extract.tuning.pair import Pair

@@ -12,9 +12,9 @@ import pytest
 from helpers.loop_server import writer
 from helpers.model_server import ModelServer, Written, model_server
 from helpers.schemas import validator
+from seam import verify
 
 from mtp_extract.errors import MtpExtractError, PairError, ServerError
-from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.tuning.corpus import gather
 from mtp_extract.tuning.pair import Pair

@@ -21,7 +21,6 @@ from mtp_extract.pipeline import identity
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for, verify_against
-from mtp_extract.report.files import REPORT_FILES
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
 KINDS = ("one bit", "scaled by 0.4 %", "infinite", "not a number", "zeroed", "reversed", "turned over")
@@ -46,7 +45,7 @@ def copy(stored: Path, tmp_path: Path) -> Path:
 
 
 def checked(directory: Path, source: Shard) -> dict[str, Check]:
-    return {check.name: check for check in check_identity(directory, source, REPORT_FILES)}
+    return {check.name: check for check in check_identity(directory, source)}
 
 
 def refuted(directory: Path, source: Shard) -> str:

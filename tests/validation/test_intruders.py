@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers import intruders
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
+from seam import verify
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -24,11 +25,11 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import unexpected_in, verify
-from mtp_extract.pipeline.conversion import ReadDirectory, convert
+from mtp_extract.pipeline.check import unexpected_in
+from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.identity import NEEDED, check_identity
-from mtp_extract.report.files import REPORT_FILES
+from mtp_extract.pipeline.reading import ReadDirectory
 
 pytestmark = pytest.mark.xdist_group("intruders")
 
@@ -58,7 +59,7 @@ def copied(directory: Path, place: Path, *, record: bool = False) -> Path:
 def proven(directory: Path, source: Shard) -> bool:
     """Whether validation would say so; what cannot be read is not."""
     try:
-        checks = check_identity(directory, source, REPORT_FILES)
+        checks = check_identity(directory, source)
     except MtpExtractError as error:
         assert str(error)
         return False
@@ -99,7 +100,7 @@ def test_a_file_beside(written: dict[str, Path], source: Shard, tmp_path: Path, 
     for file, content in intruders.FILES.items():
         intruders.add_file(directory, file, content, weights)
         intruders.resum(directory)
-        named = [*unexpected_in(directory, REPORT_FILES)]
+        named = [*unexpected_in(directory)]
         assert named and file.rpartition("/")[2] in " ".join(named), file
         assert refused(directory), file
         (directory / file).unlink()
