@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mtp_extract.errors import MtpExtractError, PairError, escape, few
-from mtp_extract.evaluation.extras import quiet_transformers, require
+from mtp_extract.evaluation.extras import nothing_collected, quiet_transformers, require
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import files_of
 
@@ -39,6 +39,7 @@ class LoadedBase:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
+@nothing_collected()
 def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 

@@ -25,6 +25,7 @@ from mtp_extract.speculate.trees import Tree
 Place = tuple[int, int]
 """A text's number and the position of its pending token."""
 
+_WARM = 8  # new tokens, generated before times are taken: the first calls choose kernels and take memory
 _FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
 
 
@@ -62,7 +63,7 @@ def generate_alone(generator: SpeculativeGenerator, written: Continuations, *, n
     """What the base alone writes after ``timed`` prompts, the workloads in turn, those that can be drafted first."""
     queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
     chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
-    generate(generator, written, chosen[:1], 0, new_tokens)  # the first call chooses kernels and takes memory
+    generate(generator, written, chosen[:1], 0, min(new_tokens, _WARM))
     return generate(generator, written, chosen, 0, new_tokens)
 
 
@@ -88,7 +89,7 @@ def measure_worth(
         done: called after each of ``plans``.
     """
     stands = standing(generator, written, agreement, plans, batch=batch)
-    generate(generator, written, [*alone][:1], max(plans.values(), key=depth_of), new_tokens)  # as for the base alone
+    generate(generator, written, [*alone][:1], max(plans.values(), key=depth_of), min(new_tokens, _WARM))
     worth = dict[str, Worth]()
     for name, planned in plans.items():
         what = planned
