@@ -12,26 +12,25 @@ which are independent, and not over positions; a text that repeats another is no
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_extract.drafter.protocol import Drafter
+from mtp_extract.errors import PairError
 from mtp_extract.evaluation.intervals import Interval, repeats
 from mtp_extract.evaluation.measured import of_agreement, share_over_texts
-from mtp_extract.evaluation.prompts import Prompt
+from mtp_extract.evaluation.progress import Say, Show, counted, silent
+from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.io.typed import Count, Figure, Positive, Record
-from mtp_extract.speculate.codec import count
+from mtp_extract.speculate.codec import Codec, count
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Text, read_texts, teacher_forced
-
-Done = Callable[[], object]
-"""Called after each batch."""
 
 _TOP = 5
 
@@ -62,6 +61,14 @@ class Continuations:
         return found
 
 
+class Asked(NamedTuple):
+    """What is to be drafted after every token."""
+
+    drafter: Drafter
+    steps: int
+    along: bool = False  # whether drafts follow the text's own tokens: see :func:`teacher_forced`
+
+
 class Step(Record):
     """One draft of a round, at every position that has a target there."""
 
@@ -80,7 +87,7 @@ class Workload(Record):
     steps: list[Step]  #: by draft step
 
 
-def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
     """Indices in groups of similar length, so that little of a batch is padding.
 
     A last group of one joins the one before: some controls need two texts.
@@ -94,7 +101,7 @@ def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
     if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
         alone = made.pop()
         made[-1] += alone
-    yield from made
+    return made
 
 
 @torch.inference_mode()
@@ -106,7 +113,7 @@ def base_texts(
     batch: int,
     temperature: float = 0.0,
     seed: int = 0,
-    done: Done = lambda: None,
+    show: Show = silent,
 ) -> list[tuple[int, ...]]:
     """What the base writes after each prompt, by transformers' own generation: new token ids, a stop token included.
 
@@ -118,7 +125,8 @@ def base_texts(
     """
     drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     stops, device, found = frozenset(base.stop_token_ids), base.device, dict[int, tuple[int, ...]]()
-    for number, group in enumerate(groups(list(map(len, prompts)), batch)):
+    batches = groups(list(map(len, prompts)), batch)
+    for number, group in enumerate(counted(batches, show, "the base's text")):
         longest = max(len(prompts[index]) for index in group)
         before = [longest - len(prompts[index]) for index in group]
         tokens = [[0] * pad + list(prompts[index]) for pad, index in zip(before, group, strict=True)]
@@ -135,56 +143,61 @@ def base_texts(
         for index, row in zip(group, made[:, longest:].tolist(), strict=True):
             # What comes after a stop token is padding.
             found[index] = tuple(row[: next((at + 1 for at, token in enumerate(row) if token in stops), len(row))])
-        done()
     return [found[index] for index in range(len(prompts))]
 
 
-def continue_greedily(
+def write_texts(
     base: Base,
+    codec: Codec,
     prompts: Sequence[Prompt],
-    encoded: Sequence[tuple[int, ...]],
     *,
     new_tokens: int,
     batch: int,
-    done: Done = lambda: None,
+    chat_template: bool,
+    say: Say = silent,
+    show: Show = silent,
 ) -> Continuations:
-    """The base's own text after each prompt, whose token ids are ``encoded``."""
-    written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, done=done)
+    """What the base alone writes greedily after each of ``prompts``.
+
+    Raises:
+        PairError: the base's context has no room for a prompt and what follows it.
+    """
+    encoded = encode_prompts(prompts, codec, chat_template=chat_template)
+    context = getattr(base.config, "max_position_embeddings", None)
+    length, longest = max((len(tokens), index) for index, tokens in enumerate(encoded))
+    if context is not None and length + new_tokens > context:
+        raise PairError(
+            f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
+            f"found {length} and {new_tokens} new ones; give shorter prompts",
+            remedies=("prompts", "new_tokens"),
+        )
+    say(f"continuing {len(prompts)} prompts with the base alone")
+    written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
     return Continuations(tuple(prompts), tuple(texts))
 
 
 def measure_agreements(
-    base: Base,
-    drafters: Sequence[tuple[Drafter, int]],
-    continuations: Continuations,
-    *,
-    batch: int,
-    along: bool = False,
-    done: Done = lambda: None,
+    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, show: Show = silent
 ) -> list[Agreement]:
-    """Teacher forcing over all texts, a batch at a time, which the base reads once for all drafters.
-
-    Args:
-        drafters: each with its draft steps.
-        along: as of :func:`~mtp_extract.speculate.teacher.teacher_forced`.
+    """Teacher forcing over all texts, a batch at a time, which the base reads once for all that is ``asked``.
 
     Returns:
-        One for each drafter; ``text`` indexes ``continuations``.
+        One for each; ``text`` indexes ``written``.
 
     Raises:
         PairError: no text is long enough to draft from.
     """
-    usable = continuations.usable or tuple(range(len(continuations.texts)))
-    parts: list[list[Agreement]] = [[] for _ in drafters]
-    for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
+    usable = written.usable or tuple(range(len(written.texts)))
+    parts: list[list[Agreement]] = [[] for _ in asked]
+    batches = groups([len(written.texts[index].tokens) for index in usable], batch)
+    for group in counted(batches, show, "drafts after every token"):
         rows = torch.tensor([usable[position] for position in group])
-        texts = [continuations.texts[row] for row in rows.tolist()]
-        full = read_texts(base, texts, [drafter.needs for drafter, _ in drafters])
-        for part, (drafter, steps) in zip(parts, drafters, strict=True):
+        texts = [written.texts[row] for row in rows.tolist()]
+        full = read_texts(base, texts, [one.drafter.needs for one in asked])
+        for part, (drafter, steps, along) in zip(parts, asked, strict=True):
             found = teacher_forced(base, drafter, texts, steps, along=along, full=full)
-            part.append(dataclasses.replace(found, text=rows[found.text]))
-        done()
+            part.append(replace(found, text=rows[found.text]))
     return [Agreement.joined(part) for part in parts]
 
 
@@ -214,4 +227,9 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
 
 def figure(value: float, n: int, interval: Interval | None) -> Figure:
     """As a record has it."""
-    return Figure(None if math.isnan(value) else value, n, list(interval) if interval else None)
+    return Figure(known(value), n, list(interval) if interval else None)
+
+
+def known(value: float) -> float | None:
+    """None for NaN."""
+    return None if math.isnan(value) else value

@@ -57,77 +57,54 @@ def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
     return frozenset(index for index, tail in enumerate(tails) if first[tail] != index)
 
 
-def share_interval(hits: Sequence[float], sizes: Sequence[float], *, level: float = 0.95) -> Interval | None:
-    """The interval of a share of draws: Σ hits / Σ sizes, over texts.
-
-    A mean of values between 0 and K is K times a share: so of accepted drafts.
+def over_texts(bounds: Callable[..., Bounds], *columns: Sequence[float], level: float = 0.95) -> Interval | None:
+    """The interval of what ``bounds`` is of: :func:`share_bounds`, :func:`difference_bounds` or
+    :func:`ratio_bounds`.
 
     Args:
-        hits: of each text, 0 to its size; whole or not.
-        sizes: draws of each text; one without any says nothing.
+        columns: as ``bounds`` takes them, a number of each text; the last are its draws, and a text without any says
+            nothing.
         level: share of such intervals that hold the truth.
 
     Returns:
-        None with fewer than :data:`LEAST_TEXTS` texts.
+        None with fewer than :data:`LEAST_TEXTS` texts, and where a text alone has all of either sum of a ratio.
 
     Raises:
-        MtpExtractError: a text has more hits than draws, or fewer than none.
+        MtpExtractError: a text of a share or a difference has more hits than draws, or fewer than none.
     """
-    return _over_texts(share_bounds, hits, sizes, level=level)
-
-
-def difference_interval(
-    gained: Sequence[float], lost: Sequence[float], sizes: Sequence[float], *, level: float = 0.95
-) -> Interval | None:
-    """The interval of the difference of two shares of the same draws: Σ (gained - lost) / Σ sizes, over texts.
-
-    Args:
-        gained: of each text, draws that only the second hits.
-        lost: those that only the first hits.
-        sizes, level: as of :func:`share_interval`, as what is returned and raised.
-    """
-    return _over_texts(difference_bounds, gained, lost, sizes, level=level)
-
-
-def ratio_interval(sums: Sequence[float], sizes: Sequence[float], *, level: float = 0.95) -> Interval | None:
-    """The interval of a ratio of positive sums over texts that nothing bounds, such as tokens over seconds.
-
-    Returns:
-        None with fewer than :data:`LEAST_TEXTS` texts, or where a text alone has all of either sum.
-    """
-    if any(sum(column) <= max(column, default=0) for column in (sums, sizes)):
-        return None
-    return _over_texts(ratio_bounds, sums, sizes, level=level, bounded=False)
-
-
-def _over_texts(
-    bounds: Callable[..., Bounds], *columns: Sequence[float], level: float, bounded: bool = True
-) -> Interval | None:
-    """The ``bounds`` over texts that have any draws, the last of ``columns``; where bounded, with no more hits."""
     table = np.array(columns, dtype=np.float64)
     table = table[:, table[-1] > 0]
     if table.shape[1] < LEAST_TEXTS:
         return None
     total, draws = table[:-1].sum(0), table[-1]
-    if bounded and (wrong := np.abs(2 * total - draws) > (1 + 2 * _ROUNDING) * draws).any():
+    if bounds is not ratio_bounds and (wrong := np.abs(2 * total - draws) > (1 + 2 * _ROUNDING) * draws).any():
         raise MtpExtractError(
             f"expected hits of 0 to {draws[wrong][0]:g} draws, found {total[wrong][0]:g}; count them again"
         )
-    low, high = bounds(*table, level=level)
-    return Interval(float(low), float(high))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = map(float, bounds(*table, level=level))
+    return Interval(low, high) if math.isfinite(high) else None
 
 
 def share_bounds(hits: ArrayLike, sizes: ArrayLike, *, level: float = 0.95) -> Bounds:
-    """Low and high of many shares at once: ``hits`` and ``sizes`` [..., texts], all sizes positive."""
+    """Of a share of draws, Σ hits / Σ sizes; a mean of values between 0 and K is K times a share.
+
+    As of :func:`difference_bounds` and :func:`ratio_bounds`, of many at once.
+
+    Args:
+        hits: [..., texts], of each text, 0 to its size; whole or not.
+        sizes: [..., texts], its draws, all positive.
+    """
     hits, sizes = np.asarray(hits, np.float64), np.asarray(sizes, np.float64)
     return _wilson(hits, sizes, _events(hits, sizes), level)
 
 
 def difference_bounds(gained: ArrayLike, lost: ArrayLike, sizes: ArrayLike, *, level: float = 0.95) -> Bounds:
-    """Low and high of many differences at once; arrays as of :func:`share_bounds`.
+    """Of the difference of two shares of the same draws: Σ (gained - lost) / Σ sizes.
 
-    The intervals of both shares, put together as by Zou and Donner (2008, *Statistics in Medicine* 27). That both go up
-    in the same texts would make the difference surer; it is left out, being seen too badly in few texts.
+    The second alone hits the draws ``gained``, the first alone those ``lost``. The intervals of both shares, put
+    together as by Zou and Donner (2008, *Statistics in Medicine* 27). That both go up in the same texts would make the
+    difference surer; it is left out, being seen too badly in few texts.
     """
     gained, lost, sizes = (np.asarray(column, np.float64) for column in (gained, lost, sizes))
     total = sizes.sum(-1)
@@ -148,7 +125,7 @@ def difference_bounds(gained: ArrayLike, lost: ArrayLike, sizes: ArrayLike, *, l
 
 
 def ratio_bounds(sums: ArrayLike, sizes: ArrayLike, *, level: float = 0.95) -> Bounds:
-    """Low and high of many ratios at once; arrays as of :func:`share_bounds`.
+    """Of a ratio of positive sums that nothing bounds, such as tokens over seconds.
 
     By leaving out a text at a time, of the logarithm; numerator and denominator take a degree of freedom each.
     """

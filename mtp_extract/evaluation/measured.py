@@ -1,7 +1,6 @@
 """How many drafts stand, how many rounds a text takes, and by how much two drafters differ on the same texts.
 
 Counted over *anchors that have all K targets*: those near the end of a text could accept fewer whatever is drafted.
-Intervals are over texts, which are independent, not over their positions. Two drafters are compared text by text.
 
 Rounds are those of the loop that serves: the first begins at a text's first anchor, and after a round at n that accepts
 a drafts the next begins at n + 1 + a, until the anchors end. Served greedily, what is accepted at an anchor decides
@@ -13,6 +12,7 @@ rounds of the loop that wrote this text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils import rnn
 
-from mtp_extract.evaluation.intervals import Interval, difference_interval, ratio_interval, share_interval
+from mtp_extract.evaluation.intervals import (
+    Bounds,
+    Interval,
+    difference_bounds,
+    over_texts,
+    ratio_bounds,
+    share_bounds,
+)
 from mtp_extract.speculate.teacher import Agreement, OfTexts
 
 
@@ -70,7 +77,7 @@ class Measured(OfTexts):
     def tokens_per_round_interval(self) -> Interval | None:
         """Of tokens a round, 95 % over texts; None with too few."""
         steps = self.stands.shape[1]
-        found = share_interval(*_by_text(self.text, self.begins * (self.advance - 1) / steps, self.begins))
+        found = _interval(share_bounds, self.text, self.begins * (self.advance - 1) / steps, self.begins)
         return found and found.scaled(steps, 1.0)
 
     @property
@@ -118,8 +125,8 @@ class Saving:
 
 def saving(before: Measured, after: Measured) -> Saving:
     """Over all texts of both."""
-    sums = [_by_text(before.text, measured.begins)[0] for measured in (before, after)]
-    return Saving(before.rounds / after.rounds if after.rounds else float("nan"), ratio_interval(*sums))
+    ratio = before.rounds / after.rounds if after.rounds else float("nan")
+    return Saving(ratio, _interval(ratio_bounds, before.text, before.begins, after.begins))
 
 
 def compare(before: Measured, after: Measured) -> Change:
@@ -153,17 +160,18 @@ def _begins(text: Tensor, along: Tensor) -> Tensor:
 
 def share_over_texts(text: Tensor, values: Tensor) -> Interval | None:
     """Of the mean of ``values`` [N] in 0 to 1, or that are true, 95 % over texts; None with too few."""
-    return share_interval(*_by_text(text, values, torch.ones_like(values)))
+    return _interval(share_bounds, text, values, torch.ones_like(values))
 
 
 def difference_over_texts(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
     """Of the mean of ``values`` [N] in -1 to 1, what one gains over another there, over texts; None with too few."""
-    sizes = torch.ones_like(values)
-    return difference_interval(*_by_text(text, values.clamp(min=0), (-values).clamp(min=0), sizes), level=level)
+    gained, lost = values.clamp(min=0), (-values).clamp(min=0)
+    return _interval(difference_bounds, text, gained, lost, torch.ones_like(values), level=level)
 
 
-def _by_text(text: Tensor, *columns: Tensor) -> list[list[float]]:
-    """Sums of each column by text."""
+def _interval(bounds: Callable[..., Bounds], text: Tensor, *columns: Tensor, level: float = 0.95) -> Interval | None:
+    """:func:`over_texts` of the sums of each of ``columns`` [N] by text."""
     rows, index = torch.unique(text, return_inverse=True)
     empty = torch.zeros(len(rows), dtype=torch.double)
-    return [empty.index_add(0, index, column.double()).tolist() for column in columns]
+    sums = (empty.index_add(0, index, column.double()).tolist() for column in columns)
+    return over_texts(bounds, *sums, level=level)

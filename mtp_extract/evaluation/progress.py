@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 Say = Callable[[str], None]
 """Called with what is begun, in words."""
@@ -16,7 +18,8 @@ def silent(*what: object) -> None:
     """Nobody asked to be told."""
 
 
-def counter(show: Show, part: str, total: int) -> Callable[[], None]:
-    """What to call after each batch of ``part``, of which there are ``total``."""
-    done = count(1)
-    return lambda: show(part, next(done), total)
+def counted(items: Sequence[T], show: Show, part: str) -> Iterator[T]:
+    """``items``, telling ``show`` after each of them that so much of ``part`` is done."""
+    for number, item in enumerate(items, 1):
+        yield item
+        show(part, number, len(items))

@@ -21,8 +21,8 @@ from itertools import pairwise, zip_longest
 import numpy as np
 
 from mtp_extract.errors import several
-from mtp_extract.evaluation.intervals import Interval, ratio_interval, share_interval
-from mtp_extract.evaluation.progress import counter
+from mtp_extract.evaluation.intervals import Interval, over_texts, ratio_bounds, share_bounds
+from mtp_extract.evaluation.progress import counted
 from mtp_extract.evaluation.prompts import Prompt, prompts_or_shipped, require_texts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
@@ -60,12 +60,10 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             server.ask(_questions(plan, warming), plan.concurrency)
         windows: dict[str, list[Window]] = {side: [] for side in servers}
         parts, order = _parts(prompts, plan.concurrency), list(servers)
-        done = counter(plan.show, "asking", len(parts))
-        for part in parts:
+        for part in counted(parts, plan.show, "asking"):
             for side in order:
                 windows[side].append(_window(servers[side], plan, prompts, part))
             order.reverse()
-            done()
     # What is drawn at random differs by chance.
     if compared := plan.baseline is not None and plan.temperature == 0:
         theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
@@ -132,7 +130,7 @@ def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], com
     return Figures(
         texts=len(asked["server"]),
         sides={side: side_of(done, names) for side, done in windows.items()},
-        speedup=_ratio(would_take, takes, len(both), ratio_interval(would_take, takes)),
+        speedup=_ratio(would_take, takes, len(both), over_texts(ratio_bounds, would_take, takes)),
         identical=sum(one.leaves_at is None for one in asked["server"]) if compared else None,
     )
 
@@ -155,11 +153,11 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
     # No round accepts more than rounds drafted on the mean of any window.
     most = max((-(-(one.drafted or 0) // one.rounds) for one in in_rounds if one.rounds), default=0)
-    length = share_interval([count / most for count in stood], made) if most else None
+    length = over_texts(share_bounds, [count / most for count in stood], made) if most else None
     written = [a + b for a, b in zip(made, stood, strict=True)]
     return Side(
         tokens=tokens,
-        tokens_per_s=_ratio(after, seconds, sum(after), ratio_interval(after, seconds)),
+        tokens_per_s=_ratio(after, seconds, sum(after), over_texts(ratio_bounds, after, seconds)),
         output_throughput=tokens / wall if whole and wall and tokens is not None else None,
         ttft_ms=_latency([one.answer.first_s for one in asked if one.answer.first_s is not None]),
         tpot_ms=_latency([time / tokens for tokens, time in timed]),
@@ -167,7 +165,7 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
         drafted=sum(drafted) if units else None,
         accepted=sum(accepted) if units else None,
         rounds=sum(made) if in_rounds else None,
-        acceptance=_ratio(accepted, drafted, sum(drafted), share_interval(accepted, drafted)),
+        acceptance=_ratio(accepted, drafted, sum(drafted), over_texts(share_bounds, accepted, drafted)),
         tokens_per_round=_ratio(written, made, sum(made), length and length.scaled(most, 1.0)),
         acceptance_by_position=_by_position(units),
     )
@@ -195,4 +193,4 @@ def _by_position(counted: Sequence[Counters]) -> list[Figure] | None:
     known = all(one.positions and one.rounds is not None for one in counted)
     if not known or any(not 0 <= a <= b for hits in places for a, b in zip(hits, made, strict=True)):
         return None
-    return [_ratio(hits, made, sum(made), share_interval(hits, made)) for hits in places] or None
+    return [_ratio(hits, made, sum(made), over_texts(share_bounds, hits, made)) for hits in places] or None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.evaluation.extras import require
-from mtp_extract.evaluation.progress import Say, Show, counter, silent
+from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.insertion.activations import Range, Ranges
 
 if TYPE_CHECKING:
@@ -42,11 +42,10 @@ def measure_ranges(
     """
     require("torch", "transformers")
     from mtp_extract.drafter.load import load_drafter
-    from mtp_extract.evaluation.agreement import measure_agreements
+    from mtp_extract.evaluation.agreement import Asked, measure_agreements, write_texts
     from mtp_extract.evaluation.base_model import load_base, memory_guard
     from mtp_extract.evaluation.prompts import prompts_or_shipped
     from mtp_extract.speculate.loop import SpeculativeGenerator
-    from mtp_extract.validation.run import write_texts
 
     chosen = prompts_or_shipped(Path(prompts) if prompts is not None else None)
     say(f"loading the base {base}")
@@ -67,9 +66,8 @@ def measure_ranges(
         drafter.get_submodule(role).register_forward_hook(partial(note, role))
     sizes = {"new_tokens": new_tokens, "batch": _BATCH}
     with memory_guard("running the base"):
-        written = write_texts(pair, chosen, **sizes, chat_template=chat_template, say=say, show=show)
+        written = write_texts(pair.base, pair.codec, chosen, **sizes, chat_template=chat_template, say=say, show=show)
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
-        done = counter(show, "drafting along it", len(written.usable))
-        measure_agreements(pair.base, [(drafter, _STEPS)], written, batch=1, done=done)
+        measure_agreements(pair.base, [Asked(drafter, _STEPS)], written, batch=1, show=show)
     return seen

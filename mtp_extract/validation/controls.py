@@ -16,8 +16,9 @@ import torch
 from mtp_extract.drafter.masks import LITERT, Convention
 from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter
-from mtp_extract.evaluation.agreement import Continuations, Done, figure, measure_agreements
+from mtp_extract.evaluation.agreement import Asked, Continuations, figure, measure_agreements
 from mtp_extract.evaluation.measured import difference_over_texts, share_over_texts
+from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.typed import Figure, Record
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
@@ -136,38 +137,48 @@ LEVEL = 1 - 0.05 / len(CONTROLS)
 """Of each control's interval: so that in 95 % of measurements none of them all misleads."""
 
 
+@dataclass(frozen=True)
+class Table:
+    """What everybody drafts after every token of the same texts."""
+
+    drafters: list[Agreement]  # of each, its own drafts after its own
+    along: list[Agreement]  # of each, its drafts after the text's own tokens; empty where no tree is planned
+    controls: list[ControlResult]  # of the first; none where it is no MTP drafter
+
+
 def draft_together(
     base: Base,
     drafters: Sequence[Drafter],
-    continuations: Continuations,
+    written: Continuations,
     steps: int,
+    deepest: int = 0,
     *,
     batch: int,
-    done: Done = lambda: None,
-) -> tuple[list[Agreement], list[ControlResult]]:
+    show: Show = silent,
+) -> Table:
     """Every drafter, and every control of the first, over the same texts, which the base reads once.
 
     Controls draft one token. One that would change nothing is left out.
 
     Args:
         steps: of the drafters.
-        done: called after each batch.
-
-    Returns:
-        An agreement for each drafter; the controls of the first, none of one that is no MTP drafter.
+        deepest: steps of the deepest tree; 0 without any.
 
     Raises:
         PairError: no text is long enough to draft from.
     """
-    sound, asked, broken = drafters[0], [(drafter, steps) for drafter in drafters], list[Control]()
+    sound, asked = drafters[0], [Asked(drafter, steps) for drafter in drafters]
+    if deepest:
+        asked += [Asked(drafter, deepest, along=True) for drafter in drafters]
+    first, broken = len(asked), list[Control]()
     for control in CONTROLS:
         changed = control.drafter(sound) if isinstance(sound, MtpDrafter) else None
-        if changed is not None and min(batch, len(continuations.usable)) >= control.needs_texts:
+        if changed is not None and min(batch, len(written.usable)) >= control.needs_texts:
             broken.append(control)
-            asked.append((control.broken(changed), 1))
-    found = measure_agreements(base, asked, continuations, batch=batch, done=done)
-    theirs = zip(broken, found[len(drafters) :], strict=True)
-    return found[: len(drafters)], [compare(control, found[0], one) for control, one in theirs]
+            asked.append(Asked(control.broken(changed), 1))
+    found = measure_agreements(base, asked, written, batch=batch, show=show)
+    controls = [compare(control, found[0], one) for control, one in zip(broken, found[first:], strict=True)]
+    return Table(found[: len(drafters)], found[len(drafters) : first], controls)
 
 
 def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:

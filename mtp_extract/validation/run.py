@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,10 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import Continuations, continue_greedily, figures, groups
+from mtp_extract.evaluation.agreement import figures, known, write_texts
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.measured import compare, of_agreement
-from mtp_extract.evaluation.progress import Say, Show, counter
-from mtp_extract.evaluation.prompts import Prompt, encode_prompts, prompts_or_shipped
+from mtp_extract.evaluation.prompts import prompts_or_shipped
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
@@ -29,7 +28,7 @@ from mtp_extract.io.typed import Tool
 from mtp_extract.pipeline.check import read_record, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
-from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validation.controls import draft_together
 from mtp_extract.validation.interpreter import check_interpreter
@@ -38,15 +37,7 @@ from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import BaseFacts, DrafterFigures, Validation
 from mtp_extract.validation.transformers import check_transformers
 from mtp_extract.validation.verdict import concluded, notes_of
-from mtp_extract.validation.worth import (
-    best_of,
-    forward_ms,
-    generate_alone,
-    is_disturbed,
-    known,
-    measure_worth,
-    tokens_per_s,
-)
+from mtp_extract.validation.worth import Timed, best_of, is_disturbed, measure_worth
 
 
 def run_validation(plan: ValidationPlan) -> Validation:
@@ -118,28 +109,33 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
         pairs = {name: _pair(loaded, place) for name, place in places.items()}
-    pair, drafters = pairs[found.drafter], [pair.drafter for pair in pairs.values()]
-    steps, sizes = sorted(set(plan.draft_steps)), {"batch": plan.batch, "new_tokens": plan.new_tokens}
-    plans = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
-    for tree in plan.wanted.values():
-        if isinstance(tree, Tree):
-            tree.require_tokens(pair.base.vocab_size)
+    pair, steps, new_tokens = pairs[found.drafter], sorted(set(plan.draft_steps)), plan.new_tokens
+    plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
+    trees = [what for what in plans.values() if isinstance(what, Tree)]
+    for tree in trees:
+        tree.require_tokens(pair.base.vocab_size)
     with memory_guard("running the base"):
-        written = write_texts(pair, prompts, **sizes, chat_template=plan.chat_template, say=plan.say, show=plan.show)
-        plan.say("drafting after every token of them, and with one thing broken at a time")
-        done = counter(plan.show, "drafts after every token", _batches(len(written.usable), plan.batch))
-        agreements, found.controls = draft_together(
-            pair.base, drafters, written, steps[-1], batch=plan.batch, done=done
+        written = write_texts(
+            pair.base,
+            pair.codec,
+            prompts,
+            new_tokens=new_tokens,
+            batch=plan.batch,
+            chat_template=plan.chat_template,
+            say=plan.say,
+            show=plan.show,
         )
+        plan.say("drafting after every token of them, and with one thing broken at a time")
+        deepest = max((tree.depth for tree in trees), default=0)
+        drafters = [one.drafter for one in pairs.values()]
+        table = draft_together(pair.base, drafters, written, steps[-1], deepest, batch=plan.batch, show=plan.show)
         plan.say("generating a few texts with drafts")
-        alone = generate_alone(pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
-        done = counter(plan.show, "a few texts with drafts", len(pairs) * len(plans))
-        before, parts = of_agreement(agreements[0]), written.workloads
-        for (name, one), agreement in zip(pairs.items(), agreements, strict=True):
-            after, worth = (
-                of_agreement(agreement),
-                measure_worth(one, written, agreement, plans, alone, **sizes, done=done),
-            )
+        alone = Timed.alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
+        before = of_agreement(table.drafters[0])
+        for number, (name, one) in enumerate(pairs.items()):
+            agreement, along = table.drafters[number], table.along[number] if trees else None
+            worth = measure_worth(one, written, agreement, along, plans, alone, new_tokens=new_tokens, show=plan.show)
+            after, parts = of_agreement(agreement), written.workloads
             found.drafters.append(
                 DrafterFigures(
                     name,
@@ -153,17 +149,19 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
                     {workload: compare(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
                 )
             )
+    found.controls = table.controls
     found.base = BaseFacts(
         "the sample's base" if plan.directory is None else public_name(base),
         loaded.dtype,
         list(loaded.devices),
         str(loaded.drafter_dtype).removeprefix("torch."),
         plan.chat_template and pair.codec.has_template,
-        len(alone),
-        known(tokens_per_s(alone)),
-        known(forward_ms(alone)),
+        len(alone.texts),
+        known(alone.tokens_per_s),
+        known(alone.forward_ms),
     )
     workloads = dict(Counter(prompt.workload for prompt in prompts))
+    sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
     found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
     found.pair = pair_of(pair, found, max(len(text.tokens) for text in written.texts))
     found.notes += loaded.notes
@@ -183,39 +181,6 @@ def _pair(loaded: LoadedBase, place: Path) -> SpeculativeGenerator:
         return SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     except PairError as error:
         raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
-
-
-def write_texts(
-    pair: SpeculativeGenerator,
-    prompts: Sequence[Prompt],
-    *,
-    new_tokens: int,
-    batch: int,
-    chat_template: bool,
-    say: Say,
-    show: Show,
-) -> Continuations:
-    """What the base alone writes greedily after each of ``prompts``.
-
-    Raises:
-        PairError: the base's context has no room for a prompt and what follows it.
-    """
-    encoded = encode_prompts(prompts, pair.codec, chat_template=chat_template)
-    context = getattr(pair.base.config, "max_position_embeddings", None)
-    length, longest = max((len(tokens), index) for index, tokens in enumerate(encoded))
-    if context is not None and length + new_tokens > context:
-        raise PairError(
-            f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
-            f"found {length} and {new_tokens} new ones; give shorter prompts",
-            remedies=("prompts", "new_tokens"),
-        )
-    say(f"continuing {len(prompts)} prompts with the base alone")
-    done = counter(show, "the base's text", _batches(len(prompts), batch))
-    return continue_greedily(pair.base, prompts, encoded, new_tokens=new_tokens, batch=batch, done=done)
-
-
-def _batches(texts: int, batch: int) -> int:
-    return len(list(groups([0] * texts, batch)))
 
 
 def _tuning_of(directory: Path) -> str | None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 
 from torch import Tensor
 
-from mtp_extract.evaluation.agreement import Continuations, Done, figure, measure_agreements
-from mtp_extract.evaluation.intervals import share_interval
+from mtp_extract.evaluation.agreement import Continuations, figure, known
+from mtp_extract.evaluation.intervals import over_texts, share_bounds
+from mtp_extract.evaluation.progress import Show, counted, silent
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator
+from mtp_extract.speculate.loop import Drafts, Generation, Round, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.speculate.trees import Tree
 
@@ -47,86 +48,94 @@ class Worth(Record, kw_only=True):
     measured_speedup: float | None  #: in tokens a second
 
 
-Texts = Mapping[int, Generation]
-"""What was generated one text at a time, by the prompt's number."""
+@dataclass(frozen=True)
+class Timed:
+    """A few texts, generated one at a time."""
 
+    texts: Mapping[int, Generation]  # by the prompt's number
 
-def generate(
-    generator: SpeculativeGenerator, written: Continuations, rows: Iterable[int], drafts: Drafts, new_tokens: int
-) -> Texts:
-    """The texts after the prompts of these numbers, one at a time."""
-    prompts = {row: written.texts[row].prompt for row in rows}
-    return {row: generator.generate(one, max_new_tokens=new_tokens, drafts=drafts) for row, one in prompts.items()}
+    @classmethod
+    def of(
+        cls,
+        generator: SpeculativeGenerator,
+        written: Continuations,
+        rows: Iterable[int],
+        drafts: Drafts,
+        new_tokens: int,
+    ) -> Timed:
+        """The texts after the prompts of these numbers."""
+        prompts = {row: written.texts[row].prompt for row in rows}
+        return cls({r: generator.generate(one, max_new_tokens=new_tokens, drafts=drafts) for r, one in prompts.items()})
 
+    @classmethod
+    def alone(cls, generator: SpeculativeGenerator, written: Continuations, *, new_tokens: int, timed: int) -> Timed:
+        """Of ``timed`` prompts by the base alone, the workloads in turn, those that can be drafted first."""
+        queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
+        chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
+        cls.of(generator, written, chosen[:1], 0, min(new_tokens, _WARM))
+        return cls.of(generator, written, chosen, 0, new_tokens)
 
-def generate_alone(generator: SpeculativeGenerator, written: Continuations, *, new_tokens: int, timed: int) -> Texts:
-    """What the base alone writes after ``timed`` prompts, the workloads in turn, those that can be drafted first."""
-    queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
-    chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
-    generate(generator, written, chosen[:1], 0, min(new_tokens, _WARM))
-    return generate(generator, written, chosen, 0, new_tokens)
+    @property
+    def rounds(self) -> list[Round]:
+        """Of all texts."""
+        return [r for one in self.texts.values() for r in one.rounds]
+
+    @property
+    def forward_ms(self) -> float:
+        """Of the base alone, the mean of a forward over one token; NaN without any."""
+        return _mean([r.verify_ms for r in self.rounds])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first of each text, per second; NaN without any."""
+        milliseconds = sum(r.draft_ms + r.verify_ms for r in self.rounds)
+        tokens = sum(len(one.tokens) - 1 for one in self.texts.values())
+        return 1e3 * tokens / milliseconds if milliseconds else math.nan
 
 
 def measure_worth(
     generator: SpeculativeGenerator,
     written: Continuations,
     agreement: Agreement,
+    along: Agreement | None,
     plans: Mapping[str, Drafts],
-    alone: Texts,
+    alone: Timed,
     *,
     new_tokens: int,
-    batch: int,
-    done: Done = lambda: None,
+    show: Show = silent,
 ) -> dict[str, Worth]:
     """The rounds of each of ``plans`` along all texts; and what it takes to generate those of ``alone``.
 
     Args:
         written: what the base wrote after every prompt.
         agreement: over these texts, with as many steps as the longest chain.
+        along: with drafts along the texts, as many steps as the deepest tree; None where no tree is planned.
         plans: by name; the longest chain before what is adapted.
         alone: of the base alone, with as many ``new_tokens``; texts must equal these.
-        batch: texts at a time where the ranks of a tree's drafts are measured.
-        done: called after each of ``plans``.
     """
-    stands = standing(generator, written, agreement, plans, batch=batch)
-    generate(generator, written, [*alone][:1], max(plans.values(), key=depth_of), min(new_tokens, _WARM))
+    longest = max(plans.values(), key=depth_of)
+    Timed.of(generator, written, [*alone.texts][:1], longest, min(new_tokens, _WARM))
     worth = dict[str, Worth]()
-    for name, planned in plans.items():
-        what = planned
-        if isinstance(planned, AdaptiveDrafts):
+    for name in counted(list(plans), show, "a few texts with drafts"):
+        what = plans[name]
+        if isinstance(what, AdaptiveDrafts):
             # With the costs of the longest chain: its rounds may not depend on the clock.
-            longest = worth[str(planned.most)]
-            ratio = (longest.draft_ms or 0.0) / longest.depth / longest.verify_ms if longest.verify_ms else 0.0
-            what = replace(planned, cost_ratio=ratio)
-        made = generate(generator, written, alone, what, new_tokens)
-        worth[name] = _worth(name, what, walked(what, stands[name], written, new_tokens), made, alone)
-        done()
+            chain = worth[str(what.most)]
+            ratio = (chain.draft_ms or 0.0) / chain.depth / chain.verify_ms if chain.verify_ms else 0.0
+            what = replace(what, cost_ratio=ratio)
+        walks = walked(what, standing(what, agreement, along), written, new_tokens)
+        made = Timed.of(generator, written, alone.texts, what, new_tokens)
+        worth[name] = _worth(name, what, walks, made, alone)
     return worth
 
 
-def standing(
-    generator: SpeculativeGenerator,
-    written: Continuations,
-    agreement: Agreement,
-    plans: Mapping[str, Drafts],
-    *,
-    batch: int,
-) -> dict[str, dict[Place, int]]:
-    """Of each of ``plans``, how many drafts of a round stand, by the place where it begins.
-
-    Arguments are those of :func:`measure_worth`.
-    """
-    chains = _by_place(agreement, (agreement.drafts == agreement.targets).int().cumprod(1))
-    found = {name: {place: sum(row[: depth_of(what)]) for place, row in chains.items()} for name, what in plans.items()}
-    trees = {name: what for name, what in plans.items() if isinstance(what, Tree)}
-    if trees:
-        depth = max(tree.depth for tree in trees.values())
-        asked = [(generator.drafter, depth)]
-        (along,) = measure_agreements(generator.base, asked, written, batch=batch, along=True)
-        ranks = _by_place(along, along.ranks)
-        for name, tree in trees.items():
-            found[name] = {place: tree.stands(row[: tree.depth]) for place, row in ranks.items()}
-    return found
+def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[Place, int]:
+    """How many drafts of a round stand, by the place where it begins; arguments as of :func:`measure_worth`."""
+    if isinstance(what, Tree):
+        assert along is not None
+        return {place: what.stands(row[: what.depth]) for place, row in _by_place(along, along.ranks)}
+    stands = (agreement.drafts == agreement.targets).int().cumprod(1)[:, : depth_of(what)].sum(1, keepdim=True)
+    return {place: held for place, (held,) in _by_place(agreement, stands)}
 
 
 def best_of(worth: Mapping[str, Worth]) -> str:
@@ -169,16 +178,16 @@ def walked(
     return walks
 
 
-def _by_place(found: Agreement, rows: Tensor) -> dict[Place, list[int]]:
-    return dict(zip(zip(found.text.tolist(), found.anchor.tolist(), strict=True), rows.tolist(), strict=True))
+def _by_place(found: Agreement, rows: Tensor) -> Iterable[tuple[Place, list[int]]]:
+    return zip(zip(found.text.tolist(), found.anchor.tolist(), strict=True), rows.tolist(), strict=True)
 
 
-def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], made: Texts, alone: Texts) -> Worth:
+def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], made: Timed, alone: Timed) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``made`` with drafts and by the base ``alone``."""
     depth, rounds, accepted = depth_of(what), sum(map(len, walks)), [sum(held for _, held in walk) for walk in walks]
     length = 1 + sum(accepted) / rounds if rounds else math.nan
-    interval = share_interval([held / depth for held in accepted], list(map(len, walks)))
-    drafting = [r for one in made.values() for r in one.rounds if r.drafted]
+    interval = over_texts(share_bounds, [held / depth for held in accepted], list(map(len, walks)))
+    drafting = [r for r in made.rounds if r.drafted]
     verify, draft = _mean([r.verify_ms for r in drafting]), _mean([r.draft_ms for r in drafting])
     return Worth(
         tree=None if isinstance(what, int) else name,
@@ -188,35 +197,19 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
         drafted=sum(count for walk in walks for count, _ in walk),
         accepted=sum(accepted),
         tokens_per_round=figure(length, rounds, interval and interval.scaled(depth, 1.0)),
-        same_text=sum(one.tokens == alone[row].tokens for row, one in made.items()),
-        tokens_per_s=known(tokens_per_s(made)),
+        same_text=sum(one.tokens == alone.texts[row].tokens for row, one in made.texts.items()),
+        tokens_per_s=known(made.tokens_per_s),
         verify_ms=known(verify),
         draft_ms=known(draft),
-        predicted_speedup=known(length * forward_ms(alone) / (verify + draft)),
-        measured_speedup=known(tokens_per_s(made) / tokens_per_s(alone)),
+        predicted_speedup=known(length * alone.forward_ms / (verify + draft)),
+        measured_speedup=known(made.tokens_per_s / alone.tokens_per_s),
     )
 
 
-def forward_ms(alone: Texts) -> float:
-    """Of the base alone, the mean of a forward over one token; NaN without any."""
-    return _mean([r.verify_ms for one in alone.values() for r in one.rounds])
-
-
-def tokens_per_s(made: Texts) -> float:
-    """Tokens after the first of each text, per second; NaN without any."""
-    milliseconds = sum(r.draft_ms + r.verify_ms for one in made.values() for r in one.rounds)
-    return 1e3 * sum(len(one.tokens) - 1 for one in made.values()) / milliseconds if milliseconds else math.nan
-
-
-def is_disturbed(worth: Mapping[str, Worth], alone: Texts) -> bool:
+def is_disturbed(worth: Mapping[str, Worth], alone: Timed) -> bool:
     """Whether the times cannot be right: a round that drafts and verifies took less than one token of the base."""
-    least = _FASTER * forward_ms(alone)
+    least = _FASTER * alone.forward_ms
     return any((found.verify_ms or math.inf) + (found.draft_ms or 0.0) < least for found in worth.values())
-
-
-def known(value: float) -> float | None:
-    """None for NaN."""
-    return None if math.isnan(value) else value
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -20,10 +20,11 @@ def base() -> Base:
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_a_text_is_what_the_base_writes_alone(base: Base, batch: int) -> None:
-    told: list[int] = []
-    found = base_texts(base, PROMPTS, new_tokens=20, batch=batch, done=lambda: told.append(1))
+    told: list[tuple[object, ...]] = []
+    found = base_texts(base, PROMPTS, new_tokens=20, batch=batch, show=lambda *so_far: told.append(so_far))
     assert found == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
-    assert len(told) == len(list(groups([0] * 5, batch)))
+    batches = len(groups([0] * 5, batch))
+    assert told == [("the base's text", done + 1, batches) for done in range(batches)]
     assert base_texts(base, [], new_tokens=20, batch=batch) == []
 
 
@@ -53,6 +54,6 @@ def test_a_batch_is_a_count(base: Base, batch: int) -> None:
 
 
 def test_groups_leave_no_text_alone() -> None:
-    assert list(groups([3, 1, 2, 5, 4], 2)) == [[1, 2], [0, 4, 3]]
-    assert list(groups([1], 4)) == [[0]]
+    assert groups([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4, 3]]
+    assert groups([1], 4) == [[0]]
     assert sorted(i for group in groups(list(range(10)), 3) for i in group) == list(range(10))

@@ -23,12 +23,10 @@ from mtp_extract.evaluation.intervals import (
     LEAST_TEXTS,
     Interval,
     difference_bounds,
-    difference_interval,
+    over_texts,
     ratio_bounds,
-    ratio_interval,
     repeats,
     share_bounds,
-    share_interval,
     student,
     undecided,
 )
@@ -158,13 +156,13 @@ def test_one_at_a_time_is_as_many_at_once() -> None:
     sizes = generator.integers(1, 40, (3, 12))
     lost = generator.binomial(1, 0.3, sizes.shape)
     hits = np.minimum(generator.binomial(sizes, 0.5), sizes - lost)
-    for one, many, columns in (
-        (share_interval, share_bounds, (hits, sizes)),
-        (ratio_interval, ratio_bounds, (hits + 1, sizes)),
-        (difference_interval, difference_bounds, (hits, lost, sizes)),
+    for bounds, *columns in (
+        (share_bounds, hits, sizes),
+        (ratio_bounds, hits + 1, sizes),
+        (difference_bounds, hits, lost, sizes),
     ):
-        for row, expected in enumerate(zip(*many(*columns), strict=True)):
-            assert one(*(column[row].tolist() for column in columns)) == pytest.approx(expected)
+        for row, expected in enumerate(zip(*bounds(*columns), strict=True)):
+            assert over_texts(bounds, *(column[row].tolist() for column in columns)) == pytest.approx(expected)
     assert Interval(0.25, 0.5).scaled(4, 1) == (2, 3)
 
 
@@ -172,34 +170,34 @@ def test_few_texts_have_none() -> None:
     few, enough = [3.0] * (LEAST_TEXTS - 1), [3.0] * LEAST_TEXTS
     for sizes, there in ((few, False), ([*few, 0.0], False), (enough, True)):
         hits = [size / 3 for size in sizes]
-        assert (share_interval(hits, sizes) is not None) == there
-        assert (difference_interval(hits, hits, sizes) is not None) == there
-        assert (ratio_interval(hits, sizes) is not None) == there
-    assert ratio_interval([0.0] * 5, [1.0] * 5) is None
+        assert (over_texts(share_bounds, hits, sizes) is not None) == there
+        assert (over_texts(difference_bounds, hits, hits, sizes) is not None) == there
+        assert (over_texts(ratio_bounds, hits, sizes) is not None) == there
+    assert over_texts(ratio_bounds, [0.0] * 5, [1.0] * 5) is None
     assert undecided(2) == "not decided: 2 texts, at least 5 are needed"
 
 
 def test_where_nothing_is_missed_as_much_is_left_open_as_texts_leave() -> None:
     """A text that was not seen may be missed whole: of N that were hit, one in N may be, however long they are."""
     for texts in (5, 20, 100):
-        found = share_interval([500] * texts, [500] * texts)
+        found = over_texts(share_bounds, [500] * texts, [500] * texts)
         assert found is not None and found.high == 1
         # Exactly: the share of which N draws in a row are hit one time in forty.
         assert found.low < 0.025 ** (1 / texts) < 1
-        assert found == share_interval([9] * texts, [9] * texts)
-        assert share_interval([0] * texts, [9] * texts) == pytest.approx((0, 1 - found.low))
+        assert found == over_texts(share_bounds, [9] * texts, [9] * texts)
+        assert over_texts(share_bounds, [0] * texts, [9] * texts) == pytest.approx((0, 1 - found.low))
         if texts == 20:
             assert f"reaches down to {100 * found.low:.0f} %" in FIGURES.read_text(encoding="utf-8")
-    alike = difference_interval([0] * 20, [0] * 20, [500] * 20)
+    alike = over_texts(difference_bounds, [0] * 20, [0] * 20, [500] * 20)
     assert alike is not None and alike.low == -alike.high < -0.1
 
 
 def test_more_hits_than_draws() -> None:
     for hits in ([2.0] * 5, [-1.0] * 5):
         with pytest.raises(MtpExtractError, match="expected hits of 0 to 1 draws"):
-            share_interval(hits, [1.0] * 5)
+            over_texts(share_bounds, hits, [1.0] * 5)
     with pytest.raises(MtpExtractError, match="expected hits"):
-        difference_interval([1.0] * 5, [1.0] * 5, [1.0] * 5)
+        over_texts(difference_bounds, [1.0] * 5, [1.0] * 5, [1.0] * 5)
 
 
 def test_a_text_counts_once() -> None:

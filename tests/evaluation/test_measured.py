@@ -16,7 +16,7 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.intervals import difference_interval, ratio_bounds, share_interval
+from mtp_extract.evaluation.intervals import difference_bounds, over_texts, ratio_bounds, share_bounds
 from mtp_extract.evaluation.measured import (
     Change,
     Measured,
@@ -168,12 +168,12 @@ def test_an_interval_of_a_mean_is_over_texts() -> None:
     """One value a text is one draw a text, and the same value many times in a text says no more than once."""
     values = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 0.75])
     found = share_over_texts(torch.arange(6), values)
-    assert found is not None and found == share_interval(values.tolist(), [1] * 6)
+    assert found is not None and found == over_texts(share_bounds, values.tolist(), [1] * 6)
     repeated = share_over_texts(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
     assert repeated is not None and repeated == pytest.approx(found, abs=0.08)
     assert share_over_texts(torch.arange(4).repeat_interleave(5), torch.ones(20)) is None
     gap = difference_over_texts(torch.arange(6), values - 0.5)
-    assert gap == difference_interval([0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)
+    assert gap == over_texts(difference_bounds, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)
 
 
 @pytest.mark.parametrize("texts", [5, 20, 50])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluation.agreement import Continuations, measure_agreements
+from mtp_extract.evaluation.agreement import Asked, Continuations, measure_agreements
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
@@ -12,4 +12,4 @@ def measure_agreement(
     base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int
 ) -> Agreement:
     """Teacher forcing over all texts."""
-    return measure_agreements(base, [(drafter, steps)], continuations, batch=batch)[0]
+    return measure_agreements(base, [Asked(drafter, steps)], continuations, batch=batch)[0]

@@ -14,9 +14,9 @@ import mtp_extract
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluation.agreement import Continuations, continue_greedily
+from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.prompts import Prompt, encode_prompts
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation
@@ -72,8 +72,8 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Continuations:
-    encoded = encode_prompts(prompts, generator.codec, chat_template=False)
-    return continue_greedily(generator.base, prompts, encoded, new_tokens=NEW_TOKENS, batch=4)
+    sizes = {"new_tokens": NEW_TOKENS, "batch": 4}
+    return write_texts(generator.base, generator.codec, prompts, **sizes, chat_template=False)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.masks import TRANSFORMERS
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed
-from mtp_extract.evaluation.agreement import Continuations, continue_greedily
+from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.prompts import encode_prompts, read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
@@ -38,9 +38,9 @@ def test_of_the_sample_every_control_is_clearly_below(tmp_path_factory: pytest.T
     generator = SpeculativeGenerator(loaded.model, load_drafter(directory), loaded.tokenizer)
     names = dict.fromkeys(prompt.workload for prompt in every)
     prompts = [one for name in names for one in [p for p in every if p.workload == name][:EACH]]
-    encoded = encode_prompts(prompts, generator.codec, chat_template=True)
-    written = continue_greedily(generator.base, prompts, encoded, new_tokens=48, batch=32)
-    _, found = draft_together(generator.base, [generator.drafter], written, 1, batch=32)
+    sizes = {"new_tokens": 48, "batch": 32}
+    written = write_texts(generator.base, generator.codec, prompts, **sizes, chat_template=True)
+    found = draft_together(generator.base, [generator.drafter], written, 1, batch=32).controls
     assert [result.name for result in found] == list(BY_NAME)
     for result in found:
         assert result.standing == "below", result.name
@@ -151,7 +151,7 @@ def test_what_would_change_nothing_is_left_out(
     alone = Continuations(continuations.prompts[:1], continuations.texts[:1])
     rotated = BY_NAME["full_rope"].drafter(drafter)
     assert rotated is not None
-    _, controls = draft_together(generator.base, [rotated], alone, 1, batch=4)
+    controls = draft_together(generator.base, [rotated], alone, 1, batch=4).controls
     assert [one.name for one in controls] == [name for name in BY_NAME if name not in ("shuffled_kv", "full_rope")]
 
 
@@ -162,13 +162,16 @@ def test_the_base_reads_a_batch_once(
     read: list[int] = []
     feed = Base.feed
     monkeypatch.setattr(Base, "feed", lambda *given: read.append(len(given[1])) or feed(*given))
-    told: list[int] = []
-    agreements, controls = draft_together(
-        generator.base, [generator.drafter] * 2, continuations, 2, batch=4, done=lambda: told.append(len(read))
+    told: list[tuple[object, ...]] = []
+    twice = [generator.drafter] * 2
+    found = draft_together(
+        generator.base, twice, continuations, 2, 3, batch=4, show=lambda *so_far: told.append(so_far)
     )
-    assert sum(read) == len(continuations.usable) and told == [1, 2]
-    assert torch.equal(agreements[0].drafts, agreements[1].drafts)
-    assert agreements[0].steps == 2 and len(controls) == len(CONTROLS)
+    assert sum(read) == len(continuations.usable)
+    assert told == [("drafts after every token", done, 2) for done in (1, 2)]
+    assert all(torch.equal(own.drafts, other.drafts) for own, other in (found.drafters, found.along))
+    assert [one.steps for one in (*found.drafters, *found.along)] == [2, 2, 3, 3]
+    assert len(found.controls) == len(CONTROLS)
 
 
 def placed(validation: Validation, **standings: str) -> Validation:

@@ -9,18 +9,16 @@ import pytest
 from helpers.agreement import measure_agreement
 from msgspec import structs
 
-from mtp_extract.evaluation.agreement import Continuations
+from mtp_extract.evaluation.agreement import Asked, Continuations, measure_agreements
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.verdict import drafts_of
 from mtp_extract.validation.worth import (
-    Texts,
+    Timed,
     Worth,
     best_of,
-    forward_ms,
-    generate_alone,
     is_disturbed,
     measure_worth,
     standing,
@@ -40,34 +38,44 @@ def agreement(generator: SpeculativeGenerator, continuations: Continuations) -> 
 
 
 @pytest.fixture(scope="module")
-def alone(generator: SpeculativeGenerator, continuations: Continuations) -> Texts:
-    return generate_alone(generator, continuations, new_tokens=NEW_TOKENS, timed=3)
+def alone(generator: SpeculativeGenerator, continuations: Continuations) -> Timed:
+    return Timed.alone(generator, continuations, new_tokens=NEW_TOKENS, timed=3)
+
+
+@pytest.fixture(scope="module")
+def along(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
+    asked = [Asked(generator.drafter, 4, along=True)]
+    return measure_agreements(generator.base, asked, continuations, batch=4)[0]
 
 
 @pytest.fixture(scope="module")
 def worth(
-    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement, alone: Texts
+    generator: SpeculativeGenerator,
+    continuations: Continuations,
+    agreement: Agreement,
+    along: Agreement,
+    alone: Timed,
 ) -> dict[str, Worth]:
-    return measure_worth(generator, continuations, agreement, PLANS, alone, new_tokens=NEW_TOKENS, batch=4)
+    return measure_worth(generator, continuations, agreement, along, PLANS, alone, new_tokens=NEW_TOKENS)
 
 
 def test_rounds_are_those_of_the_loop(
-    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement
+    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement, along: Agreement
 ) -> None:
     """Of every text, chain and tree: what generating it drafts and accepts, round by round; of repeats nothing."""
-    stands = standing(generator, continuations, agreement, PLANS, batch=4)
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
-    for name, what in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.items():
-        walks = walked(what, stands[name], continuations, NEW_TOKENS)
+    for what in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.values():
+        stands = standing(what, agreement, along)
+        walks = walked(what, stands, continuations, NEW_TOKENS)
         for index, walk in zip(continuations.usable, walks, strict=True):
             prompt = continuations.texts[index].prompt
             made = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=what)
             assert walk == [(r.drafted, r.accepted) for r in made.rounds if r.drafted]
-        assert walked(what, stands[name], twice, NEW_TOKENS) == walks
+        assert walked(what, stands, twice, NEW_TOKENS) == walks
 
 
-def test_workloads_take_turns(alone: Texts, continuations: Continuations) -> None:
-    assert [continuations.prompts[row].workload for row in alone] == ["code", "prose", "code"]
+def test_workloads_take_turns(alone: Timed, continuations: Continuations) -> None:
+    assert [continuations.prompts[row].workload for row in alone.texts] == ["code", "prose", "code"]
 
 
 def test_counts(worth: dict[str, Worth], continuations: Continuations) -> None:
@@ -97,7 +105,7 @@ def test_another_text_is_noticed(
     generator: SpeculativeGenerator,
     continuations: Continuations,
     agreement: Agreement,
-    alone: Texts,
+    alone: Timed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the loop with drafts writes a token that the base alone does not, or stops before it does."""
@@ -105,18 +113,18 @@ def test_another_text_is_noticed(
 
     def wrong(prompt: Any, **more: Any) -> Any:
         made = generate(prompt, **more)
-        own = [continuations.texts[row].prompt for row in alone].index(prompt)
+        own = [continuations.texts[row].prompt for row in alone.texts].index(prompt)
         changed = (made.tokens[:7], (*made.tokens[:5], (made.tokens[5] + 7) % 500, *made.tokens[6:]), made.tokens)
         return dataclasses.replace(made, tokens=changed[own])
 
     monkeypatch.setattr(generator, "generate", wrong)
-    made = measure_worth(generator, continuations, agreement, {"4": 4}, alone, new_tokens=NEW_TOKENS, batch=4)
+    made = measure_worth(generator, continuations, agreement, None, {"4": 4}, alone, new_tokens=NEW_TOKENS)
     assert made["4"].same_text == 1
 
 
-def test_times_that_cannot_be_right(worth: dict[str, Worth], alone: Texts) -> None:
+def test_times_that_cannot_be_right(worth: dict[str, Worth], alone: Timed) -> None:
     """A round that drafts and verifies in less than the time of one token of the base: something else ran."""
-    least = forward_ms(alone)
+    least = alone.forward_ms
     for verify_ms, draft_ms, disturbed in (
         (0.6 * least, 0.35 * least, False),
         (0.6 * least, 0.25 * least, True),
