@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.insertion.base_checkpoint import holds_base
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.insertion.run import planned_insertion
@@ -22,7 +22,6 @@ from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
 from mtp_extract.pipeline.inspection import Inspection
-from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.report.files import REPORT_LISTED
 from mtp_extract.serving.benchmark import run_benchmark as bench
 from mtp_extract.tuning.run import run_tuning as tune
@@ -123,22 +122,16 @@ def insert(
         raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
-    source, ranges = checkpoint_here(source, or_bundle=True), None
-    if base is not None and not holds_base(Path(source)):
+    source, measure = checkpoint_here(source, or_bundle=True), None
+    if base is not None:
         from mtp_extract.validation.calibration import measure_ranges
 
         if not Path(source).is_dir():
             why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
             raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
-        ReadDirectory.of(source)
-        ranges = measure_ranges(source, base, say=say, show=show)
-    of_drafter = {"graph_from": graph_from, "base": base, "section": section}
-    wrong = tuple(name for name, value in of_drafter.items() if value is not None)
-    if wrong and holds_base(Path(source)):
-        why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
-        raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
+        measure = partial(measure_ranges, source, base, say=say, show=show)
     with planned_insertion(
-        source, bundle, ranges=ranges, graph_from=graph_from, section=section, progress=progress
+        source, bundle, measure=measure, graph_from=graph_from, section=section, progress=progress
     ) as plan:
         planned(plan)
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -22,39 +22,39 @@ Ranges = Mapping[str, tuple[Range, Range]]
 """Role of a matrix → what went into it and what came out."""
 
 
-def calibrated(drafter: Shard, changed: bool, ranges: Ranges | None) -> tuple[list[Overlay], list[str]]:
-    """New scales of static activations, and notes on them; ``changed``: whether any weight is."""
-    static = [role.role for role in drafter.walk.roles if role.input is not None]
-    if not static:
-        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
-    if ranges is None:
+def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | None) -> tuple[list[Overlay], list[str]]:
+    """New scales of static activations, and notes on them.
+
+    Args:
+        changed: whether any weight is.
+        measure: gives the ranges of a drafter that has such; None to leave the scales.
+    """
+    static = [role for role in drafter.walk.roles if role.input is not None]
+    if measure is None:
         note = (
             "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
             "may be accepted less often than the checkpoint's. A base and prompts give new ones."
         )
-        return [], [note] if changed else []
-    scales, kept = _recalibrated(drafter, ranges)
-    done = f"Static activations of {len(static)} matrices were calibrated anew."
-    return [*scales], [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
-
-
-def _recalibrated(drafter: Shard, ranges: Ranges) -> tuple[list[tuple[int, bytes]], list[str]]:
-    """New scales and zero points, each with where in the file it goes, and the roles that keep an old one because other
-    operators share it.
-    """
+        return [], [note] if static and changed else []
+    if not static:
+        return [], ["The graph has no static activations: nothing was calibrated."]
     # What several roles read has one range.
     written: dict[int, bytes] = {}
     kept: dict[str, None] = {}
-    for role in drafter.walk.roles:
+    ranges = measure()
+    for role in static:
         node = role.result.producer if role.result is not None else None
-        if role.input is None or node is None or role.role not in ranges:
+        if node is None or role.role not in ranges:
             continue
         for value, bounds in zip((node.operand(0), node.outputs[0]), ranges[role.role], strict=True):
             if _is_own(value):
                 written.update(_scale_bytes(drafter.model.region.begin, value.tensors[-1], bounds))
             else:
                 kept[role.role] = None
-    return list(written.items()), list(kept)
+    notes = [f"Static activations of {len(static)} matrices were calibrated anew."]
+    if kept:
+        notes.append(f"Shared with other operators, so left: {', '.join(kept)}.")
+    return [*written.items()], notes
 
 
 def _is_own(value: Value) -> bool:

@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.documents import read_object
-from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight
@@ -31,7 +30,7 @@ _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
 _HEAD = "lm_head.weight"
 _AS_WRITTEN = "Expected a checkpoint as transformers writes it."
-_FLOATS = frozenset(dtype.safetensors for dtype in DTYPES.values())
+_GIVE_FLOATS = "Give the checkpoint in BF16, F16 or F32."
 _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
 
@@ -72,7 +71,9 @@ def read_base(directory: Path) -> BaseCheckpoint:
         CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
         UnsupportedError: it stores integers, or has parts that no bundle is known to have.
     """
-    text, sizes = _text_config(directory)
+    text = _text_config(directory)
+    with reading.naming(directory / _CONFIG):
+        sizes = reading.fields_of(text, _Layers)
     layers, shared = sizes.num_hidden_layers, sizes.num_kv_shared_layers or 0
     stored = _tensors(directory)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
@@ -82,17 +83,38 @@ def read_base(directory: Path) -> BaseCheckpoint:
     unused = {f"{prefix}layers.{i}.{part}" for i in range(layers - shared, layers) for part in _SHARED} & stored.keys()
     named = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
     names = {role: name for role, name in (named | {"lm_head": _HEAD}).items() if name in stored.keys() - unused}
-    weights = {role: Stored(*stored[name], name) for role, name in names.items()}
     for name in names.values():
-        if (kind := stored[name][1].dtype) not in _FLOATS:
-            raise UnsupportedError(
-                f"{escape(name)}: expected weights in floats, found {escape(kind)}. Give the checkpoint in BF16, F16 "
-                "or F32."
-            )
+        if (kind := stored[name][1].dtype) not in reading.FLOATS:
+            raise UnsupportedError(f"{escape(name)}: expected weights in floats, found {escape(kind)}. {_GIVE_FLOATS}")
+    weights = {role: Stored(*stored[name], name) for role, name in names.items()}
     rest = [name for name in stored if name not in unused.union(names.values())]
     own = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
     others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own)
     return BaseCheckpoint(directory, text, weights, tuple(own), tuple(n for n in stored if n in unused), others)
+
+
+class _Layers(Struct):
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
+    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
+
+
+def _text_config(directory: Path) -> dict[str, Any]:
+    """The configuration of the text model, whose weights are floats."""
+    config = read_object(directory / _CONFIG, _AS_WRITTEN)
+    if (model_type := config.get("model_type")) not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"{escape(directory)}: expected model_type {' or '.join(_MODEL_TYPES)}, found {escape(model_type)}. Give "
+            "the checkpoint of a Gemma 4 base."
+        )
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
+    if any(part.get("quantization_config") is not None for part in (config, text)):
+        why = f"expected weights in floats, found a quantization_config. {_GIVE_FLOATS}"
+        raise UnsupportedError(f"{escape(directory)}: {why}")
+    if text.get("enable_moe_block"):
+        raise UnsupportedError(f"{escape(directory)}: a mixture of experts, which no bundle is known to hold.")
+    return text
 
 
 class _Index(Struct):
@@ -105,50 +127,17 @@ def _tensors(directory: Path) -> reading.Tensors:
     Raises:
         CheckpointError: a file is missing or damaged, or has not what the index says.
     """
-
-    def tensors(file: str) -> reading.Tensors:
-        if not (path := directory / file).is_file():
-            raise CheckpointError(f"{escape(directory)}: expected {file} there, found none; fetch the checkpoint again")
-        return {tensor: (path, stored) for tensor, stored in read_safetensors(path)[0].items()}
-
-    index = directory / f"{_WEIGHTS}.index.json"
-    if (directory / _WEIGHTS).is_file() or not index.is_file():
-        return tensors(_WEIGHTS)
-    found: dict[str, tuple[Path, StoredTensor]] = {}
-    with reading.naming(index):
-        places = reading.fields_of(read_object(index, _AS_WRITTEN), _Index).weight_map
-        for file in dict.fromkeys(places.values()):
+    index, found = directory / f"{_WEIGHTS}.index.json", dict[str, tuple[Path, StoredTensor]]()
+    sharded = index.is_file() and not (directory / _WEIGHTS).is_file()
+    with reading.naming(index if sharded else directory):
+        places = reading.fields_of(read_object(index, _AS_WRITTEN), _Index).weight_map if sharded else {}
+        for file in dict.fromkeys(places.values()) if sharded else (_WEIGHTS,):
             if Path(file).name != file:
                 raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
-            found |= {tensor: stored for tensor, stored in tensors(file).items() if places.get(tensor) == file}
+            if not (path := directory / file).is_file():
+                raise CheckpointError(f"expected {file} there, found none; fetch the checkpoint again")
+            own = read_safetensors(path)[0].items()
+            found |= {name: (path, stored) for name, stored in own if not sharded or places.get(name) == file}
         if missing := sorted(places.keys() - found.keys()):
             raise CheckpointError(f"expected {escape(missing[0])} where the index says it is, found it nowhere")
     return found
-
-
-class _Layers(Struct):
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
-    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
-
-
-def _text_config(directory: Path) -> tuple[dict[str, Any], _Layers]:
-    """The configuration of the text model, whose weights are floats, and what it says of its layers."""
-    config = read_object(directory / _CONFIG, _AS_WRITTEN)
-    model_type = config.get("model_type")
-    if model_type not in _MODEL_TYPES:
-        raise CheckpointError(
-            f"{escape(directory)}: expected model_type {' or '.join(_MODEL_TYPES)}, found {escape(model_type)}. Give "
-            "the checkpoint of a Gemma 4 base."
-        )
-    text = config.get("text_config", config)
-    if not isinstance(text, dict):
-        raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
-    if any(part.get("quantization_config") is not None for part in (config, text)):
-        raise UnsupportedError(
-            f"{escape(directory)}: expected weights in floats, found a quantization_config. Give the checkpoint in "
-            "BF16, F16 or F32."
-        )
-    if text.get("enable_moe_block"):
-        raise UnsupportedError(f"{escape(directory)}: a mixture of experts, which no bundle is known to hold.")
-    with reading.naming(directory / _CONFIG):
-        return text, reading.fields_of(text, _Layers)

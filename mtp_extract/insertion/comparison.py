@@ -10,21 +10,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.errors import PairError, escape, few
-from mtp_extract.insertion.base import Match, check_geometry, find_base, matches
+from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.encoding import relative_error
-from mtp_extract.insertion.slots import Slot, are_alike, over_rows
-from mtp_extract.io.source import Progress, counter
+from mtp_extract.insertion.fit import check_base
+from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
+from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -90,7 +91,7 @@ class BaseComparison:
         return asdict(self) | more
 
 
-def compare_base(opened: Opened, directory: Path, progress: Progress = lambda done, total: None) -> BaseComparison:
+def compare_base(opened: Opened, directory: Path, progress: Progress = nothing_shown) -> BaseComparison:
     """Hold the base in ``opened`` against the checkpoint in ``directory``.
 
     Raises:
@@ -99,9 +100,8 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
         RoleError, UnsupportedError: the bundle's graphs cannot be read.
     """
     checkpoint, base = read_base(directory), find_base(opened)
-    check_geometry(base, checkpoint)
-    found = list(matches(base, checkpoint))
-    verdicts = judge(found, progress)
+    check_base(checkpoint, base)
+    verdicts = judge([*match_roles(base.places, checkpoint.weights)], progress)
     nowhere = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=nowhere) for name in checkpoint.unknown]
     return BaseComparison(
@@ -116,62 +116,45 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     )
 
 
-class _Look(NamedTuple):
-    """What some rows have shown."""
-
-    same: bool  # whether they are what is stored; False, unasked, after others of their weight that were not
-    finite: bool = False
-    outside: int = 1  # weights further from what is stored than half a step and what rounding to their type explains
-    steps: float = math.inf  # the largest difference in steps of the codes; −1 for floats
-    squares: float = math.inf
-    reference: float = 1.0  # sums of squares of the difference, and of the weight
-
-
-def judge(found: Sequence[Match], progress: Progress = lambda done, total: None) -> list[RoleVerdict]:
+def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
     """How far what the bundle holds of each role is from its weight."""
     slots = [slot for match in found for slot in match.slots]
     tick = counter(progress, sum(math.prod(slot.new.shape) for slot in slots))
     differ = set[Slot]()
 
-    def step(slot: Slot, first: int, last: int) -> _Look:
+    def look(slot: Slot, first: int, last: int) -> tuple[int, float, float, float]:
         given, held = slot.new.floats(first, last), slot.held.floats(first, last)
+        # After rows that differ no others are compared to the bit.
         if slot not in differ and not are_alike(held, given, slot.dtype):
             differ.add(slot)
         tick(given.size)
-        same = slot not in differ
-        return _look(slot, same, given, held, first, last) if np.isfinite(given).all() else _Look(same)
+        if np.isfinite(given).all():
+            return *_distance(slot, given, held, first, last), squares(given - held), squares(given)
+        return 1, math.inf, math.nan, 1.0
 
-    looks = over_rows(slots, step, _ELEMENTS)
-    return [_verdict(match, [look for slot in match.slots for look in looks[slot]]) for match in found]
+    looks = over_rows(slots, look, _ELEMENTS)
+    return [_verdict(match, [one for slot in match.slots for one in looks[slot]], differ) for match in found]
 
 
-def _look(slot: Slot, same: bool, given: Floats, held: Floats, first: int, last: int) -> _Look:
-    """``given``: rows of the weight; ``held``: what the bundle holds of them."""
-    constant, apart = slot.constant, given - held
+def _distance(slot: Slot, given: Floats, held: Floats, first: int, last: int) -> tuple[int, float]:
+    """How many of ``given``, rows of the weight, are further from ``held`` than half a step and what rounding to their
+    type explains; and the largest difference in steps, −1 for floats.
+    """
+    constant, apart = slot.constant, np.abs(given - held)
+    if constant is None or constant.source.packing is None or constant.folded:
+        half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
+        return int(np.count_nonzero(~(apart <= half * np.abs(given)))), -1.0
+    storage = constant.source.storage
+    scale = constant.source.scale.reshape(-1)[slot.part(storage.groups, first, last)] / np.float32(constant.factor)
+    step, rows = np.abs(scale)[:, None], (-1, scale.size, storage.columns)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        if constant is not None and constant.source.packing is not None and not constant.folded:
-            storage = constant.source.storage
-            scale = constant.source.scale.reshape(-1)[slot.part(storage.groups, first, last)] / np.float32(
-                constant.factor
-            )
-            step = np.abs(scale)[:, None]
-            rows = (-1, scale.size, storage.columns)
-            distances = np.abs(apart.reshape(rows)) / step
-            most = float(distances.max())
-            slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(given.reshape(rows)) / step
-            outside = int(np.count_nonzero(~(distances <= slack)))
-        else:
-            half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
-            most, outside = -1.0, int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(given))))
-    return _Look(same, True, outside, most, _squares(apart), _squares(given))
+        distances = apart.reshape(rows) / step
+        most = float(distances.max())
+        slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(given.reshape(rows)) / step
+    return int(np.count_nonzero(~(distances <= slack))), most
 
 
-def _squares(values: Floats) -> float:
-    # Squares of floats overflow and vanish in float32.
-    return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
-
-
-def _verdict(match: Match, looks: Sequence[_Look]) -> RoleVerdict:
+def _verdict(match: Match, looks: Sequence[tuple[int, float, float, float]], differ: AbstractSet[Slot]) -> RoleVerdict:
     """``looks``: of all rows of all constants that hold the role."""
     places = match.places
     types = tuple(sorted({place.tensor.type_name for place in places if place.found.tensor is not None}))
@@ -179,16 +162,16 @@ def _verdict(match: Match, looks: Sequence[_Look]) -> RoleVerdict:
     if match.problem:
         verdict = DIFFERENT if places and match.name else NOT_FOUND
         return RoleVerdict(match.role, match.name, match.shape, verdict, types, signatures, why=match.problem)
-    same, outside = all(look.same for look in looks), sum(look.outside for look in looks)
-    error, steps = relative_error((look.squares, look.reference) for look in looks), max(look.steps for look in looks)
-    verdict, why = EQUAL if same else DIFFERENT if outside else HALF_STEP, None
-    if not all(look.finite for look in looks):
+    outside, steps, difference, size = zip(*looks, strict=True)
+    error, most, same = relative_error(difference, size), max(steps), differ.isdisjoint(match.slots)
+    verdict, why = EQUAL if same else DIFFERENT if sum(outside) else HALF_STEP, None
+    if math.isnan(error):
         why = "the checkpoint holds values that are not finite"
     elif not types and not same:
         why = f"the graphs multiply by nothing here, so by 1; apart by {error:.3g} of its size"
-    elif verdict == DIFFERENT and steps < 0:
+    elif verdict == DIFFERENT and most < 0:
         why = f"apart by {error:.3g} of its size"
     elif verdict == DIFFERENT:
-        why = f"{outside} weights lie up to {steps:.3g} steps apart, {error:.3g} of its size"
-    measured = steps if 0 <= steps < math.inf else None, error if error < math.inf else None
+        why = f"{sum(outside)} weights lie up to {most:.3g} steps apart, {error:.3g} of its size"
+    measured = most if 0 <= most < math.inf else None, error if error < math.inf else None
     return RoleVerdict(match.role, match.name, match.shape, verdict, types, signatures, *measured, why)

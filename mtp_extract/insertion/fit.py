@@ -1,38 +1,31 @@
-"""Whether a checkpoint fits a drafter's graph, and a drafter the base of its bundle: asked before a byte is written."""
+"""Whether a checkpoint fits what a bundle holds, and a drafter its base: asked before a byte is written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.bundle import Opened, Shard
+from mtp_extract.bundle import Shard
 from mtp_extract.errors import PairError, escape
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
+from mtp_extract.insertion.base import BundledBase
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint
 from mtp_extract.litertlm.container import TFLITE_MODEL
-from mtp_extract.litertlm.tflite import Tensor
 
 _BASE = "prefill_decode"
 _DECODE, _VERIFY = "decode", "verify"
-_CLOSE = 1e-6
+
+# What exporters compute constants in, and configurations round them to.
+_ALIKE, _BASES_ALIKE = 1e-6, 1e-5
 
 _COMPARED = (
-    "backbone_hidden_size",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_heads",
-    "num_layers",
-    "layer_types",
-    "head_dims",
-    "num_kv_heads",
-    "sliding_window",
-    "rms_norm_eps",
-    "attention_scale",
+    *("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_layers"),
+    *("layer_types", "head_dims", "num_kv_heads", "sliding_window", "rms_norm_eps", "attention_scale"),
     "hidden_activation",
 )
 
 
-def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
+def check_drafter(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
     """Check that the weights of one drafter can stand in the graph of another, of ``name``; what is worth a note.
 
     The graph computes with its own constants (RoPE, epsilon, soft cap), so that what a checkpoint's config says
@@ -41,29 +34,48 @@ def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -
     Raises:
         PairError: they are not of one shape, or compute differently; the message lists how.
     """
-    compared = [(name, getattr(checkpoint, name), getattr(graph, name)) for name in _COMPARED]
+    compared = {key: (getattr(checkpoint, key), getattr(graph, key)) for key in _COMPARED}
     for layer_type, rope in graph.rope.items():
-        other = checkpoint.rope.get(layer_type)
-        compared += [
-            (f"RoPE's {key} in {layer_type}", getattr(other, key, None), getattr(rope, key))
-            for key in ("theta", "partial_rotary_factor", "factor")
-        ]
-    if wrong := differences(compared):
+        for key in ("theta", "partial_rotary_factor", "factor"):
+            other = getattr(checkpoint.rope.get(layer_type), key, None)
+            compared[f"RoPE's {key} in {layer_type}"] = other, getattr(rope, key)
+    if wrong := _differences(compared, _ALIKE):
         raise PairError(
-            f"{name}: the checkpoint does not fit its drafter, which has {'; '.join(wrong)}. Give the checkpoint of a "
-            "drafter for this bundle."
+            f"{name}: the checkpoint does not fit its drafter, which has {wrong}. Give the checkpoint of a drafter for "
+            "this bundle."
         )
     notes = []
-    own, cap = (f"of {c.final_logit_softcap:g}" if c.final_logit_softcap else "none" for c in (checkpoint, graph))
     if checkpoint.final_logit_softcap != graph.final_logit_softcap:
+        own, cap = (f"of {c.final_logit_softcap:g}" if c.final_logit_softcap else "none" for c in (checkpoint, graph))
         notes.append(f"The graph's soft cap ({cap}) stays; the checkpoint's is {own}. The best token is the same.")
     if checkpoint.ordered_head is not None:
         notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
     return notes
 
 
-def differences(compared: Iterable[tuple[str, object, object]], close: float = _CLOSE) -> list[str]:
-    """What differs of ``compared``: (what it is, expected, found), floats by more than the share ``close``."""
+def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
+    """Check that the two bases are of one shape, and compute norms and logits alike.
+
+    Raises:
+        PairError: they are not; the message lists what differs.
+    """
+    walk, text = base.walk, checkpoint.text
+    graph = {
+        "num_hidden_layers": walk.layers,
+        "hidden_size": walk.width,
+        "vocab_size": base.places["embed_tokens"][0].found.shape[0],
+        "rms_norm_eps": walk.rms_norm_eps,
+        "final_logit_softcapping": walk.soft_cap,
+    }
+    if wrong := _differences({key: (value, text.get(key, value)) for key, value in graph.items()}, _BASES_ALIKE):
+        raise PairError(
+            f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
+            f"{wrong}. Give the base that the bundle is of, or one tuned from it."
+        )
+
+
+def _differences(compared: Mapping[str, tuple[object, object]], close: float) -> str:
+    """What differs of ``compared``, (expected, found) by name, floats by more than the share ``close``."""
 
     def alike(expected: object, found: object) -> bool:
         if not isinstance(expected, float) or not isinstance(found, int | float):
@@ -71,19 +83,20 @@ def differences(compared: Iterable[tuple[str, object, object]], close: float = _
         # Not a difference: an integer of a configuration may be too large for a float.
         return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
-    return [
+    return "; ".join(
         f"{what} {escape(found)} instead of {escape(expected)}"
-        for what, expected, found in compared
+        for what, (expected, found) in compared.items()
         if not alike(expected, found)
-    ]
+    )
 
 
-def base_misfits(opened: Opened, drafter: Shard) -> Iterator[str]:
-    """Why the base in the bundle could not run ``drafter``; none where it can, or there is none to ask.
+def base_misfits(drafter: Shard) -> Iterator[str]:
+    """Why the base in the bundle of ``drafter`` could not run it; none where it can, or there is none to ask.
 
     LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
     the drafter's graph cannot be invoked.
     """
+    opened = drafter.opened
     sections = [s for s in opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _BASE]
     if not sections:
         return
@@ -107,10 +120,8 @@ def base_misfits(opened: Opened, drafter: Shard) -> Iterator[str]:
                 f"{list(cache.shape)} in the drafter"
             )
     for name, output, what in ((ACTIVATIONS, PROJECTED, "projected activations"), (LOGITS, LOGITS, "logits")):
-        own, width = (_width(tensor) for tensor in (outputs.get(name), drafter.graph.outputs[output].tensor))
-        if own is not None and own != width:
-            yield f"the base's {name} are {own} wide, the drafter's {what} {width}"
-
-
-def _width(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else next(reversed(tensor.shape), 0)
+        if (own := outputs.get(name)) is None:
+            continue
+        given, width = (next(reversed(tensor.shape), 0) for tensor in (own, drafter.graph.outputs[output].tensor))
+        if given != width:
+            yield f"the base's {name} are {given} wide, the drafter's {what} {width}"

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.insertion.encoding import KEPT, Encoding
 from mtp_extract.insertion.slots import Place, Slot, over_rows
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
-from mtp_extract.io.source import Progress, Source, counter
+from mtp_extract.io.source import Progress, Source, counter, nothing_shown
 from mtp_extract.litertlm.storage import FLOAT_TYPES, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.proof.proof import Proof
@@ -37,9 +36,8 @@ class InsertionResult:
     path: Path
     size: int  # in bytes
     notes: tuple[str, ...]  # things worth knowing that are not errors
-    proof: (
-        Proof | None
-    )  # that the new drafter computes what its weights say; None of a base, whose graphs are not proven
+    # That the new drafter computes what its weights say; None of a base, whose graphs are not proven.
+    proof: Proof | None
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ class InsertionPlan:
         parts = (what for _, what in self.overlays)
         return sum(what.storage.length if isinstance(what, Encoding) else len(what) for what in parts)
 
-    def write(
-        self, out: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress = lambda done, total: None
-    ) -> InsertionResult:
+    def write(self, out: PathLike, *, overwrite: bool = False, progress: Progress = nothing_shown) -> InsertionResult:
         """Write it to the new file ``out``: beside its place first, where it is read again and compared, and proven.
 
         Raises:
@@ -127,12 +123,12 @@ class InsertionPlan:
         }
 
 
-# LiteRT-LM (XNNPACK) keeps packed weights beside a bundle, in files called NAME_MTIME_SIZE…xnnpack_cache with the time
-# in whole seconds. A file of the same name, size and second is taken for the one that was packed: the old matrices are
-# then used with the new norms.
-
-
 def _caches_of(target: Path) -> list[str]:
+    """Names of the files beside ``target`` in which LiteRT-LM (XNNPACK) keeps packed weights of a file of that name.
+
+    They are called NAME_MTIME_SIZE…xnnpack_cache with the time in whole seconds. A file of the same name, size and
+    second is taken for the one that was packed: the old matrices are then used with the new norms.
+    """
     with os.scandir(target.absolute().parent) as entries:
         return sorted(e.name for e in entries if e.name.startswith(target.name) and e.name.endswith("xnnpack_cache"))
 
@@ -157,12 +153,6 @@ class _Part(NamedTuple):
     owner: str  # a role, or which tensor without one
     what: Bytes | Encoding | None = None  # None: what they are
 
-    def agrees(self, other: _Part) -> bool:
-        """Whether both are the same bytes, and are to be the same."""
-        if isinstance(self.what, Encoding) and isinstance(other.what, Encoding):
-            return self[:2] == other[:2] and self.what.writes_as(other.what)
-        return self[:2] == other[:2] and self.what == other.what
-
 
 def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
     """What to write so that all places of ``encodings`` hold what was decided: the bytes that change, each once.
@@ -178,7 +168,7 @@ def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
     # Of the same bytes those that change come first.
     for part in sorted(parts, key=lambda part: (part.begin, part.end, not part.changes)):
         shared = part.begin < last.end
-        if shared and (part.changes or last.changes) and not part.agrees(last):
+        if shared and (part.changes or last.changes) and not _agree(part, last):
             changed, other = (part, last) if part.changes else (last, part)
             raise UnsupportedError(
                 f"{changed.owner}: the file stores {other.owner} in the same bytes, and the two are to differ. Keep "
@@ -189,31 +179,39 @@ def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
         last = max(last, part, key=lambda part: part.end)
 
 
+def _agree(one: _Part, other: _Part) -> bool:
+    """Whether both are the same bytes, and are to be the same."""
+    if isinstance(one.what, Encoding) and isinstance(other.what, Encoding) and one.what is not other.what:
+        same = one[:2] == other[:2] and one.what.storage == other.what.storage
+        return same and all(one.what.data(*rows) == other.what.data(*rows) for rows in one.what.slot.ranges())
+    return one[:2] == other[:2] and one.what == other.what
+
+
 def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
     """The rows of ``encoding``, its scales and its zero points, where ``place`` has them.
 
     Raises:
         UnsupportedError: there is no place for the zero points.
     """
-    model, tensor, (scale, zero_point) = place.model, place.tensor, encoding.scales
+    model, tensor, role, (scale, zeros) = place.model, place.tensor, encoding.slot.role, encoding.scales
     data, quantization, blocks = model.locate(tensor), tensor.quantization, _blocks(model, tensor)
-    yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, encoding.role, encoding)
+    yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
     if not scale.size or quantization is None:
         return
     begin, held = model.region.begin, quantization.zero_points.count if blocks is None else 0
-    fits = held == zero_point.size or (held == 1 and not np.ptp(zero_point))
-    if not fits and not np.array_equal(encoding.slot.stored.source.zero_point.reshape(-1), zero_point):
-        raise UnsupportedError(f"{encoding.role}: {tensor.label} has no place for its new zero points.")
-    vectors: dict[int, Bytes] = {}
+    fits = held == zeros.size or (held == 1 and not np.ptp(zeros))
+    if not fits and not np.array_equal(encoding.slot.stored.source.zero_point.reshape(-1), zeros):
+        raise UnsupportedError(f"{role}: {tensor.label} has no place for its new zero points.")
+    # Not copied: a vocabulary has a scale a row, and a table a layer.
+    new = [np.ascontiguousarray(array, dtype) for array, dtype in ((scale, "<f4"), (zeros[:held], "<i8"))]
+    starts = begin + quantization.scales.start, begin + quantization.zero_points.start
+    vectors = [(at, array.view(np.uint8).data) for at, array in zip(starts, new, strict=True)]
     if blocks is not None and blocks.type is not None:
-        vectors[model.locate(blocks).begin] = float_bytes(scale, blocks.type, encoding.role)
-    else:
-        vectors[begin + quantization.scales.start] = _bytes_of(scale.astype("<f4", copy=False))
-    if held:
-        vectors[begin + quantization.zero_points.start] = _bytes_of(zero_point[:held].astype("<i8", copy=False))
-    for at, vector in vectors.items():
-        changes = model.region.source.read(at, len(vector)) != vector
-        yield _Part(at, at + len(vector), changes, encoding.role, vector)
+        vectors = [(model.locate(blocks).begin, memoryview(float_bytes(scale, blocks.type, role)))]
+    for at, vector in vectors:
+        if vector:
+            changes = model.region.source.read(at, len(vector)) != vector
+            yield _Part(at, at + len(vector), changes, role, vector)
 
 
 def _without_role(model: TfliteModel, playing: Iterable[Tensor]) -> Iterator[_Part]:
@@ -238,8 +236,3 @@ def _blocks(model: TfliteModel, tensor: Tensor) -> Tensor | None:
     if tensor.quantization is None or tensor.quantization.blockwise is None or tensor.type in FLOAT_TYPES:
         return None
     return model.tensor(tensor.subgraph, tensor.quantization.blockwise.scales)
-
-
-def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    # Not copied: a vocabulary has a scale a row, and a table a layer.
-    return np.ascontiguousarray(array).data.cast("B")

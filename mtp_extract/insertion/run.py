@@ -6,25 +6,27 @@ Everything is planned, and checked, before a byte is written.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape
+from mtp_extract.checkpoint.weight import Weight
+from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
 from mtp_extract.insertion.activations import Ranges, calibrated
-from mtp_extract.insertion.base import plan_base
-from mtp_extract.insertion.base_checkpoint import holds_base, read_base
+from mtp_extract.insertion.base import find_base
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode
-from mtp_extract.insertion.fit import base_misfits, check_geometry
+from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
 from mtp_extract.insertion.plan import InsertionPlan, overlays
-from mtp_extract.insertion.slots import Place, Slot, slots_of
+from mtp_extract.insertion.slots import Place, Slot, match_roles
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.io.source import Progress, nothing_shown
+from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
@@ -37,7 +39,7 @@ def planned_insertion(
     source: PathLike,
     bundle: PathLike,
     *,
-    ranges: Ranges | None = None,
+    measure: Callable[[], Ranges] | None = None,
     graph_from: PathLike | None = None,
     section: int | None = None,
     progress: Progress = nothing_shown,
@@ -45,46 +47,29 @@ def planned_insertion(
     """Plan to put the weights of ``source`` into ``bundle``; arguments are those of :func:`mtp_extract.insert`.
 
     Args:
-        ranges: what the drafter's activations reach, for graphs that quantize them statically.
+        measure: gives what the drafter's activations reach, for graphs that quantize them statically.
         progress: of the weights of a base.
 
     Raises:
         PairError: the checkpoint does not fit what the bundle holds, or the drafter not the base.
         UnsupportedError: what is to change is not stored, is stored once for several weights that are to differ, or
-            cannot be stored so; or a graph is given to a bundle that has one.
+            cannot be stored so; or what is asked for does not go together.
         MtpExtractError: a source that cannot be read.
     """
     source = checkpoint_here(source, or_bundle=True)
     with ExitStack() as stack:
         if holds_base(Path(source)):
+            of_drafter = {"graph_from": graph_from, "base": measure, "section": section}
+            if wrong := tuple(name for name, value in of_drafter.items() if value is not None):
+                why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
+                raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
-            yield plan_base(base, opened, (bundle, *files_of(source)), progress)
+            yield _plan_base(base, opened, (bundle, *files_of(source)), progress)
             return
         checkpoint = _checkpoint(source, stack)
         opened = stack.enter_context(open_bundle(bundle, section=section))
-        template = graph_from or (None if Path(source).is_dir() else source)
-        drafter, added = _drafter_of(opened, checkpoint.mtp.sliding_window, template, stack)
-        if graph_from is not None and not added:
-            raise UnsupportedError(
-                f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
-                remedies=("graph_from",),
-            )
-        yield _plan(checkpoint, drafter, (bundle, source, graph_from), ranges, added)
-
-
-def _drafter_of(opened: Opened, window: int | None, template: PathLike | None, stack: ExitStack) -> tuple[Shard, bool]:
-    """The drafter in ``opened``, or else that of ``template`` added to it; and whether it was added."""
-    try:
-        return opened.drafter(window), False
-    except NoDrafterError as error:
-        if opened.bundle is None or opened.section is not None:
-            raise
-        if template is None:
-            raise NoDrafterError(
-                f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.",
-                remedies=("graph_from",),
-            ) from error
-        return _with_drafter(opened, stack.enter_context(open_bundle(template))).drafter(window), True
+        drafter = _drafter_of(opened, checkpoint.mtp.sliding_window, source, graph_from, stack)
+        yield _plan_drafter(checkpoint, drafter, (bundle, source, graph_from), measure, drafter.opened is not opened)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -97,74 +82,128 @@ def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
     return checkpoint_of(opened.drafter())
 
 
-def _with_drafter(opened: Opened, template: Opened) -> Opened:
-    """``opened`` with the drafter's section of ``template`` (or the bare model that it is) at its end.
+def _drafter_of(
+    opened: Opened, window: int | None, source: PathLike, graph_from: PathLike | None, stack: ExitStack
+) -> Shard:
+    """The drafter in ``opened``, or else that of ``graph_from``, or of ``source`` where it is a file, added to it."""
+    try:
+        drafter = opened.drafter(window)
+    except NoDrafterError as error:
+        if opened.bundle is None or opened.section is not None:
+            raise
+        template = graph_from or (None if Path(source).is_dir() else source)
+        if template is None:
+            raise NoDrafterError(
+                f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.",
+                remedies=("graph_from",),
+            ) from error
+        return _with_drafter(opened, stack.enter_context(open_bundle(template)), window)
+    if graph_from is not None:
+        raise UnsupportedError(
+            f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
+            remedies=("graph_from",),
+        )
+    return drafter
+
+
+def _with_drafter(opened: Opened, template: Opened, window: int | None) -> Shard:
+    """The drafter of ``template``, its section (or the bare model that it is) at the end of ``opened``.
 
     Raises:
         PairError: the base in ``opened`` cannot run it.
     """
-    drafter = template.drafter()
-    region, weights, bundle = drafter.model.region, drafter.model.weights, opened.bundle
+    drafter, bundle = template.drafter(), opened.bundle
     assert bundle is not None
     items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
-    new = [Added(TFLITE_MODEL, items, region)]
-    if weights is not None:
-        owned = {"model_type": items["model_type"]}
-        new.append(Added(TFLITE_WEIGHTS, owned, weights))
+    new = [Added(TFLITE_MODEL, items, drafter.model.region)]
+    if (weights := drafter.model.weights) is not None:
+        new.append(Added(TFLITE_WEIGHTS, {"model_type": items["model_type"]}, weights))
     virtual = bundle_with(bundle, new)
-    grown = Opened(virtual, read_bundle(virtual), None, template.signature)
-    if problems := list(base_misfits(grown, grown.drafter())):
+    added = Opened(virtual, read_bundle(virtual), None, template.signature).drafter(window)
+    if problems := "; ".join(base_misfits(added)):
         raise PairError(
-            f"{opened.source.name}: its base cannot run the drafter of {template.source.name}: {'; '.join(problems)}. "
-            "Take a drafter that was exported for this base."
+            f"{opened.source.name}: its base cannot run the drafter of {template.source.name}: {problems}. Take a "
+            "drafter that was exported for this base."
         )
-    return grown
+    return added
 
 
-def _plan(
-    checkpoint: Checkpoint, drafter: Shard, inputs: tuple[PathLike | None, ...], ranges: Ranges | None, added: bool
+def _plan_drafter(
+    checkpoint: Checkpoint,
+    drafter: Shard,
+    inputs: tuple[PathLike | None, ...],
+    measure: Callable[[], Ranges] | None,
+    added: bool,
 ) -> InsertionPlan:
     opened, source = drafter.opened, drafter.opened.source
-    notes = check_geometry(checkpoint.mtp, drafter.config, source.name)
-    if not added and (problems := list(base_misfits(opened, drafter))):
+    notes = check_drafter(checkpoint.mtp, drafter.config, source.name)
+    if not added and (problems := "; ".join(base_misfits(drafter))):
         # What was there before stays, fit or not.
-        notes.append(f"In this bundle the drafter could not run before: {'; '.join(problems)}.")
-    encodings = encode(list(_slots(checkpoint, drafter)))
+        notes.append(f"In this bundle the drafter could not run before: {problems}.")
+    encodings = encode(_slots_of_drafter(drafter, checkpoint))
     every = [encoding for own in encodings.values() for encoding in own]
-    changed = any(encoding.how != KEPT for encoding in every)
-    scales, remarks = calibrated(drafter, changed, ranges)
+    written = [*overlays(every)]
+    scales, remarks = calibrated(drafter, any(encoding.how != KEPT for encoding in every), measure)
 
     def check(path: Path) -> Proof:
         with open_bundle(path, section=opened.section, signature=opened.signature) as new:
             found = new.drafter(checkpoint.mtp.sliding_window)
-            check_written(path, list(_slots(checkpoint, found)))
+            check_written(path, _slots_of_drafter(found, checkpoint))
             return prove_checkpoint(found, checkpoint_of(found))
 
-    return InsertionPlan(
-        source,
-        encodings,
-        (*overlays(every), *scales),
-        (*notes, *remarks),
-        inputs,
-        check,
-        added=added,
-    )
+    return InsertionPlan(source, encodings, (*written, *scales), (*notes, *remarks), inputs, check, added=added)
 
 
-def _slots(checkpoint: Checkpoint, drafter: Shard) -> Iterator[Slot]:
-    """Every role of ``drafter`` with its weight in ``checkpoint``.
+def _plan_base(
+    checkpoint: BaseCheckpoint, opened: Opened, inputs: tuple[PathLike | None, ...], progress: Progress
+) -> InsertionPlan:
+    if checkpoint.unknown:
+        raise CheckpointError(
+            f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
+            f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
+        )
+    slots, notes = _slots_of_base(opened, checkpoint), []
+    encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
+    written = tuple(overlays(encoding for own in encodings.values() for encoding in own))
+    if written and any(place.found.input is not None for slot in slots for place in slot.places):
+        notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
+    if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
+        notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
+
+    def check(path: Path) -> None:
+        with open_bundle(path) as new:
+            check_written(path, _slots_of_base(new, checkpoint))
+
+    return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
+
+
+def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
+    """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
+    places = {own.role: (Place(drafter.signature.key, drafter.model, own),) for own in drafter.walk.roles}
+    weights = checkpoint.whole().tensors
+    own = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
+    return _slots(places, own, checkpoint.dtype)
+
+
+def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:
+    """Every role of the base in ``opened``, with its weight in ``checkpoint``."""
+    base = find_base(opened)
+    check_base(checkpoint, base)
+    return _slots(base.places, checkpoint.weights)
+
+
+def _slots(
+    places: Mapping[str, tuple[Place, ...]], weights: Mapping[str, Weight], dtype: str | None = None
+) -> list[Slot]:
+    """As :func:`~mtp_extract.insertion.slots.match_roles`, and nothing may be missing.
 
     Raises:
-        PairError: a weight is missing, or of another shape.
+        PairError: one of the two lacks a role, or has it in another shape.
     """
-    found, weights = {role.role: role for role in drafter.walk.roles}, checkpoint.whole().tensors
-    for role, shape in shapes_of(drafter.config).items():
-        own, new = found.get(role.name), weights.get(role.name)
-        if new is None or new.shape != shape:
-            raise PairError(
-                f"{role.name}: expected a weight {list(shape)} in the checkpoint, found "
-                f"{'none' if new is None else list(new.shape)}. Give a checkpoint of the same geometry."
-            )
-        places = [Place(drafter.signature.key, drafter.model, own)] if own is not None else []
-        yield from slots_of(role.name, places, new, checkpoint.dtype)
+    found = list[Slot]()
+    for match in match_roles(places, weights, dtype):
+        if match.problem:
+            raise PairError(f"{match.role}: {match.problem}. Give a checkpoint of the model that the bundle holds.")
+        found += match.slots
+    return found

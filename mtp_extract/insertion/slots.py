@@ -1,22 +1,24 @@
 """Constants of a bundle, each with the weight of a checkpoint that it holds or is to hold; all cores over their rows.
 
-A base's checkpoint may have one tensor where the bundle has several tables, one a layer: its columns. Slots that read
-one such tensor are worked on together, so that its rows, which may be many gigabytes, are read once.
+A drafter is stored as a base with one signature is. A base's checkpoint may have one tensor where the bundle has
+several tables, one a layer: its columns. Slots that read one such tensor are worked on together, so that its rows,
+which may be many gigabytes, are read once.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import Stored
+from mtp_extract.checkpoint.stored import Stored, common_dtype
 from mtp_extract.checkpoint.weight import Constant, Weight, filled, row_ranges
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
@@ -25,6 +27,7 @@ from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 
 _T = TypeVar("_T")
+_LAYER_SCALAR = ".layer_scalar"
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Place:
         return None if self.found.tensor is None else Constant.of(self.model, self.found)
 
     @property
-    def content(self) -> object:
-        """Equal for places that hold the same columns in the same bytes, with the same scales and factor."""
+    def content(self) -> tuple[Any, ...]:
+        """Equal for places that hold the same columns, which come first, in the same bytes, with the same scales and
+        factor."""
         if (constant := self.constant) is None:
-            return self.columns
+            return (self.columns,)
         source = constant.source
         # Hashed, since a vocabulary has a scale a row, and a table a layer.
         scales = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (source.scale, source.zero_point))
@@ -98,22 +102,15 @@ class Slot:
         """Which of ``total`` stored things (bytes, codes, scales) are those of rows ``[first, last)``."""
         return slice(total * first // self.new.rows, total * last // self.new.rows)
 
-    def scaled(self, rows: Floats) -> Floats:
-        """Rows of the weight, flat, times the factor that the converter folded into them."""
-        values, factor = rows.reshape(-1), self.stored.factor
-        if factor == 1.0:
-            return values
-        with np.errstate(over="ignore"):
-            return (values.astype(np.float64) * factor).astype(np.float32)
-
     def numbers(self, first: int, last: int) -> Floats:
-        """Rows of the new weight as they are to be stored, flat; one number where the file stores one for all.
+        """Rows of the new weight as they are to be stored, flat, times the factor that the converter folded into them;
+        one number where the file stores one for all.
 
         Raises:
             CheckpointError: one is not finite.
             UnsupportedError: the file stores one number, and the weight has several.
         """
-        values = self.new.floats(first, last)
+        values, factor = self.new.floats(first, last), self.stored.factor
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
         if self.stored.folded:
@@ -123,17 +120,60 @@ class Slot:
                     "Keep them equal."
                 )
             values = values[:, :1]
-        return self.scaled(values)
+        if factor == 1.0:
+            return values.reshape(-1)
+        with np.errstate(over="ignore"):
+            return (values.reshape(-1).astype(np.float64) * factor).astype(np.float32)
 
 
-def slots_of(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> list[Slot]:
+class Match(NamedTuple):
+    """A role of a bundle or a checkpoint: its weight in the one, and where the other holds it."""
+
+    role: str
+    name: str | None  # of its tensor in a base's checkpoint; None where that has none
+    shape: tuple[int, ...]  # of the weight in the checkpoint, or else in the bundle
+    places: tuple[Place, ...]
+    slots: list[Slot]  # one for every constant that holds it, or columns of it; none where there is a problem
+    problem: str  # why the two cannot be compared; empty where they can
+
+
+def match_roles(
+    places: Mapping[str, tuple[Place, ...]], weights: Mapping[str, Weight], dtype: str | None = None
+) -> Iterator[Match]:
+    """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1.
+
+    Args:
+        dtype: what the checkpoint's floats were rounded to; by default what each tensor is stored in.
+    """
+    for role in dict.fromkeys((*weights, *places)):
+        own = "embed_tokens" if role == "lm_head" and role not in weights else role
+        weight, held = weights.get(own), places.get(role, ())
+        name = weight.name if isinstance(weight, Stored) else None
+        if weight is None and role.endswith(_LAYER_SCALAR):
+            weight = filled((1,))
+        # No graph multiplies by a layer scalar of 1, and several tables are one weight.
+        shape = held[0].found.shape if held else (1,)
+        if ends := [place.columns[1] for place in held if place.columns is not None]:
+            shape = (shape[0], max(ends))
+        problem, slots = "", list[Slot]()
+        if weight is None:
+            problem = "the checkpoint has no such tensor"
+        elif not held and not role.endswith(_LAYER_SCALAR):
+            problem = "no graph of the bundle reads it"
+        elif shape != weight.shape:
+            problem = f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
+        else:
+            slots = _slots(role, held, weight, dtype or common_dtype([weight]))
+        yield Match(role, name, weight.shape if weight else shape, held, slots, problem)
+
+
+def _slots(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> list[Slot]:
     """A slot for all ``places`` that hold the same of ``weight`` (signatures share most); where there are none, one."""
-    groups: dict[object, list[Place]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
     for place in places:
         groups[place.content].append(place)
-    found = list[Slot]()
-    for group in groups.values():
-        columns = group[0].columns
+    found = []
+    for (columns, *_), group in groups.items():
         own = weight.in_columns(*columns) if columns is not None and isinstance(weight, Stored) else weight
         found.append(Slot(role, tuple(group), own, dtype))
     return found or [Slot(role, (), weight, dtype)]
@@ -164,22 +204,6 @@ def over_rows(
     return found
 
 
-def changing(slots: Sequence[Slot]) -> set[Slot]:
-    """Those of which some rows are not what the bundle holds, as it is or rounded to the checkpoint's type."""
-    found = set[Slot]()
-
-    def step(slot: Slot, first: int, last: int) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            # After rows that differ no others are read.
-            if slot not in found and not are_alike(
-                slot.held.floats(first, last), slot.new.floats(first, last), slot.dtype
-            ):
-                found.add(slot)
-
-    over_rows(slots, step)
-    return found
-
-
 def are_alike(held: Floats, wanted: Floats, dtype: str) -> bool:
     """Whether ``held``, as it is or rounded to ``dtype``, is ``wanted``, to the bit."""
     bits, rounding = wanted.reshape(-1).view(np.uint32), DTYPES[dtype]
@@ -190,3 +214,14 @@ def are_alike(held: Floats, wanted: Floats, dtype: str) -> bool:
     except UnsupportedError:  # beyond the type, in which the other one is
         return False
     return np.array_equal(rounded.view(np.uint32), bits)
+
+
+def squares(values: Floats) -> float:
+    """The sum of the squares of ``values``, which may overflow and vanish in float32."""
+    return float(np.einsum("i,i->", values.reshape(-1), values.reshape(-1), dtype=np.float64))
+
+
+def relative_error(differences: Iterable[float], sizes: Iterable[float]) -> float:
+    """Root mean square of a difference as a share of that of the weight, from sums of squares of both."""
+    difference, size = sum(differences), sum(sizes)
+    return math.sqrt(difference / size) if size else math.inf if difference else 0.0

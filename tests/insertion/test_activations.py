@@ -56,7 +56,7 @@ def test_new_scales_are_the_ranges(own: Path, tmp_path: Path) -> None:
     before = scales_of(STATIC)
     assert len(before) == 22
     ranges = ranges_of(list(before))
-    with planned_insertion(own, STATIC, ranges=ranges) as plan:
+    with planned_insertion(own, STATIC, measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
         assert any("22 matrices were calibrated anew" in note for note in plan.notes)
     after = scales_of(tmp_path / "new.tflite")
@@ -85,7 +85,7 @@ def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
     (tmp_path / "old.tflite").write_bytes(pack(model))
     nothing = (0.0, 0.0)
     ranges = {"layers.0.o_proj": ((-1.0, 4.1), nothing), "layers.1.o_proj": (nothing, nothing)}
-    with planned_insertion(own, tmp_path / "old.tflite", ranges=ranges) as plan:
+    with planned_insertion(own, tmp_path / "old.tflite", measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
     before, after = scales_of(tmp_path / "old.tflite"), scales_of(tmp_path / "new.tflite")
     scale, zero_point, *out = after["layers.0.o_proj"]
@@ -96,7 +96,7 @@ def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
 
 
 def test_a_graph_without_static_activations(exact: Path, sample: Path, tmp_path: Path) -> None:
-    with planned_insertion(exact, sample, ranges={"lm_head": ((-1, 1), (-1, 1))}) as plan:
+    with planned_insertion(exact, sample, measure=dict) as plan:
         assert "The graph has no static activations: nothing was calibrated." in plan.notes
         plan.write(tmp_path / "new.litertlm")
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)

@@ -32,12 +32,13 @@ from mtp_extract.cli import insert as insert_command
 from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
-from mtp_extract.insertion.base import find_base, matches
+from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, compare_base
 from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.plan import InsertionResult
 from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.slots import match_roles
 from mtp_extract.io.assembled import write_copy
 
 LAYER = f"{PREFIX}layers.0."
@@ -78,7 +79,7 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
     assert any("drafter" in note for note in result.notes)
     with open_bundle(out) as opened:
         found = compare_base(opened, base)
-        written = list(matches(find_base(opened), read_base(base)))
+        written = list(match_roles(find_base(opened).places, read_base(base).weights))
         regions = {place.model.region.begin: place.model.region for each in written for place in each.places}
     assert found.problem is None
     assert found.counts == {EQUAL: 48, HALF_STEP: 54}

@@ -19,10 +19,9 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
 from mtp_extract.insertion import comparison
-from mtp_extract.insertion.base import Match
 from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, judge
 from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
-from mtp_extract.insertion.slots import Place, Slot, slots_of
+from mtp_extract.insertion.slots import Match, Place, Slot, match_roles
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 Floats = npt.NDArray[np.float32]
@@ -137,7 +136,8 @@ def tables(places: dict[str, Place], tmp_path: Path) -> list[Slot]:
     whole = Stored(path, StoredTensor("BF16", beside.shape, 0, len(data)))
     columns = [(at * shape[1], (at + 1) * shape[1]) for at in range(len(chosen))]
     beside_each_other = [replace(place, columns=own) for place, own in zip(chosen, columns, strict=True)]
-    return slots_of("table", beside_each_other, whole, "bf16")
+    (match,) = match_roles({"table": tuple(beside_each_other)}, {"table": whole}, "bf16")
+    return match.slots
 
 
 def test_rows_that_several_tables_are_columns_of_are_read_once(
@@ -159,7 +159,9 @@ def test_rows_that_several_tables_are_columns_of_are_read_once(
     together, alone = encode(fresh)["table"], [encode([slot])["table"][0] for slot in fresh]
     assert {encoding.how for encoding in together} == {KEPT, REQUANTIZED}
     for ours, theirs in zip(together, alone, strict=True):
-        assert (ours.how, ours.error) == (theirs.how, theirs.error) and ours.writes_as(theirs)
+        assert (ours.how, ours.error) == (theirs.how, theirs.error) and ours.data(0, ours.slot.new.rows) == theirs.data(
+            0, theirs.slot.new.rows
+        )
         assert np.array_equal(ours.scales.scale, theirs.scales.scale)
     with pytest.raises(OutputError, match="table reads back differently"):
         check_written(Path("new"), tables)

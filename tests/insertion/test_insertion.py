@@ -123,7 +123,7 @@ def test_a_changed_variant(name: str, own: Callable[[str], Path], changed: Calla
     assert (tmp_path / "new.tflite").stat().st_size == variant(name).stat().st_size
     worst = {"INT8": 0.02, "INT4": 0.2, "INT2": 0.9, "UINT8": 0.02, "FLOAT32": 0.0, "FLOAT16": 1e-3}
     for encoding in (encoding for own in plan.encodings.values() for encoding in own):
-        assert encoding.error <= worst[encoding.storage.type.name], encoding.role
+        assert encoding.error <= worst[encoding.storage.type.name], encoding.slot.role
     written = floats_of(tmp_path / "new.tflite")
     names = {role.name: role.names["transformers"] for role in roles_of(len(weights)) if role.kind != MATRIX}
     vectors = [] if folded else [role for role in written if role in names]
