@@ -17,19 +17,6 @@ from seam import DTYPES, Place, base
 from helpers.first_pair import first_base, first_bundle
 from helpers.make_bundle import bundle, load, pack, parts_of
 
-__all__ = [
-    "PREFIX",
-    "Weights",
-    "base_with",
-    "broken",
-    "edited_section",
-    "fewer",
-    "more",
-    "patched",
-    "places_of",
-    "scalar",
-]
-
 PREFIX = "model.language_model."
 Weights = dict[str, npt.NDArray[Any]]
 
@@ -95,6 +82,15 @@ def patched(out: Path, bytes_at: Mapping[int, bytes]) -> Path:
 def places_of(path: Path, role: str) -> tuple[Place, ...]:
     """Where ``role`` is stored in the bundle at ``path``."""
     return base(path).places[role]
+
+
+def scale_of(path: Path, role: str, signature: str, channel: int, factor: float) -> dict[int, bytes]:
+    """The scale of a channel of ``role`` in one signature of the bundle at ``path``, times ``factor``; by its place."""
+    place = next(place for place in places_of(path, role) if place.signature == signature)
+    quantization = place.tensor.quantization
+    assert quantization is not None
+    at = place.model.region.begin + quantization.scales.start + 4 * channel
+    return {at: np.float32(quantization.scale[channel] * np.float32(factor)).tobytes()}
 
 
 def edited_section(out: Path, kind: str, edit: Callable[[Any], None]) -> Path:

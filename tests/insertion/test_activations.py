@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from helpers.variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.insertion.activations import Ranges
 from mtp_extract.insertion.run import planned_insertion
 
 STATIC = variant("torch_static8_mix48_kv8")
@@ -32,54 +30,35 @@ def scales_of(path: Path) -> dict[str, tuple[float, int, float, int]]:
         }
 
 
-def ranges_of(roles: list[str]) -> Ranges:
-    """Another range for every role; gate and up read one value."""
-    return {
-        role: (
-            (-5.0 - index / 100 * (not role.endswith(("gate_proj", "up_proj"))), 0.5),
-            (-0.25, 5.0 + index / 100),
-        )
-        for index, role in enumerate(roles)
-    }
-
-
 def test_without_a_base_there_is_a_warning(own: Path, noisy: Path, sample: Path) -> None:
-    with planned_insertion(own, STATIC) as plan:
-        assert not any("calibrated" in note for note in plan.notes)
-    with planned_insertion(noisy, STATIC) as plan:
-        assert any("calibrated for the old weights" in note for note in plan.notes)
-    with planned_insertion(noisy, sample) as plan:
-        assert not any("calibrated" in note for note in plan.notes)
+    for source, into, warned in ((own, STATIC, False), (noisy, STATIC, True), (noisy, sample, False)):
+        with planned_insertion(source, into) as plan:
+            assert any("calibrated for the old weights" in note for note in plan.notes) == warned
 
 
 def test_new_scales_are_the_ranges(own: Path, tmp_path: Path) -> None:
     before = scales_of(STATIC)
     assert len(before) == 22
-    ranges = ranges_of(list(before))
+    # Another range for every role; gate and up read one value.
+    apart = {role: 5 + i / 100 for i, role in enumerate(before)}
+    low = {role: 5.0 if role.endswith(("gate_proj", "up_proj")) else end for role, end in apart.items()}
+    ranges = {role: ((-low[role], 0.5), (-0.25, apart[role])) for role in before}
     with planned_insertion(own, STATIC, measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
         assert any("22 matrices were calibrated anew" in note for note in plan.notes)
-    after = scales_of(tmp_path / "new.tflite")
-    assert after.keys() == before.keys()
-    for role, (scale, zero_point, out, out_zero) in after.items():
-        low, high = -ranges[role][0][0], ranges[role][1][1]
-        assert (scale, zero_point) == (pytest.approx(low / 127), 0)
-        assert (out, out_zero) == (pytest.approx(high / 127), 0)
-    old, new = STATIC.read_bytes(), (tmp_path / "new.tflite").read_bytes()
-    assert len(old) == len(new)
+    expected = {role: (pytest.approx(low[role] / 127), 0, pytest.approx(apart[role] / 127), 0) for role in before}
+    assert scales_of(tmp_path / "new.tflite") == expected
+    old, new = (np.frombuffer(path.read_bytes(), np.uint8) for path in (STATIC, tmp_path / "new.tflite"))
     # Two scales a role, of which gate and up share one.
-    changed = np.flatnonzero(np.frombuffer(old, np.uint8) != np.frombuffer(new, np.uint8))
-    assert 40 <= changed.size <= 4 * 40
+    assert old.size == new.size and 40 <= np.flatnonzero(old != new).size <= 4 * 40
 
 
 def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
     """An asymmetric activation gets both; a range of nothing changes nothing."""
     model = load(STATIC.read_bytes())
     with open_bundle(STATIC) as opened:
-        drafter = opened.drafter()
-        result = next(r.result for r in drafter.walk.roles if r.role == "layers.0.o_proj")
-        assert result is not None
-        assert result.producer is not None
+        result = next(r.result for r in opened.drafter().walk.roles if r.role == "layers.0.o_proj")
+        assert result is not None and result.producer is not None
         tensor = result.producer.operand(0).tensors[-1]
     model.subgraphs[0].tensors[tensor.index].quantization.zeroPoint = np.array([-7], np.int64)
     (tmp_path / "old.tflite").write_bytes(pack(model))
@@ -93,10 +72,3 @@ def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
     assert zero_point == -128 + round(1 / (5.1 / 255))
     assert out == list(before["layers.0.o_proj"][2:])
     assert after["layers.1.o_proj"] == before["layers.1.o_proj"]
-
-
-def test_a_graph_without_static_activations(exact: Path, sample: Path, tmp_path: Path) -> None:
-    with planned_insertion(exact, sample, measure=dict) as plan:
-        assert "The graph has no static activations: nothing was calibrated." in plan.notes
-        plan.write(tmp_path / "new.litertlm")
-    assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)

@@ -9,18 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.bases import PREFIX, Weights, base_with, broken, fewer, more, patched, places_of, scalar
+from helpers.bases import PREFIX, Weights, base_with, broken, fewer, more, patched, places_of, scalar, scale_of
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, PairError, UnsupportedError
-from mtp_extract.insertion.comparison import (
-    DIFFERENT,
-    EQUAL,
-    HALF_STEP,
-    NOT_FOUND,
-    BaseComparison,
-    compare_base,
-)
+from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, NOT_FOUND, BaseComparison, compare_base
 
 LAYER = f"{PREFIX}layers.0."
 
@@ -68,8 +61,7 @@ def test_a_rounded_and_sharded_base_is_the_same_one(sample: Path, tmp_path: Path
 )
 def test_one_code_is_named(sample: Path, base: Path, tmp_path: Path, role: str) -> None:
     place = places_of(sample, role)[0]
-    assert place.found.tensor is not None
-    at = place.model.locate(place.found.tensor).begin + 70
+    at = place.model.locate(place.tensor).begin + 70
     code = sample.read_bytes()[at]
     found = compared(patched(tmp_path / "b.litertlm", {at: bytes([(code + 2) % 256])}), base)
     assert list(apart(found)) == [role]
@@ -79,14 +71,9 @@ def test_one_code_is_named(sample: Path, base: Path, tmp_path: Path, role: str) 
 
 @pytest.mark.parametrize("signature", ["prefill_32", "decode", "verify"])
 def test_one_scale_of_one_signature_is_named(sample: Path, base: Path, tmp_path: Path, signature: str) -> None:
-    place = next(p for p in places_of(sample, "layers.1.down_proj") if p.signature == signature)
-    assert place.found.tensor is not None and place.found.tensor.quantization is not None
-    quantization = place.found.tensor.quantization
-    at = place.model.region.begin + quantization.scales.start + 4 * 5
-
     def found(factor: float) -> BaseComparison:
-        scale = np.float32(quantization.scale[5] * np.float32(factor))
-        return compared(patched(tmp_path / f"{factor}.litertlm", {at: scale.tobytes()}), base)
+        other = scale_of(sample, "layers.1.down_proj", signature, 5, factor)
+        return compared(patched(tmp_path / f"{factor}.litertlm", other), base)
 
     assert list(apart(found(1.5))) == ["layers.1.down_proj"]
     # So little changes no weight by more than half a step.
@@ -114,6 +101,11 @@ def _untied(weights: Weights) -> None:
     weights["lm_head.weight"] = weights[f"{PREFIX}embed_tokens.weight"] * np.float32(1.5)
 
 
+def _wider(weights: Weights) -> None:
+    table = weights[f"{PREFIX}embed_tokens.weight"]
+    weights[f"{PREFIX}embed_tokens.weight"] = np.concatenate([table, table])
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -125,6 +117,8 @@ def _untied(weights: Weights) -> None:
         (_untied, {"lm_head": "weights lie up to"}),
         (broken, {"layers.0.up_proj": "the checkpoint holds values that are not finite"}),
         (fewer, {"layers.0.v_proj": "the checkpoint has no such tensor"}),
+        # As its configuration does not say.
+        (_wider, dict.fromkeys(("embed_tokens", "lm_head"), "the checkpoint's is [1024, 64], the bundle's [512, 64]")),
         (more, {f"{LAYER}self_attn.v_norm.weight": "the bundle has no place for this tensor"}),
     ],
 )
@@ -147,11 +141,6 @@ def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path
     assert found.problem is None
     assert found.not_loaded == (f"{PREFIX}layers.4.self_attn.k_proj.weight",)
     assert found.not_compared == {"vision_tower": 1}
-
-
-def _wider(weights: Weights) -> None:
-    table = weights[f"{PREFIX}embed_tokens.weight"]
-    weights[f"{PREFIX}embed_tokens.weight"] = np.concatenate([table, table])
 
 
 @pytest.mark.parametrize(
@@ -177,71 +166,47 @@ def test_another_model_is_refused(
         compared(sample, base_with(tmp_path / "base", **config))
 
 
-def test_another_vocabulary_that_its_config_hides_is_named(sample: Path, tmp_path: Path) -> None:
-    found = apart(compared(sample, base_with(tmp_path / "base", _wider)))
-    assert set(found) == {"embed_tokens", "lm_head"}
-    assert found["lm_head"] == "the checkpoint's is [1024, 64], the bundle's [512, 64]"
-
-
-def _truncated(base: Path) -> None:
-    path = base / "model-00001-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _nowhere(base: Path) -> None:
-    (base / "model-00002-of-00003.safetensors").unlink()
-
-
-def _outside(base: Path) -> None:
-    index = base / "model.safetensors.index.json"
-    read = json.loads(index.read_text())
-    read["weight_map"] = dict.fromkeys(read["weight_map"], "../base/model-00001-of-00003.safetensors")
-    index.write_text(json.dumps(read))
-
-
-def _elsewhere(base: Path) -> None:
-    index = base / "model.safetensors.index.json"
-    read = json.loads(index.read_text())
-    read["weight_map"] = dict.fromkeys(read["weight_map"], "model-00001-of-00003.safetensors")
-    index.write_text(json.dumps(read))
-
-
-def _no_map(base: Path) -> None:
-    (base / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
-
-
-def _no_weights(base: Path) -> None:
-    (base / "model.safetensors.index.json").unlink()
-
-
-def _no_json(base: Path) -> None:
-    (base / "config.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_truncated, "not a safetensors file"),
-        (_nowhere, "expected model-00002-of-00003.safetensors there, found none; fetch the checkpoint again"),
-        (_outside, "expected files beside it, found .*/base/model-00001"),
-        (_elsewhere, "where the index says it is, found it nowhere"),
-        (_no_map, "weight_map"),
-        (_no_weights, "expected model.safetensors there, found none; fetch the checkpoint again"),
-        (_no_json, "not valid JSON"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(
-    sample: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
-    base = base_with(tmp_path / "base", shards=3)
-    damage(base)
-    with pytest.raises(CheckpointError, match=words):
-        compared(sample, base)
-
-
 def test_weights_in_integers_are_refused(sample: Path, tmp_path: Path) -> None:
     def packed(weights: Weights) -> None:
         weights[f"{LAYER}mlp.up_proj.weight"] = np.zeros((128, 64), np.uint8)
 
     with pytest.raises(UnsupportedError, match="expected weights in floats, found U8"):
         compared(sample, base_with(tmp_path / "base", packed))
+
+
+FIRST, SECOND = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2))
+INDEX = "model.safetensors.index.json"
+
+
+def _all_in(place: str) -> Callable[[bytes], bytes]:
+    """The index, every tensor of which is in the file ``place``."""
+
+    def change(data: bytes) -> bytes:
+        read = json.loads(data)
+        return json.dumps(read | {"weight_map": dict.fromkeys(read["weight_map"], place)}).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        (FIRST, lambda data: data[:-100], "not a safetensors file"),
+        (SECOND, None, f"expected {SECOND} there, found none; fetch the checkpoint again"),
+        (INDEX, _all_in(f"../base/{FIRST}"), "expected files beside it, found .*/base/model-00001"),
+        (INDEX, _all_in(FIRST), "where the index says it is, found it nowhere"),
+        (INDEX, lambda data: b'{"weight_map": [1]}', "weight_map"),
+        (INDEX, None, "expected model.safetensors there, found none; fetch the checkpoint again"),
+        ("config.json", lambda data: b"{", "not valid JSON"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    sample: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes] | None, words: str
+) -> None:
+    path = base_with(tmp_path / "base", shards=3) / file
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=words):
+        compared(sample, path.parent)

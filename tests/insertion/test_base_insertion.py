@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +24,13 @@ from helpers.bases import (
     patched,
     places_of,
     scalar,
+    scale_of,
 )
+from helpers.commands import run_here
 from helpers.make_bundle import kind, set_buffer
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.cli import insert as insert_command
-from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
 from mtp_extract.insertion.base import find_base
@@ -59,14 +60,16 @@ def tuned(weights: Weights) -> None:
             weights[name] = (weight * (1 + 0.1 * random.standard_normal(weight.shape))).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["", "f16"])
-def test_the_base_that_is_there_changes_nothing(sample: Path, tmp_path: Path, dtype: str) -> None:
+def test_the_base_that_is_there_changes_nothing(sample: Path, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "new.litertlm"
-    with planned_insertion(base_with(tmp_path / "base", dtype=dtype), sample) as plan:
-        kept = {d.how for role, each in plan.encodings.items() for d in each if dtype == "" or role.endswith("norm")}
-        plan.write(out)
-    assert kept == {KEPT}
-    assert dtype or out.read_bytes() == sample.read_bytes()
+    for weights, bundle in ((base, sample), (sample_base(), sample_bundle())):
+        with planned_insertion(weights, bundle) as plan:
+            assert {each.how for own in plan.encodings.values() for each in own} == {KEPT}
+            plan.write(out, overwrite=True)
+        assert out.read_bytes() == bundle.read_bytes()
+    with planned_insertion(base_with(tmp_path / "base", dtype="f16"), sample) as plan:
+        norms = [each.how for role, own in plan.encodings.items() if role.endswith("norm") for each in own]
+        assert set(norms) == {KEPT}
 
 
 def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) -> None:
@@ -96,12 +99,8 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
 
 def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: Path) -> None:
     """Two decisions are planned of the role, and what was written is one constant."""
-    place = next(p for p in places_of(sample, "layers.1.down_proj") if p.signature == "decode")
-    assert place.found.tensor is not None and place.found.tensor.quantization is not None
-    quantization = place.found.tensor.quantization
-    scale = np.float32(quantization.scale[5] * np.float32(1.5))
-    at = place.model.region.begin + quantization.scales.start + 4 * 5
-    bundle, out = patched(tmp_path / "scale.litertlm", {at: scale.tobytes()}), tmp_path / "new.litertlm"
+    other = scale_of(sample, "layers.1.down_proj", "decode", 5, 1.5)
+    bundle, out = patched(tmp_path / "scale.litertlm", other), tmp_path / "new.litertlm"
     base = base_with(tmp_path / "base", tuned)
     with planned_insertion(base, bundle) as plan:
         assert [d.how for d in plan.encodings["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
@@ -116,12 +115,9 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
 
     def spoiled(path: Path, *given: Any) -> None:
         write_copy(path, *given)
-        place = places_of(path, "layers.1.down_proj")[-1]
-        assert place.found.tensor is not None and place.found.tensor.quantization is not None
-        quantization = place.found.tensor.quantization
         with open(path, "r+b") as file:
-            file.seek(place.model.region.begin + quantization.scales.start)
-            file.write((quantization.scale[:1] * np.float32(1.5)).tobytes())
+            for at, scale in scale_of(path, "layers.1.down_proj", "verify", 0, 1.5).items():
+                os.pwrite(file.fileno(), scale, at)
 
     monkeypatch.setattr("mtp_extract.insertion.plan.write_copy", spoiled)
     with pytest.raises(OutputError, match=r"layers\.1\.down_proj reads back differently"):
@@ -138,12 +134,7 @@ def _wider(weights: Weights) -> None:
     [
         (scalar, {}, UnsupportedError, r"layers\.0\.layer_scalar: the graph multiplies by nothing"),
         (more, {}, CheckpointError, "1 tensors play no role"),
-        (
-            fewer,
-            {},
-            PairError,
-            r"layers\.0\.v_proj: the checkpoint has no such tensor",
-        ),
+        (fewer, {}, PairError, r"layers\.0\.v_proj: the checkpoint has no such tensor"),
         (_wider, {}, PairError, r"layers\.0\.up_proj: the checkpoint's is \[256, 64\]"),
         (broken, {}, CheckpointError, r"layers\.0\.up_proj: holds values that are not finite"),
         (tuned, {"hidden_size": 128}, PairError, "another model"),
@@ -169,13 +160,12 @@ def _share(sample: Path, out: Path, other: str | None) -> Path:
 
     def share(model: Any) -> None:
         for mine, place in zip(own, theirs, strict=True):
-            assert mine.found.tensor is not None and place.found.tensor is not None
-            graph = model.subgraphs[mine.found.tensor.subgraph]
+            graph = model.subgraphs[mine.tensor.subgraph]
             ones = np.ones(32, np.float32).tobytes()
-            held = place.found.tensor.index
+            held = place.tensor.index
             if other is None:
                 held = next(i for i, t in enumerate(graph.tensors) if _data(model, t) == ones)
-            graph.tensors[mine.found.tensor.index].buffer = graph.tensors[held].buffer
+            graph.tensors[mine.tensor.index].buffer = graph.tensors[held].buffer
 
     return edited_section(out, "prefill_decode", share)
 
@@ -193,10 +183,7 @@ def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: P
 
 def test_roles_that_share_a_constant_must_agree(sample: Path, tmp_path: Path) -> None:
     bundle, new = _share(sample, tmp_path / "shared.litertlm", "layers.0.q_norm"), tmp_path / "new.litertlm"
-    with pytest.raises(
-        UnsupportedError,
-        match=r"the file stores layers\.0\.[kq]_norm in the same bytes, and the two",
-    ):
+    with pytest.raises(UnsupportedError, match=r"the file stores layers\.0\.[kq]_norm in the same bytes, and the two"):
         put(base_with(tmp_path / "base", tuned), bundle, new)
 
     def agreeing(weights: Weights) -> None:
@@ -265,49 +252,31 @@ def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
     assert verdicts["embed_tokens_per_layer"] == HALF_STEP
 
 
-def run(capsys: pytest.CaptureFixture[str], command: Any, *arguments: object) -> tuple[int, str, str]:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr("sys.argv", ["mtp", *map(str, arguments)])
-        command.main()
-    printed = capsys.readouterr()
-    return int(stopped.value.code or 0), printed.out, printed.err
-
-
-def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, inspect_command, sample, "--against", base, "--json")
-    report = json.loads(out)
-    assert status == 0 and report["tensors_found"] == report["tensors"] == 101
+def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:
+    done = run_here("inspect", sample, "--against", base, "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["tensors_found"] == report["tensors"] == 101
     assert report["verdicts"] == {"equal": 48, "within half a step": 54} and len(report["roles"]) == 102
     new, other = tmp_path / "new.litertlm", base_with(tmp_path / "base", tuned)
-    status, out, err = run(capsys, inspect_command, sample, "--against", other)
-    assert status == 1 and "101 of 101 tensors found" in out and "are not the weights of" in err
-    status, out, _ = run(capsys, insert_command, other, sample, "-o", new)
-    assert status == 0 and "requantized" in out and f"Wrote {new}" in out
-    status, out, _ = run(capsys, inspect_command, new, "--against", other)
-    assert status == 0 and "102 roles: 48 equal, 54 within half a step" in out
-    status, _, err = run(capsys, insert_command, base, sample, "--graph-from", "x", "--dry-run")
-    assert status == 1 and "found a base's" in err
-    status, _, err = run(capsys, inspect_command, sample, "--against", sample)
-    assert status == 1 and "found none" in err
-
-
-def test_the_packaged_base_changes_no_byte(tmp_path: Path) -> None:
-    again = tmp_path / "again.litertlm"
-    with planned_insertion(sample_base(), sample_bundle()) as plan:
-        plan.write(again)
-    assert again.read_bytes() == sample_bundle().read_bytes()
+    done = run_here("inspect", sample, "--against", other)
+    assert done.returncode == 1 and "101 of 101 tensors found" in done.stdout
+    assert "are not the weights of" in done.stderr
+    done = run_here("insert", other, sample, "-o", new)
+    assert done.returncode == 0 and "requantized" in done.stdout and f"Wrote {new}" in done.stdout
+    done = run_here("inspect", new, "--against", other)
+    assert done.returncode == 0 and "102 roles: 48 equal, 54 within half a step" in done.stdout
+    done = run_here("inspect", sample, "--against", sample)
+    assert done.returncode == 1 and "found none" in done.stderr
 
 
 def test_a_weight_with_a_factor_in_it_is_put_back_with_it(tmp_path: Path) -> None:
     """``per_layer_model_projection`` has 1/√width in its scales: a changed one gets it, too."""
-    base = Path(shutil.copytree(sample_base(), tmp_path / "base"))
+    base, out = Path(shutil.copytree(sample_base(), tmp_path / "base")), tmp_path / "new.litertlm"
     tensors = load_file(base / "model.safetensors")
-    name = "model.language_model.per_layer_model_projection.weight"
+    name = f"{PREFIX}per_layer_model_projection.weight"
     tensors[name] = np.ascontiguousarray(tensors[name][::-1])
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    out = tmp_path / "new.litertlm"
-    with planned_insertion(base, sample_bundle()) as plan:
-        plan.write(out)
-    for weights, same in ((base, True), (sample_base(), False)):
-        with open_bundle(out) as opened:
-            assert (compare_base(opened, weights).problem is None) == same
+    put(base, sample_bundle(), out)
+    with open_bundle(out) as opened:
+        assert compare_base(opened, base).problem is None
+        assert compare_base(opened, sample_base()).problem is not None

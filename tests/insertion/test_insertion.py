@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 from helpers.blocks import blockwise_int2
-from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of, load, pack, parts_of, set_buffer
+from helpers.make_bundle import DRAFTER, bundle, drafter_of, load, pack, parts_of, set_buffer
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 
@@ -91,17 +92,14 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
     assert after[3, 5] == changed
 
 
-@pytest.mark.parametrize("dtype", ["f32+codes", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("name", MADE)
 def test_an_untouched_variant(name: str, dtype: str, own: Callable[[str], Path], tmp_path: Path) -> None:
-    source = (
-        convert(own(name), tmp_path / "out", format="transformers", dtype=dtype).directory
-        if dtype == "bf16"
-        else own(name)
-    )
-    with planned_insertion(source, variant(name)) as plan:
-        assert hows(plan) == {"kept"}
-        plan.write(tmp_path / "new.tflite")
+    source = own(name)
+    if dtype == "bf16":
+        source = convert(source, tmp_path / "out", format="transformers", dtype=dtype).directory
+    plan, _ = insert(source, variant(name), tmp_path / "new.tflite")
+    assert hows(plan) == {"kept"}
     assert filecmp.cmp(variant(name), tmp_path / "new.tflite", shallow=False)
 
 
@@ -151,7 +149,7 @@ def test_codes_go_in_as_they_are(sample: Path, extracted: Path, tmp_path: Path) 
         if tensor.type == TensorType.INT4:
             set_buffer(model, tensor, bytes(np.prod(tensor.shape)))
             tensor.type = TensorType.INT8
-    wide.write_bytes(bundle([*others, Part(last.data_type, pack(model), last.items)]))
+    wide.write_bytes(bundle([*others, replace(last, data=pack(model))]))
     plan, _ = insert(extracted, wide, tmp_path / "new.litertlm")
     assert hows(plan) == {"kept", "codes"}
     mine, theirs = floats_of(tmp_path / "new.litertlm"), floats_of(sample)
@@ -190,7 +188,7 @@ def with_shared_norms(sample: Path, out: Path, *, tensor: bool) -> None:
             op.inputs = [first if index == second else index for index in op.inputs]
         # Nothing reads it any more: what is left of it is no constant.
         graph.tensors[second].buffer = 0
-    out.write_bytes(bundle([*others, Part(last.data_type, pack(model), last.items)]))
+    out.write_bytes(bundle([*others, replace(last, data=pack(model))]))
 
 
 @pytest.mark.parametrize("tensor", [True, False], ids=["one tensor", "one buffer"])
@@ -226,7 +224,7 @@ def test_constants_that_overlap_are_not_written(sample: Path, noisy: Path, tmp_p
         end = len(packed)
     numbers = np.linspace(1, 2, tensor.elements + 4, dtype=np.float32).tobytes()
     overlapping = tmp_path / "overlapping.litertlm"
-    overlapping.write_bytes(bundle([*others, Part(last.data_type, packed + numbers, last.items)]))
+    overlapping.write_bytes(bundle([*others, replace(last, data=packed + numbers)]))
     held = floats_of(overlapping)
     assert np.array_equal(held["layers.0.q_norm"][4:], held["layers.1.q_norm"][:-4])
 
@@ -253,45 +251,37 @@ def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: P
         insert(exact, bare, tmp_path / "none.litertlm")
 
 
-def base_changed(sample: Path, out: Path, changes: Iterable[Callable[[Any], None]]) -> Path:
-    """The sample without its drafter, and with something of its base changed."""
-    parts = parts_of(sample)[:-1]
-    model = load(parts[-1].data)
-    for change in changes:
-        change(model)
-    parts[-1] = Part(parts[-1].data_type, pack(model), parts[-1].items)
-    out.write_bytes(bundle(parts))
-    return out
-
-
-def _signature(model: Any, key: bytes) -> Any:
+def signature(model: Any, key: bytes) -> Any:
     return next(s for s in model.signatureDefs if s.signatureKey == key)
 
 
+def output(model: Any, name: bytes) -> Any:
+    """The tensor that ``decode`` gives as ``name``."""
+    decode = signature(model, b"decode")
+    entry = next(o for o in decode.outputs if o.name == name)
+    return model.subgraphs[decode.subgraphIndex].tensors[entry.tensorIndex]
+
+
 def no_verify(model: Any) -> None:
-    model.signatureDefs.remove(_signature(model, b"verify"))
+    model.signatureDefs.remove(signature(model, b"verify"))
 
 
 def no_activations(model: Any) -> None:
-    decode = _signature(model, b"decode")
+    decode = signature(model, b"decode")
     decode.outputs = [o for o in decode.outputs if o.name != b"activations"]
 
 
 def other_names(model: Any) -> None:
-    for entry in _signature(model, b"decode").outputs:
+    for entry in signature(model, b"decode").outputs:
         entry.name = entry.name.replace(b"kv_cache_k_3", b"kv_cache_k_13")
 
 
 def other_length(model: Any) -> None:
-    decode = _signature(model, b"decode")
-    entry = next(o for o in decode.outputs if o.name == b"kv_cache_k_3")
-    model.subgraphs[decode.subgraphIndex].tensors[entry.tensorIndex].shape = [1, 2, 64, 64]
+    output(model, b"kv_cache_k_3").shape = [1, 2, 64, 64]
 
 
 def other_width(model: Any) -> None:
-    decode = _signature(model, b"decode")
-    entry = next(o for o in decode.outputs if o.name == b"activations")
-    model.subgraphs[decode.subgraphIndex].tensors[entry.tensorIndex].shape = [1, 1, 96]
+    output(model, b"activations").shape = [1, 1, 96]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +303,12 @@ def test_a_base_that_the_runtime_would_fail_with(
     changes: dict[Callable[[Any], None], str], sample: Path, tmp_path: Path
 ) -> None:
     """Every reason is given, and no other."""
-    base = base_changed(sample, tmp_path / "base.litertlm", changes)
+    *others, last, _ = parts_of(sample)
+    model = load(last.data)
+    for change in changes:
+        change(model)
+    base = tmp_path / "base.litertlm"
+    base.write_bytes(bundle([*others, replace(last, data=pack(model))]))
     with pytest.raises(PairError) as raised:
         insert(sample, base, tmp_path / "new.litertlm")
     reasons = str(raised.value).split("; ")
@@ -365,14 +360,7 @@ def test_a_section_without_a_drafter_gets_none(sample: Path) -> None:
     assert "graph_from" not in raised.value.remedies
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (NORM, np.nan),
-        (HEAD, np.inf),
-        (HEAD, 3e38),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [(NORM, np.nan), (HEAD, np.inf), (HEAD, 3e38)])
 def test_values_that_cannot_be_stored_are_refused_in_the_plan(
     name: str, value: float, sample: Path, changed: Callable[..., Path]
 ) -> None:
@@ -380,10 +368,7 @@ def test_values_that_cannot_be_stored_are_refused_in_the_plan(
         tensor.flat[3] = value
         return tensor
 
-    with (
-        pytest.raises(CheckpointError, match="Train it again"),
-        planned_insertion(changed({name: spoil}), sample),
-    ):
+    with pytest.raises(CheckpointError, match="Train it again"), planned_insertion(changed({name: spoil}), sample):
         pass
 
 
@@ -409,13 +394,12 @@ def test_a_bare_model(noisy: Path, sample: Path, tmp_path: Path) -> None:
     assert parts_of(tmp_path / "new.litertlm")[-1].items.items() >= DRAFTER.items()
 
 
-def test_a_graph_for_a_bundle_that_has_one(sample: Path, tmp_path: Path) -> None:
-    source = extract(sample, tmp_path / "out").directory
+def test_a_graph_for_a_bundle_that_has_one(sample: Path, exact: Path) -> None:
     with (
-        pytest.raises(UnsupportedError, match="has a drafter, whose graph stays"),
-        planned_insertion(source, sample, graph_from=sample),
+        pytest.raises(UnsupportedError, match="whose graph stays"),
+        planned_insertion(exact, sample, graph_from=sample),
     ):
-        raise AssertionError("it was planned")
+        pass
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
