@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mtp_extract.doctor.counts import Counts, expected_counts
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
-from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
@@ -31,8 +30,7 @@ def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Dr
     """The base's hidden state as it enters the last of its ``layers``."""
 
     def change(base: BaseState) -> BaseState:
-        before = replace(base.fed, hidden=base.fed.layers[layers - 1])
-        return replace(base, hidden=BaseState.after(before, base.positions, base.embed).hidden.to(base.hidden))
+        return replace(base, fed=replace(base.fed, hidden=base.fed.layers[layers - 1]))
 
     return Altered(drafter, convention, change=change, layers=(layers - 1,))
 
@@ -40,15 +38,6 @@ def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Dr
 def _half(drafter: MtpDrafter, convention: Convention) -> Drafter:
     halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
     return Altered(drafter.with_tensors(halves), convention)
-
-
-def _stale(drafter: MtpDrafter, convention: Convention, lag: int) -> Drafter:
-    """The newest ``lag`` slots are as if they were not written yet."""
-
-    def change(base: BaseState) -> BaseState:
-        return replace(base, slot_positions={kind: slots + lag for kind, slots in base.slot_positions.items()})
-
-    return Altered(drafter, convention, change=change)
 
 
 FAULTS: Mapping[str, tuple[str, str]] = {
@@ -85,7 +74,7 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
             found[control.name] = control.broken(changed, convention)
     found["early_state"] = _early_state(drafter, convention, layers)
     found["fp16_overflow"] = _half(drafter, convention)
-    found["stale_kv"] = _stale(drafter, convention, lag)
+    found["stale_kv"] = Altered(drafter, replace(convention, unwritten=lag))
     return found
 
 

@@ -17,7 +17,7 @@ from mtp_extract.doctor.result import Check, Diagnosis, Identity, Serving
 from mtp_extract.doctor.texts import Sample, ask_all, rounds_of, samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import Network, load_any
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
 from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, silent

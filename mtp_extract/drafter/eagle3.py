@@ -93,10 +93,12 @@ class Eagle3State:
     own: KV | None = None
     """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
 
-    def fork(self, parents: Tensor) -> Eagle3State:
-        """As of :class:`~mtp_extract.drafter.protocol.DraftState`: each branch has K and V of its own steps."""
-        hidden, positions, visible = (picked(part, parents) for part in (self.hidden, self.positions, self.visible))
-        own = self.own and (picked(self.own[0], parents), picked(self.own[1], parents))
+    def fork(self, width: int) -> Eagle3State:
+        """Go on from each query ``width`` times, each with K and V of its own steps."""
+        hidden, positions, visible = (
+            part.repeat_interleave(width, 1) for part in (self.hidden, self.positions, self.visible)
+        )
+        own = self.own and (self.own[0].repeat_interleave(width, 1), self.own[1].repeat_interleave(width, 1))
         return replace(self, hidden=hidden, positions=positions, visible=visible, own=own)
 
 

@@ -21,11 +21,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig
-from mtp_extract.drafter.masks import LITERT, Convention, position_masks
 from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
-from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs, picked
+from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs
 
 _ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Where a round's queries stand and what they see, in every step of it; n is the position of the pending token.
+
+    The base has seen positions up to n - 1, and no query sees a later slot. transformers' own loop leaves stale ones in
+    view after a rejection, as older LiteRT-LM does at n. Here a slot is either verified or masked.
+    """
+
+    position_offset: int  # the query position is n plus this
+    window_extra: int  # slots that a sliding query sees beyond its window, counted back from the newest
+    unwritten: int = 0  # newest slots that are not seen: none but in an engine that writes them too late
+
+
+TRANSFORMERS = Convention(position_offset=0, window_extra=1)
+"""transformers 5.22: position n, the last window + 1 slots."""
+
+LITERT = Convention(position_offset=-1, window_extra=0)
+"""Newer LiteRT-LM: position n - 1, the last window slots. The default, as the drafter is from there."""
 
 
 class OrderedHead(nn.Module):
@@ -117,9 +136,9 @@ class MtpState:
     """[batch, queries, base width]: the base's state after its final norm in the first step, then the projected one."""
     views: tuple[View, ...]  # of each layer
 
-    def fork(self, parents: Tensor) -> MtpState:
-        """As of :class:`~mtp_extract.drafter.protocol.DraftState`: each branch has a projected state of its own."""
-        return replace(self, hidden=picked(self.hidden, parents))
+    def fork(self, width: int) -> MtpState:
+        """Go on from each query ``width`` times, each with a projected state of its own."""
+        return replace(self, hidden=self.hidden.repeat_interleave(width, 1))
 
 
 class MtpDrafter(DrafterNetwork):
@@ -157,12 +176,15 @@ class MtpDrafter(DrafterNetwork):
 
     def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
         """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype."""
-        weight, newest = self.pre_projection.weight, base.positions - 1
-        masks = position_masks(self.config, base.slot_positions, newest, window_extra=convention.window_extra)
-        masks = {kind: mask.to(weight.device) for kind, mask in masks.items()}
-        kv = {kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.fed.shared_kv.items()}
-        position_ids = (base.positions + convention.position_offset).to(weight.device)
-        return MtpState(base.embed, base.hidden.to(weight), self.views(kv, position_ids, masks))
+        newest, masks = (base.positions - 1 - convention.unwritten)[..., None], {}  # [B, L, 1]
+        for kind, layer in self.config.kv_layers.items():
+            back = torch.arange(base.fed.shared_kv[kind][0].shape[2], device=newest.device).flip(0)
+            slots = base.fed.positions[:, -1:, None] - back  # [B, 1, S], their positions
+            masks[kind] = slots <= newest
+            if layer.sliding_window is not None:
+                masks[kind] &= slots > newest - layer.sliding_window - convention.window_extra
+        views = self.views(base.fed.shared_kv, base.positions + convention.position_offset, masks)
+        return MtpState(base.embed, base.hidden.to(self.pre_projection.weight), views)
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         """As :meth:`DrafterNetwork.advance`; its own projection takes the place of the base's hidden state."""
@@ -182,17 +204,16 @@ class MtpDrafter(DrafterNetwork):
             position_ids: integers [batch, queries].
             masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
         """
-        found = {}
+        found, device = {}, self.pre_projection.weight.device
         for layer in dict.fromkeys(self.config.layers):
-            keys, values = (part.float().contiguous() for part in shared_kv[layer.layer_type])
+            keys, values = (part.to(device, torch.float32).contiguous() for part in shared_kv[layer.layer_type])
             bias = None
             if masks is not None:
-                hidden = ~masks[layer.layer_type][:, None]  # [B, 1, L or 1, S]
-                bias = torch.zeros(hidden.shape, device=hidden.device)
-                bias = bias.masked_fill(hidden, torch.finfo(torch.float32).min)
-                if hidden.shape[2] > 1:
+                visible = masks[layer.layer_type][:, None].to(device)  # [B, 1, L or 1, S]
+                bias = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+                if visible.shape[2] > 1:
                     bias = bias.repeat(1, 1, self.config.num_heads // layer.num_kv_heads, 1)
-            found[layer] = View(keys, values, bias, angles(position_ids, layer.head_dim, layer.rope))
+            found[layer] = View(keys, values, bias, angles(position_ids.to(device), layer.head_dim, layer.rope))
         return tuple(found[layer] for layer in self.config.layers)
 
 

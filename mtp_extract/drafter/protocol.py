@@ -1,8 +1,7 @@
-"""What a drafter asks of its base, and what the speculative loop asks of a drafter.
+"""What a drafter asks of its base, and what the loop and the measurements know of a drafter.
 
-The loop and the measurements know drafters by this alone. Tensors are over [batch, queries]: a *query* is a pending
-token, the last one known, to draft from. Generation has one query a sequence, and where it drafts a tree one for every
-branch; teacher forcing has one for every position of a text.
+Tensors are over [batch, queries]. A *query* is a pending token, the last one known, to draft from: in generation one a
+sequence, or one for every branch of a tree; in teacher forcing one for every position of a text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 KV = tuple[Tensor, Tensor]
@@ -21,10 +19,9 @@ Embed = Callable[[Tensor], Tensor]
 """Tokens [...] → [..., width], the base's embedding, times the root of its width."""
 
 
-def picked(part: Tensor, queries: Tensor) -> Tensor:
-    """[batch, branches, …] of ``part`` [batch, queries, …], at the places ``queries``, int64 [batch, branches]."""
-    index = queries.to(part.device)
-    return part.gather(1, index.view(*index.shape, *[1] * (part.dim() - 2)).expand(-1, -1, *part.shape[2:]))
+def picked(part: Tensor, places: Tensor) -> Tensor:
+    """[batch, queries, width] of ``part`` [batch, length, width], at ``places``, int64 [batch, queries]."""
+    return part.gather(1, places.to(part.device)[..., None].expand(-1, -1, part.shape[2]))
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Fed:
     """
 
     tokens: Tensor  # int64 [batch, fed]
-    positions: Tensor  # int64 [batch, fed]
+    positions: Tensor  # int64 [batch, fed], one more from each to the next
     hidden: Tensor  # [batch, fed, width], after the final norm
     layers: Mapping[int, Tensor]  # layer → [batch, fed, width], the hidden state that enters it
     # layer type → the base's K and V, slots in order of position; the last is that of the last token
@@ -60,48 +57,26 @@ class Fed:
 class BaseState:
     """What the base knows when a round starts: everything up to the token before the pending one."""
 
-    positions: Tensor  # int64 [batch, queries], where the pending token stands; at least 1
-    hidden: Tensor  # [batch, queries, width], the state after the final norm that predicted it
+    fed: Fed  # since the last round: at first the whole prompt
+    positions: Tensor  # int64 [batch, queries], where pending tokens stand, each right after one that was fed
     embed: Embed
-    slot_positions: Mapping[str, Tensor]  # layer type → int64 [batch, slots], the position whose K and V a slot holds
-    fed: Fed  # what the base was fed since the last round: at first the whole prompt
     previous: Any = None  # what :meth:`Drafter.start` returned last; None in the first round
 
-    @classmethod
-    def after(cls, fed: Fed, positions: Tensor, embed: Embed, previous: Any = None) -> BaseState:
-        """At pending tokens int64 [batch, queries], each right after one of those that were ``fed``."""
-        last = fed.positions[:, -1:]
-        slots = {
-            kind: last - torch.arange(keys.shape[2] - 1, -1, -1, device=last.device)
-            for kind, (keys, _) in fed.shared_kv.items()
-        }
-        hidden = picked(fed.hidden, positions - 1 - fed.positions[:, :1])
-        return cls(positions, hidden, embed, slots, fed, previous)
-
-
-class DraftState(Protocol):
-    """Where a round of drafting stands; only the drafter that made it looks inside."""
-
-    def fork(self, parents: Tensor) -> Any:
-        """Go on from some queries of a step, from each as often as a tree branches there.
-
-        Args:
-            parents: int64 [batch, branches], for each branch the query it comes from.
-
-        Returns:
-            The state of the next step, whose queries are the branches.
-        """
+    @property
+    def hidden(self) -> Tensor:
+        """[batch, queries, width], the state after the final norm that predicted each pending token."""
+        return picked(self.fed.hidden, self.positions - 1 - self.fed.positions[:, :1])
 
 
 class Drafter(Protocol):
-    """A small model that proposes the tokens its base will say."""
+    """A small model that proposes the tokens its base will say. Only it looks into the states that it makes."""
 
     @property
     def needs(self) -> Needs:
         """What it reads of its base."""
 
     def start(self, base: BaseState) -> Any:
-        """Begin a round: a :class:`DraftState`."""
+        """The state that a round begins with; its ``fork(width)`` goes on from each query ``width`` times."""
 
     def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
         """One draft step.

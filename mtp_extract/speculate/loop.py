@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.codec import Codec, Prompt, count
 from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, draw, judge
 from mtp_extract.speculate.target import Base, check_pair
-from mtp_extract.speculate.trees import Tree, grow
+from mtp_extract.speculate.trees import Tree
 
 Drafts = int | AdaptiveDrafts | Tree
 """What is drafted a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
@@ -57,7 +57,7 @@ class Generation:
 
     @property
     def drafted(self) -> int:
-        """Drafts proposed and judged."""
+        """Drafts that were judged."""
         return sum(r.drafted for r in self.rounds)
 
     @property
@@ -67,7 +67,7 @@ class Generation:
 
     @property
     def acceptance(self) -> float:
-        """``accepted / drafted``; NaN when nothing was drafted. The success rate LiteRT-LM prints."""
+        """``accepted / drafted``; NaN when nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else math.nan
 
     @property
@@ -91,10 +91,10 @@ class SpeculativeGenerator:
 
     def __init__(self, base: Any, drafter: Drafter, tokenizer: Any = None) -> None:
         self.base = base if isinstance(base, Base) else Base(base)
-        self.drafter = drafter
-        self.codec = Codec(tokenizer, self.base.vocab_size)
+        self.drafter, self.codec = drafter, Codec(tokenizer, self.base.vocab_size)
         check_pair(self.base, drafter, tokenizer)
 
+    @torch.inference_mode()
     def generate(
         self,
         prompt: Prompt,
@@ -120,88 +120,83 @@ class SpeculativeGenerator:
         Raises:
             PairError: text or messages that cannot be encoded, an empty prompt, or a token the base does not have.
             MtpExtractError: an option out of range.
-        """
-        tokens = self.codec.encode(prompt, chat_template=chat_template)
-        stops = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
-        sampling = Sampling(temperature, top_k, top_p)
-        first, *rounds = self.rounds(tokens, max_new_tokens, drafts, sampling, stops, seed)
-        new = tuple(token for r in (first, *rounds) for token in r.tokens)
-        reason = "stop" if new[-1] in stops else "length"
-        return Generation(tokens, new, self.codec.decode(new), reason, tuple(rounds), first.verify_ms)
-
-    @torch.inference_mode()
-    def rounds(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int = 256,
-        drafts: Drafts = 3,
-        sampling: Sampling | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        seed: int = 0,
-    ) -> Iterator[Round]:
-        """Continue the token ids ``prompt`` round by round; arguments as of :meth:`generate`.
-
-        The first round is the prompt's own forward: one token, nothing drafted.
-
-        Raises:
-            MtpExtractError: an option out of range.
             DrafterError: a token cannot be drawn, as logits are no numbers.
         """
-        base, drafter, left = self.base, self.drafter, count("max_new_tokens", max_new_tokens, least=1)
-        sampling, device, layers = sampling or Sampling(), base.device, drafter.needs.layers
-        stops = frozenset(base.stop_token_ids if stop_token_ids is None else stop_token_ids)
-        random = torch.Generator(device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
+        base, drafter, layers = self.base, self.drafter, self.drafter.needs.layers
+        given, sampling = self.codec.encode(prompt, chat_template=chat_template), Sampling(temperature, top_k, top_p)
+        count("max_new_tokens", max_new_tokens, least=1)
+        random = torch.Generator(base.device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
+        stops = base.stop_token_ids if stop_token_ids is None else stop_token_ids
         running = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        chain = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
-        whole = chain if isinstance(chain, Tree) else Tree((1,) * count("drafts", chain, least=0))
+        most = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
+        whole = most if isinstance(most, Tree) else Tree((1,) * count("drafts", most, least=0))
         whole.require_tokens(base.vocab_size)
-        drawn: list[Tensor] = []  # of each draft of a chain, the distribution it was drawn from
-
-        def choose(logits: Tensor, width: int) -> Tensor:
-            if sampling.greedy or whole.width > 1:
-                return logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
-            drawn.append(sampling.probabilities(logits))
-            return draw(drawn[-1], random).clamp(min=0)
-
-        cache, start = base.new_cache(), self._clock()
-        fed = base.feed(torch.tensor([list(prompt)], device=device), layers, cache)
-        fed, previous = base.keep(cache, fed, range(len(prompt))), None
-        new = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
-        yield Round(tuple(new), 0, 0, 0.0, 1e3 * (self._clock() - start))
-        while (left := left - len(new)) and new[-1] not in stops:
+        cache, previous, rounds, start = base.new_cache(), None, list[Round](), self._clock()
+        fed = base.keep(cache, base.feed(torch.tensor([given], device=base.device), layers, cache), range(len(given)))
+        tokens = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
+        prefill_ms = 1e3 * (self._clock() - start)
+        while (left := max_new_tokens - len(tokens)) and tokens[-1] not in stops:
             start = middle = self._clock()
-            nodes = torch.tensor([new[-1:]], device=device)
+            nodes, drawn = torch.tensor([tokens[-1:]], device=base.device), list[Tensor]()
             # Of the tokens that are left, one is the base's own.
             tree = whole.to_depth(min(left - 1, running.value if running else whole.depth))
             if tree.depth:
-                previous = drafter.start(BaseState.after(fed, fed.positions[:, -1:] + 1, base.embed, previous))
-                nodes = grow(drafter, previous, nodes, tree, choose)
+                previous = drafter.start(BaseState(fed, fed.positions[:, -1:] + 1, base.embed, previous))
+                nodes, drawn = self._drafted(previous, nodes, tree, sampling, random)
                 middle = self._clock()
             fed = base.feed(nodes, layers, cache, tree=tree)
-            logits = base.logits(fed.hidden[0])
-            if drawn:
-                accepted, following = judge(sampling.probabilities(logits), nodes[0, 1:], drawn, random)
-                held, *tokens, last = _to_host(torch.cat((accepted[None], nodes[0, 1:], following[None])))
-                way, new = [*range(held + 1)], [*tokens[:held], last]
-                drawn.clear()
-            else:
-                # The base chooses a token after every node, and the tree is followed as long as it holds that token.
-                both = _to_host(torch.cat((nodes[0], sampling.choose(logits, random))))
-                tokens, choices = both[: nodes.shape[1]], both[nodes.shape[1] :]
-                way = tree.followed(tokens, choices)
-                new = [choices[node] for node in way]
+            way, new = _verified(nodes[0], base.logits(fed.hidden[0]), drawn, tree, sampling, random)
             fed = base.keep(cache, fed, way)
             draft_ms, verify_ms = 1e3 * (middle - start), 1e3 * (self._clock() - middle)
             if running:
                 running.observe(tree.depth, len(way) - 1, draft_ms, verify_ms)
             new = new[: next((place + 1 for place, token in enumerate(new) if token in stops), len(new))]
-            yield Round(tuple(new), tree.depth, min(len(way) - 1, len(new)), draft_ms, verify_ms)
+            rounds.append(Round(tuple(new), tree.depth, min(len(way) - 1, len(new)), draft_ms, verify_ms))
+            tokens += new
+        text, reason = self.codec.decode(tokens), "stop" if tokens[-1] in stops else "length"
+        return Generation(given, tuple(tokens), text, reason, tuple(rounds), prefill_ms)
+
+    def _drafted(
+        self, state: Any, pending: Tensor, tree: Tree, sampling: Sampling, random: torch.Generator
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The tokens of a tree's nodes, int64 [1, nodes], and of each draft that was drawn, from which distribution.
+
+        Drafts are drawn in a chain of sampled text alone: a tree has the drafter's likeliest tokens.
+        """
+        levels, drawn = [pending], list[Tensor]()
+        for depth, width in enumerate(tree.widths, 1):
+            logits, state = self.drafter.step(state, levels[-1])
+            logits = logits[0].to(pending.device)
+            if sampling.greedy or tree.width > 1:
+                chosen = logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
+            else:
+                drawn.append(sampling.probabilities(logits))
+                chosen = draw(drawn[-1], random).clamp(min=0)
+            levels.append(chosen.view(1, -1))
+            if width > 1 and depth < tree.depth:
+                state = state.fork(width)
+        return torch.cat(levels, dim=1), drawn
 
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         return time.perf_counter()
+
+
+def _verified(
+    nodes: Tensor, logits: Tensor, drawn: Sequence[Tensor], tree: Tree, sampling: Sampling, random: torch.Generator
+) -> tuple[list[int], list[int]]:
+    """The nodes that stand, the root first, and the new tokens: those of the drafts among them, and the base's own."""
+    if drawn:
+        accepted, following = judge(sampling.probabilities(logits), nodes[1:], drawn, random)
+        held, *tokens, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
+        return [*range(held + 1)], [*tokens[:held], last]
+    # The base chooses a token after every node, and the tree is followed as long as it holds that token.
+    both = _to_host(torch.cat((nodes, sampling.choose(logits, random))))
+    tokens, choices = both[: len(nodes)], both[len(nodes) :]
+    way = tree.followed(tokens, choices)
+    return way, [choices[node] for node in way]
 
 
 def _to_host(tokens: Tensor) -> list[int]:

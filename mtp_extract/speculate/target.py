@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,13 +34,14 @@ class Base:
     """
 
     def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config() if hasattr(getattr(model, "config", None), "get_text_config") else None
-        layer_types = getattr(config, "layer_types", None)
-        if config is None or not layer_types or not hasattr(model, "lm_head") or not hasattr(model, "model"):
+        try:
+            config = model.config.get_text_config()
+            layer_types, _, _ = config.layer_types, model.lm_head, model.model
+        except AttributeError as error:
             raise PairError(
                 f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}; load it "
                 "with AutoModelForCausalLM, and give the base model, not the drafter"
-            )
+            ) from error
         if (attention := getattr(config, "_attn_implementation", "sdpa")) != "sdpa":
             raise PairError(
                 f"expected attention implementation sdpa, found {escape(attention)}; load the base with "
@@ -75,8 +75,7 @@ class Base:
         The cap is applied in the head's dtype, as transformers does, so that a BF16 argmax comes out the same.
         """
         logits: Tensor = self.model.lm_head(hidden)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        if cap is not None:
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float().to(self.device)
 
@@ -100,12 +99,12 @@ class Base:
         *,
         tree: Tree | None = None,
     ) -> Fed:
-        """One forward over ``tokens``, of whole texts or, with a cache, of those that follow what is in it.
+        """Run the base over whole texts or, with a cache, over the tokens that follow what is in it.
 
         Args:
             tokens: int64 [batch, n], right-padded with anything: no token sees the padding.
-            layers: those whose incoming hidden states are wanted too; their number stands for what leaves the last.
-            cache: of one text; it then holds these tokens too.
+            layers: whose incoming hidden states to return; their number stands for what leaves the last.
+            cache: of one text; it then holds these tokens too, and :meth:`keep` is to follow.
             tree: whose nodes the tokens are; in a chain, and without one, they follow one another.
 
         Raises:
@@ -114,16 +113,17 @@ class Base:
         before = 0 if cache is None else cache.get_seq_length()
         positions, masks = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
         if cache is not None and tree is not None and tree.width > 1:
-            positions = before + torch.tensor([tree.sees], device=tokens.device).sum(-1) - 1
-            masks = self._tree_masks(cache, positions, tree)
-        states: dict[int, Tensor] = {}
-        decoder = self.model.get_decoder()
-        with ExitStack() as hooks:
-            for layer in layers:
-                hook = [*decoder.layers, decoder.norm][layer].register_forward_pre_hook(
-                    lambda _, entering, layer=layer: states.update({layer: entering[0]})
-                )
-                hooks.callback(hook.remove)
+            sees = torch.tensor(tree.sees, device=tokens.device)
+            positions = before + sees.sum(-1)[None] - 1
+            masks = self._tree_masks(cache, positions, sees)
+        decoder, states = self.model.get_decoder(), dict[int, Tensor]()
+        hooks = [
+            [*decoder.layers, decoder.norm][layer].register_forward_pre_hook(
+                lambda _, entering, layer=layer: states.update({layer: entering[0]})
+            )
+            for layer in layers
+        ]
+        try:
             output = self.model.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -132,11 +132,12 @@ class Base:
                 use_cache=cache is not None,
                 return_shared_kv_states=True,
             )
-        kv = getattr(output, "shared_kv_states", None)
-        if kv is None:
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if (kv := getattr(output, "shared_kv_states", None)) is None:
             raise PairError(
-                f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
-                "transformers 5.16.1 or newer"
+                f"expected a Gemma 4 base, which returns shared_kv_states, found {type(self.model).__name__}"
             )
         return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
 
@@ -156,14 +157,18 @@ class Base:
         kv = {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()}
         return Fed(fed.tokens[:, at], positions, fed.hidden[:, at], states, kv)
 
-    def _tree_masks(self, cache: DynamicCache, positions: Tensor, tree: Tree) -> dict[str, Tensor]:
-        """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, and the way to it."""
-        device, length, masks = positions.device, cache.get_seq_length(), {}
-        sees = torch.tensor(tree.sees, device=device)
+    def _tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
+        """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, and the way to it.
+
+        Args:
+            positions: int64 [1, nodes].
+            sees: bool [nodes, nodes].
+        """
+        nodes, length, masks = len(sees), cache.get_seq_length(), {}
         for kind, window in self.windows.items():
             layer: Any = cache.layers[self.kv_providers[kind]]
-            before = torch.arange(length - layer.get_mask_sizes(len(sees))[0] + len(sees), length, device=device)
-            visible = torch.cat((sees.new_ones(len(sees), len(before)), sees), dim=1)
+            before = torch.arange(length - layer.get_mask_sizes(nodes)[0] + nodes, length, device=sees.device)
+            visible = torch.cat((sees.new_ones(nodes, len(before)), sees), dim=1)
             if window is not None:
                 visible &= torch.cat((before, positions[0])) > positions[0][:, None] - window
             masks[kind] = visible[None, None]
@@ -173,8 +178,6 @@ class Base:
 @torch.inference_mode()
 def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
     """Check that ``base`` can give what ``drafter`` needs.
-
-    The base's K and V are looked at in a forward of one token, not taken from its config.
 
     Raises:
         PairError: vocabulary, width, or the K and V of a layer type differ, or a layer is missing; or the
@@ -203,7 +206,6 @@ def compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
         yield "layers with K and V of type", kind, kind if kind in base.kv_providers else "none"
     shared = base.feed(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
     for kind, (heads, width) in needs.shared_kv.items():
-        if kind not in shared:
-            continue
-        keys = shared[kind][0]
-        yield f"{kind}: K and V of", f"{heads} heads of {width}", f"{keys.shape[1]} heads of {keys.shape[3]}"
+        if kind in shared:
+            keys = shared[kind][0]
+            yield f"{kind}: K and V of", f"{heads} heads of {width}", f"{keys.shape[1]} heads of {keys.shape[3]}"

@@ -147,7 +147,7 @@ def teacher_forced(
     for at in range(0, anchors.shape[1], width):
         part = slice(at, at + width)
         places = anchors[:, part].to(full.tokens.device)
-        state, token = drafter.start(BaseState.after(full, places, base.embed)), full.tokens.gather(1, places)
+        state, token = drafter.start(BaseState(full, places, base.embed)), full.tokens.gather(1, places)
         for step in range(steps):
             logits, state = drafter.step(state, token)
             aim, token = aims[:, part, step].to(logits.device), logits.argmax(-1)

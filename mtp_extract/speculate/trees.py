@@ -10,20 +10,12 @@ one node, the likeliest first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
-
-if TYPE_CHECKING:  # a command looks at the trees it is asked for before it loads anything
-    from torch import Tensor
-
-    from mtp_extract.drafter.protocol import Drafter
-
-Choose = Callable[["Tensor", int], "Tensor"]
 
 _MOST_DRAFTS = 1024
 _DIGITS = 10
@@ -125,22 +117,3 @@ class Tree:
             if parent == way[-1] and tokens[node] == choices[parent]:
                 way.append(node)
         return way
-
-
-def grow(drafter: Drafter, state: Any, pending: Tensor, tree: Tree, choose: Choose) -> Tensor:
-    """The tokens of the tree's nodes, int64 [1, nodes].
-
-    Args:
-        state: of ``drafter``, at the start of a round.
-        pending: int64 [1, 1].
-        choose: drafts int64 [nodes, width] of logits [nodes, vocabulary], and the width.
-    """
-    import torch
-
-    levels = [pending]
-    for depth, width in enumerate(tree.widths, 1):
-        logits, state = drafter.step(state, levels[-1])
-        levels.append(choose(logits[0].to(pending.device), width).view(1, -1))
-        if width > 1 and depth < tree.depth:
-            state = state.fork(torch.arange(levels[-1].shape[1], device=pending.device)[None] // width)
-    return torch.cat(levels, dim=1)

@@ -27,7 +27,7 @@ from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.load import Network
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.agreement import groups
 from mtp_extract.evaluation.measured import share_over_texts

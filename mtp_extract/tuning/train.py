@@ -25,8 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import Network
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
-from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluation.agreement import groups
@@ -175,7 +174,7 @@ class Rounds(nn.Module):
 
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
         """States after the final norm, [K, B, A, width]."""
-        known, drafter, found = BaseState.after(batch.fed, batch.anchors, embed), self.drafter, []
+        known, drafter, found = BaseState(batch.fed, batch.anchors, embed), self.drafter, []
         state: Any = drafter.start(known, convention) if isinstance(drafter, MtpDrafter) else drafter.start(known)
         for step in range(self.steps):
             hidden, state = drafter.advance(state, batch.fed.tokens.gather(1, batch.after(step)))

@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from mtp_extract.drafter.masks import LITERT, Convention
-from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
+from mtp_extract.drafter.mtp import LITERT, Altered, Convention, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.evaluation.agreement import Asked, Continuations, figure, measure_agreements
 from mtp_extract.evaluation.measured import difference_over_texts, share_over_texts
@@ -105,7 +104,7 @@ CONTROLS: tuple[Control, ...] = (
         "unscaled_embedding",
         "the embedding not multiplied by the root of the base's width",
         "the embedding's scale, which must be the base's own times the root of its width",
-        change=lambda base: replace(base, embed=lambda tokens: base.embed(tokens) / base.hidden.shape[-1] ** 0.5),
+        change=lambda base: replace(base, embed=lambda tokens: base.embed(tokens) / base.fed.hidden.shape[-1] ** 0.5),
     ),
     Control(
         "sqrt_d_attention",

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.masks import position_masks
-from mtp_extract.drafter.mtp import MtpDrafter, MtpState
-from mtp_extract.drafter.protocol import KV
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.protocol import KV, BaseState, Fed
 from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
@@ -149,8 +148,8 @@ def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[Inputs
 def _reference_output(drafter: MtpDrafter, source: Shard, inputs: Inputs) -> Outputs:
     position, kv = torch.from_numpy(inputs[INPUT_POS])[None].long(), visible_slots(source, inputs)
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
-    masks = position_masks(drafter.config, dict.fromkeys(kv, torch.arange(int(position) + 1)[None]), position)
-    logits, after = drafter.step(MtpState(lambda _: embedding, hidden, drafter.views(kv, position, masks)), position)
+    state = drafter.start(BaseState(Fed(position, position, hidden, {}, kv), position + 1, lambda _: embedding))
+    logits, after = drafter.step(state, position)
     return logits.numpy().reshape(-1), after.hidden.numpy().reshape(-1)
 
 

@@ -7,8 +7,7 @@ from helpers.counting_server import played
 from mtp_extract.doctor.counts import expected_counts
 from mtp_extract.doctor.faults import broken
 from mtp_extract.doctor.texts import Sample, served_counts
-from mtp_extract.drafter.masks import LITERT
-from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.mtp import LITERT, MtpDrafter
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator

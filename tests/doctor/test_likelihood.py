@@ -14,7 +14,7 @@ from mtp_extract.doctor.faults import FAULTS, SOUND, Expected
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving, TextFit
 from mtp_extract.doctor.run import hold_against
 from mtp_extract.doctor.verdict import judge
-from mtp_extract.drafter.masks import LITERT
+from mtp_extract.drafter.mtp import LITERT
 from mtp_extract.io.typed import Figure
 
 TEXTS, TOKENS, STEPS = 30, 60, 3

@@ -110,7 +110,7 @@ def known(head: Eagle3Config, tokens: Tensor, states: dict[int, Tensor], table: 
     fed = Fed(tokens, positions, torch.empty(*tokens.shape, 0), states)
     ends = more.pop("ends")
     scale = head.backbone_hidden_size**0.5
-    return BaseState(ends, torch.empty(0), lambda t: table[t] * scale, {}, fed, **more)
+    return BaseState(fed, ends, lambda t: table[t] * scale, **more)
 
 
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=len(FLAGS))))

@@ -13,8 +13,8 @@ from helpers.signature import one_step
 from helpers.trailing_masks import trailing_masks
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.drafter.masks import position_masks
-from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.formats.transformers import parse_config
 
 WINDOW_EDGE = (1, 5, 6, 7, 40)
@@ -171,15 +171,21 @@ def test_controls_are_configs_and_weights() -> None:
     assert torch.equal(ours(twin, x).logits, before)
 
 
-def test_position_masks_follow_positions_not_slots() -> None:
-    config = parse_config(GEOMETRIES["dense"].config())
-    never = torch.iinfo(torch.int64).max
-    stored = torch.tensor([[8, 9, 3, 4, 5, 6, 7, never]])
-    newest = torch.tensor([[7, 9]])
-    for extra in (0, 1):
-        masks = position_masks(config, dict.fromkeys(config.kv_layers, stored), newest, window_extra=extra)
-        for query, last in enumerate(newest[0].tolist()):
-            full = [p <= last for p in stored[0].tolist()]
-            sliding = [last - 5 - extra < p <= last for p in stored[0].tolist()]
-            assert masks["full_attention"][0, query].tolist() == full
-            assert masks["sliding_attention"][0, query].tolist() == sliding
+@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS, dataclasses.replace(LITERT, unwritten=2)])
+def test_which_slots_a_query_sees(convention: Convention) -> None:
+    """Up to the token before the pending one, of a cache that goes on after it; sliding layers within their window."""
+    _, drafter = both(GEOMETRIES["dense"])
+    config = drafter.config
+    sizes = {"full_attention": 12, "sliding_attention": 9}
+    kv = {kind: torch.randn(1, of.num_kv_heads, sizes[kind], of.head_dim) for kind, of in config.kv_layers.items()}
+    tokens = torch.arange(12)[None]
+    fed = Fed(tokens, tokens, torch.randn(1, 12, config.backbone_hidden_size), {}, {k: (v, v) for k, v in kv.items()})
+    state = drafter.start(BaseState(fed, torch.tensor([[8, 10]]), torch.nn.Identity()), convention)
+    for layer, view in zip(config.layers, state.views, strict=True):
+        groups = config.num_heads // layer.num_kv_heads
+        assert view.bias is not None
+        for row, pending in enumerate((8, 10) * groups):
+            newest = pending - 1 - convention.unwritten
+            least = newest - (layer.sliding_window or 99) - convention.window_extra
+            seen = [least < position <= newest for position in range(12 - sizes[layer.layer_type], 12)]
+            assert (view.bias[0, 0, row] == 0).tolist() == seen

@@ -13,8 +13,7 @@ from helpers.beside import beside
 from helpers.random_pairs import PROMPTS, random_base, random_drafter
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
-from mtp_extract.drafter.mtp import Altered
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.intervals import difference_bounds, over_texts, ratio_bounds, share_bounds
 from mtp_extract.evaluation.measured import (

@@ -15,7 +15,6 @@ from helpers.model_server import ModelServer, Written, model_server
 from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import Round, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
 
 
 def account_of(tokens: int, rounds: Sequence[Round]) -> Mapping[str, int]:
@@ -45,17 +44,16 @@ def writer(
         else:
             text = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
             (prompt,) = encode_prompts([Prompt("", text)], codec, chat_template=False)
-        sampling = Sampling(asked.get("temperature", 1.0))
-        options: Any = {"max_new_tokens": asked["max_tokens"], "drafts": drafts, "seed": asked.get("seed", 0)}
+        options: Any = {"temperature": asked.get("temperature", 1.0), "seed": asked.get("seed", 0), "drafts": drafts}
         with alone:
-            rounds = list(generator.rounds(prompt, sampling=sampling, **options))
-        tokens = [token for one in rounds for token in one.tokens]
+            made = generator.generate(prompt, max_new_tokens=asked["max_tokens"], **options)
+        parts = [made.tokens[:1], *(one.tokens for one in made.rounds)]
         return Written(
-            pieces=list(_pieces(codec, [one.tokens for one in rounds])),
-            sizes=[len(one.tokens) for one in rounds],
-            counted=account_of(len(tokens), rounds[1:]),
-            finish="length" if len(tokens) == asked["max_tokens"] else "stop",
-            ids=[one.tokens for one in rounds] if ids else None,
+            pieces=list(_pieces(codec, parts)),
+            sizes=[len(part) for part in parts],
+            counted=account_of(len(made.tokens), made.rounds),
+            finish="length" if len(made.tokens) == asked["max_tokens"] else "stop",
+            ids=parts if ids else None,
             prompt_tokens=len(prompt),
         )
 

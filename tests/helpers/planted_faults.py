@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.masks import LITERT
-from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
+from mtp_extract.drafter.mtp import LITERT, Altered, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState
 from mtp_extract.speculate.target import Base
 
@@ -91,12 +90,8 @@ def _early(drafter: MtpDrafter, base: Base) -> Any:
     layer = base.num_layers - 1
 
     def change(state: BaseState) -> BaseState:
-        rows = []
-        for states, positions, (wanted,) in zip(
-            state.fed.layers[layer], state.fed.positions, state.positions.tolist(), strict=True
-        ):
-            rows.append(states[positions.tolist().index(wanted - 1)])
-        return dataclasses.replace(state, hidden=torch.stack(rows)[:, None])
+        fed = dataclasses.replace(state.fed, hidden=state.fed.layers[layer])
+        return dataclasses.replace(state, fed=fed)
 
     return _Handing(drafter, change, (layer,))
 
@@ -118,18 +113,15 @@ def _stale(drafter: MtpDrafter, base: Base) -> Any:
     """Of the round before: what was written since then is not seen."""
     seen: dict[str, Any] = {}
 
-    def change(state: BaseState) -> BaseState:
-        before = seen.get("positions")
-        seen["positions"] = state.positions
-        if before is None or not int(state.fed.positions[0, 0]):
-            return state
-        slots = {
-            kind: torch.where(slots >= before, torch.iinfo(torch.int64).max, slots)
-            for kind, slots in state.slot_positions.items()
-        }
-        return dataclasses.replace(state, slot_positions=slots)
+    def start(state: BaseState) -> MtpState:
+        now, first = int(state.positions), not int(state.fed.positions[0, 0])
+        before = now if first else seen["position"]
+        seen["position"] = now
+        return drafter.start(state, dataclasses.replace(LITERT, unwritten=now - before))
 
-    return _Handing(drafter, change)
+    engine = _Handing(drafter, lambda state: state)
+    engine.start = start  # type: ignore[method-assign]
+    return engine
 
 
 PLANTED: dict[str, Engine] = {

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtp_extract.drafter.masks import position_masks
 from mtp_extract.drafter.mtp import MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import KV
 
@@ -57,9 +56,7 @@ def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]], shift
         kv[kind] = given[name], given[name.replace("_k_", "_v_")].transpose(2, 3)
     position = given["input_pos"].long().reshape(1, 1)
     mask = given["mask"].reshape(1, 1, -1)
-    slots = torch.arange(mask.shape[-1])[None]
-    masks = {
-        kind: seen & mask for kind, seen in position_masks(drafter.config, dict.fromkeys(kv, slots), position).items()
-    }
-    masks["sliding_attention"] = masks["sliding_attention"].roll(shift, -1)
+    slots, window = torch.arange(mask.shape[-1]), drafter.config.sliding_window or mask.shape[-1]
+    masks = dict.fromkeys(kv, mask)
+    masks["sliding_attention"] = (mask & (slots <= position) & (slots > position - window)).roll(shift, -1)
     return one_step(drafter, given["activations"], kv, position, masks)

@@ -34,7 +34,7 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
         position = torch.tensor([[anchor]])
         aim = targets([text], position, steps)
         pending = tokens[:, anchor : anchor + 1]
-        state = drafter.start(BaseState.after(fed, position.to(base.device), base.embed, previous))
+        state = drafter.start(BaseState(fed, position.to(base.device), base.embed, previous))
         previous = state
         drafts, ranks, token = [], [], pending
         for target in aim.unbind(-1):

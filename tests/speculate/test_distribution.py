@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from functools import cache
 
@@ -62,12 +63,11 @@ def p_value(kind: str, drafts: Drafts) -> float:
     seen: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for seed in range(SAMPLES):
-        rounds = generator(kind).rounds(
-            PROMPT, max_new_tokens=LENGTH, drafts=drafts, sampling=SAMPLING, stop_token_ids=[], seed=seed
+        made = generator(kind).generate(
+            PROMPT, max_new_tokens=LENGTH, drafts=drafts, **dataclasses.asdict(SAMPLING), stop_token_ids=[], seed=seed
         )
-        made = list(rounds)
-        seen[tuple(token for r in made for token in r.tokens)] += 1
-        accepted += sum(r.accepted for r in made)
+        seen[made.tokens] += 1
+        accepted += made.accepted
     assert set(seen) <= set(exact()), "a continuation the base gives no probability"
     assert 0.05 * SAMPLES < accepted < 2 * SAMPLES, "drafts are to be accepted and rejected"
     common = [tokens for tokens, share in exact().items() if share * SAMPLES >= 5]

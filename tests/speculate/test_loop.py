@@ -14,8 +14,7 @@ from transformers import Gemma4AssistantForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import mtp_extract
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
-from mtp_extract.drafter.mtp import Altered, MtpState
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, MtpState
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, Generation, SpeculativeGenerator

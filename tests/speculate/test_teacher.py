@@ -10,8 +10,7 @@ import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
 from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
-from mtp_extract.drafter.mtp import Altered
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced

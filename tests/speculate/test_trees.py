@@ -10,10 +10,10 @@ import torch
 from helpers.random_heads import head_config, random_head
 from helpers.random_pairs import random_base, random_drafter
 
-from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.trees import Tree, grow
+from mtp_extract.speculate.trees import Tree
 
 TREE = Tree.parse("3x2x2")
 
@@ -49,30 +49,22 @@ def test_what_stands_follows_the_ranks() -> None:
     assert [chain.stands(ranks) for ranks in ([0, 0, 0], [0, 1, 0], [0, -1, -1])] == [3, 1, 1]
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3"])
-def drafter(request: pytest.FixtureRequest) -> Any:
-    return random_drafter(random_base()) if request.param == "mtp" else random_head(head_config())
-
-
-@pytest.fixture(scope="module")
-def state(drafter: Any) -> Any:
-    base = Base(random_base())
-    cache = base.new_cache()
-    with torch.inference_mode():
-        fed = base.keep(cache, base.feed(torch.arange(7)[None], drafter.needs.layers, cache), range(7))
-        return drafter.start(BaseState.after(fed, torch.tensor([[7]]), base.embed))
-
-
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 @pytest.mark.parametrize("tree", [Tree.parse("1x1x1"), TREE], ids=["chain", "wide"])
-def test_a_tree_holds_the_drafter_s_choices(drafter: Drafter, state: Any, tree: Tree) -> None:
+def test_a_tree_holds_the_drafter_s_choices(kind: str, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every draft: the choice of its rank, where the drafter goes the way to it alone."""
-    tokens = grow(drafter, state, torch.tensor([[3]]), tree, lambda logits, width: logits.topk(width).indices)[
-        0
-    ].tolist()
-    assert tokens[0] == 3
-    for path, token in zip(paths_of(tree)[1:], tokens[1:], strict=True):
-        at, last = state, torch.tensor([[3]])
+    drafter: Any = random_drafter(random_base()) if kind == "mtp" else random_head(head_config())
+    generator, states, fed = SpeculativeGenerator(random_base(), drafter), list[Any](), list[list[int]]()
+    start, feed = drafter.start, generator.base.feed
+    monkeypatch.setattr(drafter, "start", lambda known: states.append(start(known)) or states[-1])
+    monkeypatch.setattr(
+        generator.base, "feed", lambda *given, **more: fed.append(given[0][0].tolist()) or feed(*given, **more)
+    )
+    generator.generate(range(7), max_new_tokens=tree.depth + 2, drafts=tree)
+    pending, *tokens = fed[1]
+    for path, token in zip(paths_of(tree)[1:], tokens, strict=True):
+        at, last = states[0], torch.tensor([[pending]])
         for rank in path:
             logits, at = drafter.step(at, last)
             last = logits[0, 0].sort(descending=True, stable=True).indices[rank].view(1, 1)

@@ -22,7 +22,7 @@ from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import load_any
-from mtp_extract.drafter.masks import LITERT
+from mtp_extract.drafter.mtp import LITERT
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of

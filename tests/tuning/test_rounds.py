@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
-from mtp_extract.drafter.mtp import Altered
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning.train import Batch, Rounds, aims, counting, random_anchors, states_of
 

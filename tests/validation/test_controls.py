@@ -9,8 +9,7 @@ from msgspec import structs
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.masks import TRANSFORMERS
-from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.drafter.mtp import TRANSFORMERS, Altered, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
@@ -97,7 +96,7 @@ def test_changes_one_argument(drafter: MtpDrafter, name: str, field: str) -> Non
     shapes = {kind: (2, layer.num_kv_heads, 7, layer.head_dim) for kind, layer in drafter.config.kv_layers.items()}
     kv = {kind: (torch.randn(shape), torch.randn(shape)) for kind, shape in shapes.items()}
     table = torch.randn(9, 64)
-    known = BaseState.after(
+    known = BaseState(
         Fed(tokens, positions, torch.randn(2, 7, 64), {}, kv), torch.tensor([[3], [5]]), lambda tokens: table[tokens]
     )
     assert BY_NAME[name].drafter(drafter) is drafter
