@@ -85,12 +85,8 @@ class Rule:
         return kind.codes(stored), steps
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        rule.name: rule
-        for rule in (Rule("q4_0", 4, BLOCK), Rule("q8_0", 8, BLOCK), Rule("int4", 4, 0), Rule("int8", 8, 0))
-    }
-)
+_RULES = (Rule("q4_0", 4, BLOCK), Rule("q8_0", 8, BLOCK), Rule("int4", 4, 0), Rule("int8", 8, 0))
+RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in _RULES})
 """Every rule by name."""
 
 

@@ -148,31 +148,26 @@ class Weight:
 
 
 class Constant(Weight):
-    """A constant of a graph, less what the converter folded into it: stored = factor × weight.
+    """The constant of a role that has one, less what the converter folded into it: stored = factor × weight.
 
     Attributes:
         folded: whether one number is stored for a vector of equal ones, as converters do.
+
+    Raises:
+        UnsupportedError: weights this release cannot read.
+        FormatError: damaged quantization.
     """
 
-    def __init__(self, shape: tuple[int, ...], source: QuantizedTensor, factor: float = 1.0) -> None:
-        self.source, self.factor, self.folded = source, factor, source.tensor.elements != math.prod(shape)
-        origin = (source.tensor.subgraph, source.tensor.index, source.location.begin, source.location.size)
-        steps: Steps | None = None
+    def __init__(self, model: TfliteModel, found: FoundRole) -> None:
+        assert found.tensor is not None
+        self.source, self.factor = QuantizedTensor.of(model, found.tensor), found.factor
+        self.folded = found.tensor.elements != math.prod(found.shape)
+        source, steps = self.source, None
         # Codes of 16 bits, or with scales across the rows, are held by no format: they are floats.
         if source.packing and source.packing.bits <= 8 and (source.storage.by_rows or source.storage.groups == 1):
-            steps = Steps.spread(source.scale.reshape(-1), source.zero_point.reshape(-1), shape, factor)
-        super().__init__(shape, self._stored, source.packing if steps else None, steps, origin=origin)
-
-    @classmethod
-    def of(cls, model: TfliteModel, found: FoundRole) -> Constant:
-        """The constant of a role that has one.
-
-        Raises:
-            UnsupportedError: weights this release cannot read.
-            FormatError: damaged quantization.
-        """
-        assert found.tensor is not None
-        return cls(found.shape, QuantizedTensor.of(model, found.tensor), found.factor)
+            steps = Steps.spread(source.scale.reshape(-1), source.zero_point.reshape(-1), found.shape, self.factor)
+        origin = (found.tensor.subgraph, found.tensor.index, source.location.begin, source.location.size)
+        super().__init__(found.shape, self._stored, source.packing if steps else None, steps, origin=origin)
 
     @property
     def by_rows(self) -> bool:

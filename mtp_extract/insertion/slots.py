@@ -48,7 +48,7 @@ class Place:
     @property
     def constant(self) -> Constant | None:
         """None where the converter folded a weight of ones away."""
-        return None if self.found.tensor is None else Constant.of(self.model, self.found)
+        return None if self.found.tensor is None else Constant(self.model, self.found)
 
     @property
     def content(self) -> tuple[Any, ...]:

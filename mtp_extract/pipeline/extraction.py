@@ -48,7 +48,7 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         if found.tensor is None:
             tensors[found.role] = filled(found.shape)
         else:
-            tensors[found.role] = Constant.of(drafter.model, found)
+            tensors[found.role] = Constant(drafter.model, found)
     activations = {found.role: (found.input, found.output) for found in drafter.walk.roles if len(found.shape) == 2}
     return Checkpoint(
         GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)

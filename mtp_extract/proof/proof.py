@@ -164,7 +164,7 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
     roles = {role.role: role for role in walk.roles if role.tensor is not None}
     for wanted, shape in shapes_of(config).items():
         name, weight = wanted.name, read(wanted.name)
-        constant = Constant.of(model, roles[name]) if name in roles else filled(shape)
+        constant = Constant(model, roles[name]) if name in roles else filled(shape)
         if math.prod(weight.shape) != math.prod(shape):
             raise CheckpointError(f"{name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
         if _reads_codes_of(weight, constant):

@@ -13,31 +13,18 @@ from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
 BITS = (2, 4, 8)
 
 
-@st.composite
-def matrices(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    bits = draw(st.sampled_from(BITS))
-    shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 70)))
-    half = 1 << bits - 1
-    return draw(arrays(np.int8, shape, elements=st.integers(-half, half - 1))), bits
-
-
-@given(matrices(), st.sampled_from([1, 4]))
-def test_there_and_back(made: tuple[np.ndarray, int], unit: int) -> None:
-    codes, bits = made
+@given(st.data(), st.sampled_from(BITS), st.sampled_from([1, 4]))
+def test_a_row_is_one_little_endian_number(data: st.DataObject, bits: int, unit: int) -> None:
+    """Element i at bit i · bits, half the range above the code; nothing above the last; and there and back."""
+    half, shape = 1 << bits - 1, data.draw(st.tuples(st.integers(1, 5), st.integers(1, 70)))
+    codes = data.draw(arrays(np.int8, shape, elements=st.integers(-half, half - 1)))
     packed = pack(codes, bits, unit)
     assert packed.dtype == np.uint8
-    assert packed.shape == (len(codes), row_bytes(codes.shape[1], bits, unit))
-    assert packed.shape[1] % unit == 0
-    np.testing.assert_array_equal(unpack(packed, bits, codes.shape[1]), codes)
-
-
-@given(matrices())
-def test_a_row_is_one_little_endian_number(made: tuple[np.ndarray, int]) -> None:
-    """Element i at bit i · bits, half the range above the code; nothing above the last."""
-    codes, bits = made
-    for row, stored in zip(codes.tolist(), pack(codes, bits, 4), strict=True):
-        number = sum(code + (1 << bits - 1) << bits * i for i, code in enumerate(row))
+    assert packed.shape == (len(codes), row_bytes(shape[1], bits, unit)) and packed.shape[1] % unit == 0
+    for row, stored in zip(codes.tolist(), packed, strict=True):
+        number = sum(code + half << bits * i for i, code in enumerate(row))
         assert int.from_bytes(stored.tobytes(), "little") == number
+    np.testing.assert_array_equal(unpack(packed, bits, shape[1]), codes)
 
 
 @pytest.mark.parametrize(

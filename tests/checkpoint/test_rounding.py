@@ -65,22 +65,23 @@ def test_any_rows_are_those_of_the_whole(rule: str) -> None:
     np.testing.assert_array_equal((made * found.steps.size[..., None]).reshape(whole.shape), whole)
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_numbers_that_are_none(value: float) -> None:
-    values = matrix()
-    values[7, 7] = value
-    with pytest.raises(UnsupportedError, match="not finite"):
-        RULES["q8_0"].rounded(of_array(values)).floats()
-
-
-def test_steps_beyond_half_precision() -> None:
-    with pytest.raises(UnsupportedError, match="FP16"):
-        RULES["q4_0"].rounded(of_array(matrix() * np.float32(1e7))).floats()
+@pytest.mark.parametrize(
+    ("rule", "values", "what"),
+    [
+        ("q8_0", np.full((8, 32), np.inf, np.float32), "not finite"),
+        ("q8_0", np.full((8, 32), np.nan, np.float32), "not finite"),
+        ("q4_0", matrix() * np.float32(1e7), "FP16"),
+    ],
+)
+def test_numbers_that_a_rule_does_not_take(rule: str, values: Floats, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what):
+        RULES[rule].rounded(of_array(values)).floats()
 
 
 def test_roundings_are_told_and_done_again() -> None:
     original = of_array(matrix())
     assert how_derived(original, original) == ()
+    assert {rule for listed in FORMATS.values() for rule in listed.rules} <= set(RULES)
     for step in ("BF16", "FP16"):
         once = rounded_again(original, [step])
         assert not np.array_equal(once.array(), original.array())
@@ -93,7 +94,3 @@ def test_roundings_are_told_and_done_again() -> None:
     for step in ("Q5_K", "FP16 scales"):
         with pytest.raises(CheckpointError, match="cannot be done again"):
             rounded_again(original, [step])
-
-
-def test_what_formats_offer_are_rules() -> None:
-    assert {rule for listed in FORMATS.values() for rule in listed.rules} <= set(RULES)

@@ -1,4 +1,4 @@
-"""A weight is an array that can be asked for rows: any rows are those of the whole, and never more than asked for."""
+"""A weight can be asked for rows: any rows are those of the whole, and codes are the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype
-from mtp_extract.checkpoint.weight import ROW_STEP, Constant, Weight, divided, filled, of_array, row_ranges
-from mtp_extract.errors import CheckpointError
+from mtp_extract.checkpoint.weight import (
+    ROW_STEP,
+    Constant,
+    Weight,
+    divided,
+    filled,
+    has_exact_steps,
+    of_array,
+    row_codes,
+    row_ranges,
+)
+from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.pipeline.extraction import checkpoint_of
 
 
@@ -23,21 +33,32 @@ def parts(weight: Weight) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - REFUSED))
-def test_rows_of_a_constant_are_those_of_the_whole(name: str) -> None:
+def test_constants(name: str) -> None:
+    """Rows are those of the whole; the file's own numbers; and code · step, for every matrix that is seen so."""
     with open_bundle(variant(name)) as opened:
+        seen = 0
         for role, weight in checkpoint_of(opened.drafter()).tensors.items():
-            whole = weight.array()
-            rows = whole.reshape(weight.rows, weight.columns)
+            rows = weight.array().reshape(weight.rows, weight.columns)
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
             if not isinstance(weight, Constant) or weight.scheme is None:
                 continue
-            codes = weight.codes()
+            codes, stored = weight.codes(), divided(weight.source.floats().reshape(rows.shape), weight.factor)
             assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
+            np.testing.assert_array_equal(stored, rows, err_msg=role)
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.codes(first, last), codes[first:last], err_msg=role)
-                made = weight.source.floats().reshape(rows.shape)[first:last]
-                np.testing.assert_array_equal(divided(made, weight.factor), rows[first:last], err_msg=role)
+            try:
+                found = row_codes(weight)
+            except NoCodesError as error:
+                assert len(weight.shape) != 2 or weight.source.zero_point.any(), f"{role}: {error}"
+                continue
+            seen, codes, steps = seen + 1, found.codes(), found.steps.size
+            assert np.abs(codes.astype(int) + 0.5).max() < 1 << found.bits - 1
+            made = codes.reshape(*steps.shape, -1).astype(np.float32) * steps[..., None]
+            bits = 0 if has_exact_steps(weight) else 2**-22
+            np.testing.assert_allclose(made, rows.reshape(made.shape), rtol=bits, atol=0, err_msg=role)
+        assert seen or "float" in name or "f16" in name or "f32" in name
 
 
 def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:

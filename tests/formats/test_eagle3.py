@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from seam import verify
 
 from mtp_extract import convert
-from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
@@ -54,23 +54,10 @@ def test_names_and_shapes_are_those_that_engines_ask_for(tmp_path: Path, layout:
         assert found["d2t"].dtype == torch.int64 and marks.nonzero().flatten().tolist() == targets.tolist()
 
 
-@pytest.mark.parametrize("first", LAYOUTS)
-def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
-    """What is converted is the same head, bit for bit, with its record; and so is what is converted back."""
-    head = random_head(head_config(fc_norm=True, norm_output=True, base="org/base"))
-    second = next(layout for layout in LAYOUTS if layout != first)
-    source = write_head(tmp_path / "head", head, first)
-    convert(source, tmp_path / "other", format=second, dtype="f32")
-    convert(tmp_path / "other", tmp_path / "back", format=first, dtype="f32")
-    for directory in (source, tmp_path / "other", tmp_path / "back"):
-        loaded = load_any(directory)
-        assert isinstance(loaded, Eagle3Drafter)
-        assert loaded.config == replace(head.config, max_position_embeddings=131072)
-        for name, tensor in head.state_dict().items():
-            assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert len(verify(tmp_path / "back")["files"]) == 3
-    ours = json.loads((source / "config.json").read_text())
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == ours
+def test_what_is_said_of_a_head_that_was_converted(tmp_path: Path) -> None:
+    source = write_head(tmp_path / "head", random_head(head_config(fc_norm=True, norm_output=True, base="org/base")))
+    convert(source, tmp_path / "other", format="speculators", dtype="f32")
+    assert len(verify(tmp_path / "other")["files"]) == 3
     card = (tmp_path / "other" / "README.md").read_text()
     assert "EAGLE-3" in card and "MTP" not in card and "multi-token" not in card
     assert "llama-server" not in card
@@ -88,12 +75,13 @@ def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
 def test_there_and_back_is_the_same_to_the_byte(
     flags: dict[str, bool], full: bool, own: bool, dtype: str, layers: list[int]
 ) -> None:
-    """Whatever the flags: what both layouts can hold comes back as the same files."""
+    """Whatever the flags: what both layouts can hold comes back as the same files, and is the same head."""
     more = {"own_embedding": True, "backbone_hidden_size": 48} if own else {}
     config = head_config(**flags, **more, draft_vocab_size=40 if full else 24, base_layers=tuple(layers), base="o/b")
+    head = random_head(config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        place = write_head(folder / "theirs", random_head(config))
+        place = write_head(folder / "theirs", head)
         for step, layout in enumerate(("eagle3", "speculators", "eagle3", "speculators")):
             convert(place, folder / str(step), format=layout, dtype=dtype)
             place = folder / str(step)
@@ -102,21 +90,27 @@ def test_there_and_back_is_the_same_to_the_byte(
                 assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
         assert read_checkpoint(place).config == replace(config, max_position_embeddings=131072)
         assert not any(finding.is_error for finding in findings_of(place))
+        loaded, kind = load_any(place, dtype=torch.float32).state_dict(), getattr(torch, DTYPES[dtype].transformers)
+        for key, tensor in head.state_dict().items():
+            assert torch.equal(loaded[key], tensor.to(kind).float() if tensor.is_floating_point() else tensor), key
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_floats(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Each weight is read in the type it is stored in."""
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dimensions", [(1, 2), (2,)])
+def test_short_floats(tmp_path: Path, short: torch.dtype, dimensions: tuple[int, ...]) -> None:
+    """Each weight is read in the type it is stored in; a head of several types is F32 as a whole, and loses none."""
     head = random_head(head_config())
     directory = write_head(tmp_path / "head", head)
     tensors = load_file(directory / "model.safetensors")
-    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(tensors, directory / "model.safetensors")
-    loaded = load_any(directory, dtype=torch.float32)
+    stored = {n: t.to(short) if t.is_floating_point() and t.ndim in dimensions else t for n, t in tensors.items()}
+    save_file(stored, directory / "model.safetensors")
+    shared = {torch.bfloat16: "bf16", torch.float16: "f16"}[short]
+    assert read_checkpoint(directory).dtype == (shared if len(dimensions) == 2 else "f32")
+    loaded = load_any(directory, dtype=torch.float32).state_dict()
     for name, tensor in head.state_dict().items():
-        expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
-        assert torch.equal(loaded.state_dict()[name], expected), name
-    if dtype == torch.float16:
+        rounded = tensor.is_floating_point() and tensor.ndim in dimensions
+        assert torch.equal(loaded[name], tensor.to(short).float() if rounded else tensor), name
+    if short == torch.float16 and len(dimensions) == 2:
         with pytest.raises(DrafterError, match="float16 is stored, and no dtype was given"):
             load_any(directory)
     assert not findings_of(directory)
@@ -196,28 +190,19 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
         (lambda d: edit(d, **{IDS: ..., "eagle_config": ...}), "engines take 2, n // 2 and n − 3"),
         (lambda d: edit(d, **{IDS: [0, 2, 4]}), "says eagle_config.eagle_aux_hidden_state_layer_ids"),
         (lambda d: edit(d, **{IDS: [1, 3, 10**9]}), "`int` <= 4096"),
-        (
-            lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}),
-            "says eagle_config.use_aux_hidden_state False",
-        ),
+        (lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}), "says eagle_config.use_aux_hidden_state"),
         (lambda d: edit(d, hidden_size=0), "hidden_size"),
         (lambda d: edit(d, fc_norm=True), "fc_norm.0.weight: expected a tensor"),
         (lambda d: edit(d, draft_vocab_size=23), r"d2t: expected shape \[23\], found \[24\]"),
         (lambda d: edit(d, target_hidden_size=31), "beside a base of 31"),
         (_tensor("d2t", lambda t: t["d2t"] + torch.arange(24)), "expected differences"),
-        (
-            _tensor("d2t", lambda t: t["d2t"].clone().index_fill(0, torch.tensor([1]), int(t["d2t"][0]) - 1)),
-            "no two for one",
-        ),
+        (_tensor("d2t", lambda t: t["d2t"].index_fill(0, torch.tensor([1]), int(t["d2t"][0]) - 1)), "no two for one"),
         (_tensor("d2t", lambda t: t["d2t"].int()), "d2t: expected I64, found I32"),
         (_tensor("d2t", lambda t: None), "d2t: expected a tensor"),
         (_tensor("t2d", lambda t: ~t["t2d"]), "t2d: expected the tokens that d2t names"),
         (_tensor("t2d", lambda t: t["t2d"].long()), "t2d: expected BOOL, found I64"),
         (_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
-        (
-            _tensor("fc.weight", lambda t: torch.ones(32, 96, dtype=torch.int8)),
-            "fc.weight: expected F32, BF16 or F16",
-        ),
+        (_tensor("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight: expected F32, BF16 or F16"),
         (_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
         (_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
         (lambda d: edit(d, **{IDS: [1, 3]}), "expected 3 different layers"),
@@ -237,34 +222,33 @@ def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], messa
     assert not (tmp_path / "out").exists()
 
 
+LLAMA = "transformer_layer_config"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"norm_before_residual": ...}, "norm_before_residual"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type"),
         ({IDS: ...}, IDS),
-        ({"transformer_layer_config": ...}, "transformer_layer_config"),
-        ({"transformer_layer_config": []}, "transformer_layer_config: Expected"),
-        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type"),
+        ({LLAMA: ...}, LLAMA),
+        ({LLAMA: []}, "transformer_layer_config: Expected"),
+        ({LLAMA: {"model_type": "qwen3"}}, "model_type"),
         ({"norm_before_residual": "true"}, "norm_before_residual"),
+        # A Llama configuration without its RoPE has 10000 in engines, whatever stands at the top level.
+        ({"rope_theta": 1e6, LLAMA: "rope_theta"}, "expected rope_theta"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, LLAMA: "rope_theta"}, "expected rope_theta"),
+        ({"hidden_size": 32, LLAMA: "hidden_size"}, "missing required field"),
     ],
 )
 def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    directory = edit(write_head(tmp_path / "head", random_head(head_config()), "speculators"), **changes)
-    with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(directory)
-
-
-@pytest.mark.parametrize("key", ["rope_theta", "rope_parameters", "hidden_size"])
-def test_what_engines_read_inside_is_not_taken_from_beside(tmp_path: Path, key: str) -> None:
-    """A Llama configuration without its RoPE has 10000 in engines, whatever stands at the top level."""
+    """Of a Llama configuration that is a text, the key of that name is taken away."""
     directory = write_head(tmp_path / "head", random_head(head_config()), "speculators")
-    inside = json.loads((directory / "config.json").read_text())["transformer_layer_config"]
-    beside = {"rope_type": "default", "rope_theta": 1e6} if key == "rope_parameters" else inside.get(key)
-    inside = {name: value for name, value in inside.items() if name not in (key, "rope_theta")}
-    edit(directory, **{key: beside, "transformer_layer_config": inside})
-    with pytest.raises(CheckpointError, match=r"missing required field|expected rope_theta"):
-        read_checkpoint(directory)
+    inside = json.loads((directory / "config.json").read_text())[LLAMA]
+    if isinstance(key := changes.get(LLAMA), str):
+        changes = {**changes, LLAMA: {name: value for name, value in inside.items() if name != key}}
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(edit(directory, **changes))
 
 
 @pytest.mark.parametrize(
@@ -296,14 +280,11 @@ def test_what_engines_make_of_it(
         assert finding.is_error == (engine in ("vLLM", "SGLang"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [({"hidden_size": 96}, "leaves fc out"), ({}, "takes the base's embeddings")],
-)
-def test_what_sglang_takes_otherwise_by_its_width(changes: dict[str, Any], what: str) -> None:
-    config = head_config(own_embedding=True, **changes)
-    (finding,) = EAGLE.findings(LAYOUTS["eagle3"](config, "float32"), config)
-    assert finding.is_error and what in finding.what
+def test_what_sglang_takes_otherwise_by_its_width() -> None:
+    for changes, what in (({"hidden_size": 96}, "leaves fc out"), ({}, "takes the base's embeddings")):
+        config = head_config(own_embedding=True, **changes)
+        (finding,) = EAGLE.findings(LAYOUTS["eagle3"](config, "float32"), config)
+        assert finding.is_error and what in finding.what
 
 
 def test_what_the_other_layout_cannot_hold(tmp_path: Path) -> None:
@@ -323,18 +304,3 @@ def test_drafters_of_the_other_architecture(tmp_path: Path, extracted: Path) -> 
     with pytest.raises(UnsupportedError, match="Expected an MTP drafter, found an EAGLE-3 head"):
         load_drafter(directory)
     assert format_of(extracted).name == "transformers" and format_of(directory).name == "eagle3"
-
-
-@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
-def test_a_head_of_several_types_loses_none(tmp_path: Path, short: torch.dtype) -> None:
-    """One whose matrices alone are short floats is F32 as a whole."""
-    head = random_head(head_config())
-    directory = write_head(tmp_path / "head", head)
-    tensors = load_file(directory / "model.safetensors")
-    mixed = {name: t.to(short) if t.is_floating_point() and t.ndim == 2 else t for name, t in tensors.items()}
-    save_file(mixed, directory / "model.safetensors")
-    convert(directory, tmp_path / "other", format="speculators", dtype="f32")
-    for place in (directory, tmp_path / "other"):
-        loaded = load_any(place).state_dict()
-        assert torch.equal(loaded["final_norm.weight"], head.final_norm.weight)
-        assert torch.equal(loaded["fc.weight"], head.fc.weight.to(short).float())

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.bounds import HANG, cpu_limit
-from helpers.record_cases import prepare, run
+from helpers.bounds import HANG, TooLongError, bounded, cpu_limit
+from helpers.fuzz_cases import bundle_bytes
 from seam import (
     CheckpointError,
     MtpExtractError,
@@ -30,18 +35,117 @@ from seam import (
     verify_against,
 )
 
-from mtp_extract import convert
+from mtp_extract import convert, extract
 
 CASES = 160
+DOCUMENTS = ("extraction.json", "config.json", "model.safetensors", "codes/codes.safetensors")
+CPU_SECONDS = 20
+LONGEST = 4000
+
+_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 0.5, 2.0, 1e308, float("inf"), float("nan"), 1 << 31, 1 << 64, 10**400),
+    *("", "x", "0", "transformers", "gguf", "../../etc/passwd", "\x1b[2J", "\ud800", "a" * 5000),
+    *([], {}, [[]], [None], {"": None}, ["x"], [1, 2], {"role": "x"}),
+)
+"""Of every type that JSON has, and of every one that it lacks."""
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [path, *(place for key in keys for place in _places(value[key], (*path, key)))]
+
+
+def _lie(document: Any, rng: random.Random) -> Any:
+    """``document`` with one thing in it changed: a value, a key, a place."""
+    document = copy.deepcopy(document)
+    places = _places(document)
+    # A whole entry as often as a number deep inside.
+    depth = rng.randrange(max(map(len, places)) + 1)
+    path = rng.choice([place for place in places if len(place) == depth])
+    if not path:
+        return rng.choice(_VALUES)
+    *way, key = path
+    holder = document
+    for step in way:
+        holder = holder[step]
+    kind = rng.randrange(4)
+    if kind == 0:
+        del holder[key]
+    elif kind == 1 and isinstance(holder, dict):
+        holder[rng.choice(("x", "", "model.safetensors", "__metadata__"))] = holder.pop(key)
+    elif kind == 2:
+        other = document
+        for step in rng.choice(places):
+            other = other[step]
+        holder[key] = copy.deepcopy(other)
+    else:
+        holder[key] = rng.choice(_VALUES)
+    return document
+
+
+def _change(path: Path, rng: random.Random) -> None:
+    """A lie or two in the JSON of ``path``, or of the header of the tensors there, whose data stay."""
+    data = path.read_bytes()
+    tensors = path.suffix == ".safetensors"
+    length = int.from_bytes(data[:8], "little")
+    document = json.loads(data[8 : 8 + length] if tensors else data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        document = _lie(document, rng)
+    text = json.dumps(document).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :] if tensors else text)
+
+
+def _uses(place: Path, folder: Path) -> dict[str, Callable[[], object]]:
+    def insert() -> None:
+        with planned_insertion(place, folder / "bundle.litertlm"):
+            pass
+
+    return {
+        "inspect": lambda: inspect_checkpoint(place, tensors=True),
+        "convert": lambda: convert(place, folder / "out", format="litert", overwrite=True),
+        "upload": lambda: plan_upload(place),
+        "insert": insert,
+    }
 
 
 def test_lies_in_documents(tmp_path: Path) -> None:
-    """Each ends in what it says, or in one line; what one of four uses of the directory does not see, another does."""
-    outcome = run(0, CASES, prepare(tmp_path))
-    assert not outcome.failures, f"{len(outcome.failures)} failed:\n" + "\n".join(outcome.failures[:5])
-    counts = outcome.counts
+    """Each ends in what it says, or in one line; what one of four uses of the directory does not see, another does.
+
+    A case is its number; the same case is the same lie on every machine.
+    """
+    (tmp_path / "bundle.litertlm").write_bytes(bundle_bytes())
+    extract(tmp_path / "bundle.litertlm", tmp_path / "checkpoint", dtype="f32", codes=True)
+    counts, failures = Counter[str](), list[str]()
+    for number in range(CASES):
+        place, name = tmp_path / "case", DOCUMENTS[number % len(DOCUMENTS)]
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "checkpoint", place)
+        _change(place / name, random.Random(f"record {number}"))
+        if name != DOCUMENTS[0]:
+            # What its record says of it would be all that is seen.
+            (place / DOCUMENTS[0]).unlink()
+        for use, work in _uses(place, tmp_path).items():
+            came, problem = _outcome(work)
+            counts[came] += 1
+            if problem:
+                failures.append(f"case {number}, {name}, {use}: {problem}")
+    assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures[:5])
     assert counts["ok"] > CASES // 4, "lies that are always seen test nothing"
     assert counts["CheckpointError"] > CASES * 3 // 2
+
+
+def _outcome(work: Callable[[], object]) -> tuple[str, str]:
+    """What came of ``work``, and what of that must not be."""
+    try:
+        with warnings.catch_warnings(), bounded(CPU_SECONDS):
+            warnings.simplefilter("error")
+            work()
+    except MtpExtractError as error:
+        said = str(error)
+        return type(error).__name__, "" if said.isprintable() and len(said) <= LONGEST else repr(said[:LONGEST])
+    except (Exception, TooLongError):  # noqa: BLE001 - whatever it is, it is the finding
+        return "failed", traceback.format_exc()
+    return "ok", ""
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -88,21 +192,17 @@ def test_what_is_no_file_is_not_waited_for(
 
 
 def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
-    pipe = tmp_path / "model.safetensors"
-    os.mkfifo(pipe)
-    os.mkfifo(tmp_path / "mtp-a-F32.gguf")
-    for path, match in (
-        (pipe, "named pipe"),
-        (tmp_path / "mtp-a-F32.gguf", "named pipe"),
-        (Path("/dev/zero"), "device"),
-    ):
+    tensors, gguf = tmp_path / "model.safetensors", tmp_path / "mtp-a-F32.gguf"
+    for path in (tensors, gguf):
+        os.mkfifo(path)
+        with pytest.raises(CheckpointError, match="named pipe"):
+            read_header(path)
+    for path, match in ((tensors, "named pipe"), (gguf, "named pipe"), (Path("/dev/zero"), "device")):
         with pytest.raises(OSError, match=match):
             open_regular(path)
+        (link := tmp_path / f"{path.name}.jsonl").symlink_to(path)
         with pytest.raises(MtpExtractError, match=match):
-            read_prompts(link(tmp_path / f"{path.name}.jsonl", path))
-    for name in ("model.safetensors", "mtp-a-F32.gguf"):
-        with pytest.raises(CheckpointError, match="named pipe"):
-            read_header(tmp_path / name)
+            read_prompts(link)
     with pytest.raises(OSError, match="embedded null"):
         open_regular(Path("a\0b"))
     (tmp_path / "long").write_bytes(b"x" * 11)
@@ -116,32 +216,19 @@ def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
             read_base(copy)
 
 
-def link(at: Path, to: Path) -> Path:
-    at.symlink_to(to)
-    return at
+OFFSETS: tuple[object, ...] = (
+    *([0.0, 16.0], [0.5, 16.5], [False, 16], ["0", "16"], [0, 16, 16], [0, 1e400], [-(1 << 64), 16]),
+    {"0": 0, "16": 16},
+)
+SHAPES: tuple[object, ...] = ([4.0], [True, 4], "4", {"4": 4}, [1 << 64, 0, 4], [1e400], [-4], None)
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        {"data_offsets": [0.0, 16.0]},
-        {"data_offsets": [0.5, 16.5]},
-        {"data_offsets": [False, 16]},
-        {"data_offsets": ["0", "16"]},
-        {"data_offsets": [0, 16, 16]},
-        {"data_offsets": [0, 1e400]},
-        {"data_offsets": [-(1 << 64), 16]},
-        {"data_offsets": {"0": 0, "16": 16}},
-        {"shape": [4.0]},
-        {"shape": [True, 4]},
-        {"shape": "4"},
-        {"shape": {"4": 4}},
-        {"shape": [1 << 64, 0, 4]},
-        {"shape": [1e400]},
-        {"shape": [-4]},
-        {"shape": None},
-        {"dtype": 32},
-        {"dtype": ["F32"]},
+        *({"data_offsets": value} for value in OFFSETS),
+        *({"shape": value} for value in SHAPES),
+        *({"dtype": value} for value in (32, ["F32"])),
     ],
 )
 def test_headers_with_other_than_integers(tmp_path: Path, entry: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""The packed formats, read by those they are for: the weights are the F32 extraction's bits, and so are the outputs."""
+"""What is written, read by those it is for: strictly, as the stored function; of packed formats the same bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.variant_files import REFUSED, VARIANTS, variant
+from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 from torch import Tensor, nn
 from transformers import Gemma4AssistantForCausalLM
 from transformers.integrations import gemma_quant
@@ -25,9 +26,9 @@ EMBEDDING = "model.embed_tokens."
 ORDINARY = ("torch_odd_sizes", "torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_folded_softcap")
 
 
-def load(directory: Path) -> Any:
+def load(directory: Path, **options: Any) -> Any:
     """By transformers, in F32; nothing but the embedding that a drafter never reads may be missing."""
-    model, info = Gemma4AssistantForCausalLM.from_pretrained(directory, output_loading_info=True)
+    model, info = Gemma4AssistantForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
     assert not info["unexpected_keys"] and not info["mismatched_keys"], info
     untied = not json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
     assert all(untied and name.startswith(EMBEDDING) for name in info["missing_keys"]), info
@@ -70,6 +71,73 @@ def compare(model: Any, reference: Any) -> None:
                 torch.testing.assert_close(weight(theirs[name]), module.weight, rtol=bits, atol=0, msg=name)
     torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loads_strictly(name: str, tmp_path: Path) -> None:
+    extract(variant(name), tmp_path / "out")
+    model = load(tmp_path / "out", dtype=torch.bfloat16)
+    assert model.config.text_config.num_kv_shared_layers == 4
+
+
+def test_forward_equals_the_stored_function(extracted: Path) -> None:
+    """The truth was computed by transformers over weights dequantized from the quantizer's own integers."""
+    model = load(extracted)
+    state, stored = model.state_dict(), load_torch(extracted / "model.safetensors")
+    assert set(state) == {*stored, "lm_head.weight"}
+    for name, tensor in {**stored, "lm_head.weight": stored["model.embed_tokens.weight"]}.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
+    samples = np.load(HERE / "truth" / "e2e_jax_mix48.io.npz")
+    cap = model.config.text_config.final_logit_softcapping
+    assert cap == 30.0
+    for index in range(4):
+        given = {k.split("/")[-1]: torch.from_numpy(samples[k]) for k in samples.files if k.startswith(f"{index}/in/")}
+        position = int(samples[f"{index}/pos"])
+        # The base's sliding cache holds the last 16 positions, which is what the shard's mask lets through.
+        # (transformers' own mask is wider by one: it takes the window as an inclusive distance.)
+        seen = {"sliding_attention": (2, slice(max(0, position - 15), position + 1))}
+        seen["full_attention"] = (3, slice(0, position + 1))
+        shared = {
+            kind: (given[f"kv_cache_k_{n}"][:, :, slots], given[f"kv_cache_v_{n}"].transpose(2, 3)[:, :, slots])
+            for kind, (n, slots) in seen.items()
+        }
+        with torch.no_grad():
+            output = model(
+                inputs_embeds=given["activations"], position_ids=torch.tensor([[position]]), shared_kv_states=shared
+            )
+        # transformers leaves the soft cap to the sampler; the shard applies it.
+        logits = cap * torch.tanh(output.logits / cap)
+        expected = torch.from_numpy(samples[f"{index}/torch_dequant/logits"])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        projected = torch.from_numpy(samples[f"{index}/torch_dequant/projected_activations"])
+        torch.testing.assert_close(output.last_hidden_state, projected, rtol=0, atol=1e-5)
+
+
+def test_config_is_what_other_readers_expect(tmp_path: Path) -> None:
+    """The fields that llama.cpp's converter, vLLM and SGLang read, as in the official configurations."""
+    extract(variant("jax_published"), tmp_path / "out")
+    config, generation = (
+        json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    text = config["text_config"]
+    assert config["architectures"] == ["Gemma4AssistantForCausalLM"]
+    assert config["model_type"] == "gemma4_assistant"
+    assert config["backbone_hidden_size"] == 64
+    assert config["use_ordered_embeddings"] is False
+    assert config["tie_word_embeddings"] is text["tie_word_embeddings"] is True
+    assert (text["head_dim"], text["global_head_dim"]) == (32, 64)
+    assert text["num_kv_shared_layers"] == text["num_hidden_layers"] == 4
+    assert text["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
+    assert text["rope_parameters"]["full_attention"] == {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+        "rope_type": "proportional",
+    }
+    assert generation["is_assistant"] is True and generation["num_assistant_tokens_schedule"] == "constant"
+    extract(variant("jax_kv_mixed"), tmp_path / "mixed")
+    mixed = json.loads((tmp_path / "mixed" / "config.json").read_text())["text_config"]
+    heads = (mixed["num_key_value_heads"], mixed["num_global_key_value_heads"], mixed["attention_k_eq_v"])
+    assert heads == (2, 1, True)
 
 
 @pytest.fixture(scope="module")
