@@ -55,22 +55,15 @@ def header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> byt
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
     from gguf.gguf_writer import WriterState
 
-    kinds = (
-        (bool, GGUFValueType.BOOL),
-        (np.float64, GGUFValueType.FLOAT64),
-        (int, GGUFValueType.UINT32),
-        (float, GGUFValueType.FLOAT32),
-        (str, GGUFValueType.STRING),
-        (list, GGUFValueType.ARRAY),
-    )
     writer = GGUFWriter(None, str(metadata[ARCHITECTURE]))
     for key, value in metadata.items():
+        kind = GGUFValueType.FLOAT64 if isinstance(value, np.float64) else GGUFValueType.get_type(value)
         if key != ARCHITECTURE:
-            writer.add_key_value(key, value, next(kind for python, kind in kinds if isinstance(value, python)))
+            writer.add_key_value(key, value, GGUFValueType.UINT32 if type(value) is int else kind)
     for tensor in tensors:
-        kind = GGMLQuantizationType[tensor.dtype]
-        # The second type is not looked at beside the first.
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.length, raw_dtype=kind)
+        # The type of NumPy's is not looked at beside the other.
+        dtype, raw = np.dtype(np.float32), GGMLQuantizationType[tensor.dtype]
+        writer.add_tensor_info(tensor.name, tensor.shape, dtype, tensor.length, raw_dtype=raw)
     # The writer opens files by name only; this one is to be part of another.
     made: Any = io.BytesIO()
     writer.fout, writer.state = [made], WriterState.EMPTY

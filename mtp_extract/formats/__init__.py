@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Listed:
     """A format as the list of choices has it. Its module is imported when it is chosen: a list costs nothing."""
 
-    module: str
-    instance: str  # its name in the module
+    instance: str  # its module, and its name there
     dtypes: tuple[str, ...]  # output types, the default first
     about: str  # one line for users
     library: str = ""  # what the Hub calls the library it is for
@@ -36,20 +35,16 @@ class Listed:
 _CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
 # Those whose scales are never negative.
 _POSITIVE = ("q8_0", "int8", "int4")
-_INTEGERS, _EAGLE3 = f"{__name__}.integers", f"{__name__}.eagle3"
 
 FORMATS = {
-    "transformers": Listed(
-        f"{__name__}.directory", "FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"
-    ),
-    "litert": Listed(f"{__name__}.litert", "FORMAT", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": Listed(_INTEGERS, "MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),
+    "transformers": Listed("directory.FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"),
+    "litert": Listed("litert.FORMAT", ("f32",), "one F32 tensor per stored constant"),
+    "mlx": Listed("integers.MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),
     "compressed-tensors": Listed(
-        _INTEGERS, "COMPRESSED_TENSORS", _CODES, "integers for vLLM and transformers", "transformers", _POSITIVE
+        "integers.COMPRESSED_TENSORS", _CODES, "integers for vLLM and transformers", "transformers", _POSITIVE
     ),
     "compressed-tensors-sglang": Listed(
-        _INTEGERS,
-        "SGLANG",
+        "integers.SGLANG",
         _CODES,
         "the same with a head of floats, for SGLang",
         "transformers",
@@ -57,16 +52,14 @@ FORMATS = {
         read_as="compressed-tensors",
     ),
     "gguf": Listed(
-        f"{__name__}.gguf",
-        "FORMAT",
+        "gguf.FORMAT",
         ("codes", "f32", "bf16", "f16"),
         "one file for llama.cpp, with the stored integers",
         "gguf",
         ("q8_0", "q4_0"),
     ),
     "gemma": Listed(
-        _INTEGERS,
-        "GEMMA",
+        "integers.GEMMA",
         _CODES,
         "integers for transformers, with static scales of activations",
         "transformers",
@@ -77,10 +70,9 @@ FORMATS = {
 """Every format of an MTP drafter by name."""
 
 HEADS = {
-    "eagle3": Listed(_EAGLE3, "EAGLE", _FLOATS, "an EAGLE-3 head for SGLang and vLLM", architecture=EAGLE3),
+    "eagle3": Listed("eagle3.EAGLE", _FLOATS, "an EAGLE-3 head for SGLang and vLLM", architecture=EAGLE3),
     "speculators": Listed(
-        _EAGLE3,
-        "SPECULATORS",
+        "eagle3.SPECULATORS",
         _FLOATS,
         "an EAGLE-3 head for vLLM, which serves it by itself",
         "speculators",
@@ -131,8 +123,8 @@ def format_named(name: str) -> Format:
     """
     if name not in EVERY:
         raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
-    listed = EVERY[name]
-    found: Format = getattr(import_module(listed.module), listed.instance)
+    module, instance = EVERY[name].instance.split(".")
+    found: Format = getattr(import_module(f"{__name__}.{module}"), instance)
     return found
 
 

@@ -7,7 +7,7 @@ configuration is made of the tensors and compared with the one that lies beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -107,42 +107,37 @@ class DirectoryFormat:
         if not self.key:
             return keep_floats(weight, dtype)
         try:
-            codes = self._codes(role, weight)
+            codes = row_codes(weight)
         except NoCodesError as error:
             return keep_floats(weight, "f32", str(error))
+        sizes, exact, engine = codes.steps.size, has_exact_steps(weight), self.floats_head_for
+        too_small = not exact and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any())
+        for unfit, why in (
+            (too_small, "its scales, less the factor folded into them, are too small for F32"),
+            ((sizes < 0).any(), "it has negative scales (gguf holds them)"),
+            (engine and role.name == HEAD, f"{engine} takes a head of floats only; without it the codes are kept"),
+            (self._group_of(codes) is None, self.unfit.format(block=codes.steps.block)),
+        ):
+            if unfit:
+                return keep_floats(weight, "f32", why)
         # What a converter folded into the scales is divided out, and the quotient rounded once.
-        return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
-
-    def _codes(self, role: Role, weight: Weight) -> Weight:
-        """The codes of a matrix that will be packed.
-
-        Raises:
-            NoCodesError: they cannot be: why, and what keeps them.
-        """
-        codes = row_codes(weight)
-        sizes = codes.steps.size
-        if not has_exact_steps(weight) and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any()):
-            raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
-        if (sizes < 0).any():
-            raise NoCodesError("it has negative scales (gguf holds them)")
-        if role.name == HEAD and self.floats_head_for:
-            raise NoCodesError(f"{self.floats_head_for} takes a head of floats only; without it the codes are kept")
-        if not any(codes.steps.block % group == 0 for group in self._groups(codes.columns)):
-            raise NoCodesError(self.unfit.format(block=codes.steps.block))
-        return codes
+        return Kept(CODES, codes, "" if exact else "F32")
 
     def _groups(self, row: int) -> tuple[int, ...]:
         """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""
         return (row, *self.groups) if self.rows else self.groups
 
+    def _group_of(self, codes: Weight) -> int | None:
+        """How many share one where ``codes`` are held; None where they cannot be."""
+        return next((group for group in self._groups(codes.columns) if codes.steps.block % group == 0), None)
+
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
         checkpoint, kept, config = arranged.checkpoint, arranged.kept, arranged.checkpoint.mtp
-        packed: dict[str, Packed] = {}
-        for name, own in kept.items():
-            if own.how == CODES:
-                codes = own.weight
-                group = next(group for group in self._groups(codes.columns) if codes.steps.block % group == 0)
-                packed[name] = Packed(codes.shape, codes.bits, group)
+        packed = {
+            name: Packed(own.weight.shape, own.weight.bits, group)
+            for name, own in kept.items()
+            if own.how == CODES and (group := self._group_of(own.weight))
+        }
         if self.key and not packed:
             plain = any(len(own.weight.shape) == 2 and own.weight.scheme is None for own in kept.values())
             such = "Extract the bundle with --codes, round the matrices here, or choose"
@@ -157,13 +152,13 @@ class DirectoryFormat:
                 "integers. Leave lm_head in floats."
             )
         tensors: list[PlannedTensor] = []
-        for role, stem in self._stems(config, packed).items():
+        for role, name in self._names(config, packed).items():
             own = kept[role.name]
             if how := packed.get(role.name):
                 activations = checkpoint.activations.get(role.name, (None, None))
-                tensors += self._plan_matrix(stem, role.name, own.weight, how, activations)
+                tensors += self._plan_matrix(name.removesuffix(_WEIGHT), role.name, own.weight, how, activations)
             else:
-                tensors.append(own.tensor(stem, role))
+                tensors.append(own.tensor(name, role))
         metadata = {"format": self.header, "mtp_extract": __version__}
         notes = tuple(_notes(checkpoint, packed)) if self.static else ()
         dtype = DTYPES["f32" if self.key else arranged.dtype].transformers
@@ -173,21 +168,18 @@ class DirectoryFormat:
             OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
 
-    def _stems(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> dict[Role, str]:
-        """What the tensors of every role are called: the name of the one, or with what those of a module begin."""
-        found: dict[Role, str] = {}
-        for role in shapes_of(config):
-            own_head = role.name == HEAD and self.unties and HEAD in packed
-            name = f"{HEAD}{_WEIGHT}" if own_head else role.names["transformers"]
-            found[role] = name.removesuffix(_WEIGHT) if role.name in packed else name
-        return found
+    def _names(self, config: DrafterConfig, packed: Container[str]) -> dict[Role, str]:
+        """The tensor of every role; the tensors of a packed matrix have other endings."""
+        names = {role: role.names["transformers"] for role in shapes_of(config)}
+        own_head = self.unties and HEAD in packed
+        return {role: f"{HEAD}{_WEIGHT}" if role.name == HEAD and own_head else name for role, name in names.items()}
 
     def _document(self, config: DrafterConfig, packed: Mapping[str, Packed], dtype: str) -> dict[str, Any]:
         """``config.json`` of a drafter, some of whose roles are ``packed``."""
         document = config_document(config, dtype, tied=not (self.unties and HEAD in packed))
         if packed:
-            stems = self._stems(config, packed)
-            modules = {role.name: stem.removesuffix(_WEIGHT) for role, stem in stems.items() if role.kind == MATRIX}
+            names = self._names(config, packed)
+            modules = {role.name: name.removesuffix(_WEIGHT) for role, name in names.items() if role.kind == MATRIX}
             document[self.key] = self.document(
                 {module: packed[role] for role, module in modules.items() if role in packed},
                 [module for role, module in modules.items() if role not in packed],
@@ -195,7 +187,7 @@ class DirectoryFormat:
         return document
 
     def _parts(self, how: Packed) -> reading.Expected:
-        """The tensors that hold a matrix, by what their names add to the module's."""
+        """The tensors that hold a matrix, by what their names add to the module's: its codes, its scales, the rest."""
         (suffix, dtype), (rows, columns) = self.codes, how.shape
         if how.bits == 8 and dtype == "U8":
             dtype = "I8"
@@ -226,39 +218,39 @@ class DirectoryFormat:
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
-        own_head = any(name.startswith(f"{HEAD}.") for name in stored)
+        packed: dict[str, Packed] = {}
         with reading.naming(path):
             config = parse_config(document)
-            packed: dict[str, Packed] = {}
-            for role, shape in shapes_of(config).items():
-                module = HEAD if role.name == HEAD and own_head else role.names["transformers"].removesuffix(_WEIGHT)
-                if self.key and role.kind == MATRIX and (how := self._found(module, shape, stored)):
-                    packed[role.name] = how
+            shapes = shapes_of(config)
+            if self.key:
+                own_head = (HEAD,) if any(name.startswith(f"{HEAD}.") for name in stored) else ()
+                for role, name in self._names(config, own_head).items():
+                    how = self._found(name.removesuffix(_WEIGHT), shapes[role], stored) if role.kind == MATRIX else None
+                    packed |= {role.name: how} if how else {}
             made = self._document(config, packed, "")
-        stems = self._stems(config, packed)
+        names = self._names(config, packed)
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-        for role, shape in shapes_of(config).items():
+        for role, name in names.items():
             if how := packed.get(role.name):
-                expected |= {stems[role] + suffix: part for suffix, part in self._parts(how).items()}
+                expected |= {name.removesuffix(_WEIGHT) + suffix: part for suffix, part in self._parts(how).items()}
             else:
                 floats = ("F32",) if self.key else reading.FLOATS
-                expected[stems[role]] = shape, ("I64",) if role.kind == INDEX else floats
+                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else floats
         copied = {} if self.key else {f"{HEAD}{_WEIGHT}": expected[f"{EMBEDDING}{_WEIGHT}"]}
         reading.check_tensors(expected, stored, more=copied)
         require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
-        for role, stem in stems.items():
+        for role, name in names.items():
             if how := packed.get(role.name):
-                tensors[role.name], pair = self._read_matrix(stem, how, stored)
-                if any(pair):
-                    activations[role.name] = pair
+                tensors[role.name], pair = self._read_matrix(name.removesuffix(_WEIGHT), how, stored)
+                activations |= {role.name: pair} if any(pair) else {}
             else:
-                tensors[role.name] = Stored(*stored[stem], stem)
-        copy = stored.get(f"{HEAD}{_WEIGHT}") if HEAD not in packed else None
+                tensors[role.name] = Stored(*stored[name], name)
+        copy = stored.get(f"{HEAD}{_WEIGHT}") if copied else None
         if copy and not same_floats(Stored(*copy), tensors[HEAD]):
             raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the values of {EMBEDDING}{_WEIGHT}, found others"])
-        dtype = "f32" if self.key else common_dtype(tensors[role.name] for role in stems if role.kind != INDEX)
+        dtype = "f32" if self.key else common_dtype(tensors.values())
         return Checkpoint(
             GEMMA4_MTP, config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations)
         )
@@ -270,27 +262,27 @@ class DirectoryFormat:
         for bits, group in product((2, 4, 8), self._groups(shape[1])):
             how = Packed(shape, bits, group)
             if shape[1] % group == 0 and all(
-                (module + suffix) in stored and stored[module + suffix][1].shape == part_shape
+                module + suffix in stored and stored[module + suffix][1].shape == part_shape
                 for suffix, (part_shape, _) in list(self._parts(how).items())[:2]
             ):
                 return how
         return None
 
-    def _read_matrix(self, stem: str, how: Packed, stored: reading.Tensors) -> tuple[Weight, Activations]:
+    def _read_matrix(self, module: str, how: Packed, stored: reading.Tensors) -> tuple[Weight, Activations]:
         """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here.
 
         Raises:
             CheckpointError: what lies beside the codes is damaged.
         """
         first, *others = self._parts(how)
-        path, codes = stored[stem + first]
-        found = {name: read_array(*stored[stem + name]) for name in others}
+        path, codes = stored[module + first]
+        found = {name: read_array(*stored[module + name]) for name in others}
 
         def require(sound: bool, what: str) -> None:
             if not sound:
-                raise CheckpointError(f"{escape(path)}: {escape(stem)}: expected {what}. Extract the drafter anew.")
+                raise CheckpointError(f"{escape(path)}: {escape(module)}: expected {what}. Extract the drafter anew.")
 
-        def rows(first: int, last: int) -> npt.NDArray[np.int8]:
+        def rows(first: int, last: int) -> Rows:
             some = read_rows(path, codes, first, last)
             return some.view(np.int8) if codes.dtype == "I8" else unpack(some, how.bits, how.shape[1])
 

@@ -149,16 +149,15 @@ class HeadFormat:
         with reading.naming(path):
             config = _config(self.flat(document), own_embedding=_EMBED in stored)
         require_keys(path, document, self.document(config, ""), self.tolerated)
-        shapes = shapes_of(config)
+        names = {role: role.names[self.name] for role in shapes_of(config)}
+        types = {role: ("I64",) if role.kind == INDEX else reading.FLOATS for role in names}
         # A map of all tokens to themselves says nothing.
         more = {_T2D: ((config.vocab_size,), ("BOOL",)), _D2T: ((config.draft_vocab_size,), ("I64",))}
-        names = {role.name: role.names[self.name] for role in shapes}
-        types = {role: ("I64",) if role.kind == INDEX else reading.FLOATS for role in shapes}
-        reading.check_tensors({names[role.name]: (shape, types[role]) for role, shape in shapes.items()}, stored, more)
-        tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
+        expected = {names[role]: (shape, types[role]) for role, shape in shapes_of(config).items()}
+        reading.check_tensors(expected, stored, more)
         _check_vocabulary(config, stored)
-        dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
-        return Checkpoint(EAGLE3, config, MappingProxyType[str, Weight](tensors), dtype)
+        tensors: dict[str, Weight] = {role.name: Stored(*stored[name], name) for role, name in names.items()}
+        return Checkpoint(EAGLE3, config, MappingProxyType(tensors), common_dtype(tensors.values()))
 
     def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""

@@ -23,7 +23,7 @@ from msgspec import Struct, field
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, shapes_of
+from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.documents import ANYTHING, NUMBER, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
@@ -40,7 +40,7 @@ from mtp_extract.formats.reading import Activation, Number, Share, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
 from mtp_extract.litertlm.storage import Floats, Packing
 
-_ROPE = "rope_freqs.weight"
+_HEAD, _ROPE = "token_embd.weight", "rope_freqs.weight"
 _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
 # llama_ftype, of the type that most matrices have.
@@ -48,8 +48,6 @@ _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16"
 _QUANTIZATION_VERSION = 2
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
 _EXACT_GELU = "The gate is an exact GELU, of which llama.cpp computes the tanh approximation."
-_READ = 1 << 20
-"""Elements of which the steps are read at a time."""
 
 ARCH = "gemma4-assistant"
 """What llama.cpp calls the architecture."""
@@ -156,34 +154,42 @@ class GgufFormat:
         return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes)]
 
     def read(self, directory: Path) -> Checkpoint:
-        path = _file_in(directory)
+        # Of several files the first, beside which the others do not belong.
+        path = directory
+        if not path.is_file():
+            path = min(directory.glob(self.marker), default=directory / self.marker)
         metadata, stored = read_gguf(path)
         found = {name: (path, tensor) for name, tensor in stored.items()}
-        head = next(role.names[self.name] for role in roles_of(1) if role.name == "lm_head")
-        rows = stored[head].shape[0] if head in stored else 0
-        if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
-            raise CheckpointError(
-                f"expected {rows} tokens in {escape(path)}, found {escape(tokens)}; the file contradicts itself"
-            )
-        config = _config_of(path, metadata, rows, Stored(*found[_ROPE]).array() if _ROPE in found else _NO_FACTORS)
-        names = {role: role.names[self.name] for role in shapes_of(config)}
-        known = (*reading.FLOATS, *_QUANTIZED)
+        factors = Stored(*found[_ROPE]).array().reshape(-1) if _ROPE in found else _NO_FACTORS
+        rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
+        with reading.naming(path):
+            if (arch := metadata.get(ARCHITECTURE)) != ARCH:
+                raise CheckpointError(
+                    f"expected {ARCHITECTURE} {ARCH}, found {escape(arch)}; point to the drafter, not the base model"
+                )
+            if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
+                raise CheckpointError(
+                    f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
+                )
+            config = _config(metadata, rows, factors)
+            made = _metadata(config)
+            if not np.array_equal(_frequency_factors(config), factors):
+                raise CheckpointError(
+                    f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
+                    "others; it is not supported"
+                )
+        # Plain floats are FP32 there.
+        stated = {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
+        require_keys(path, metadata, stated, _TOLERATED)
+        names, known = {role: role.names[self.name] for role in shapes_of(config)}, (*reading.FLOATS, *_QUANTIZED)
         expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(expected, found, more={_ROPE: (_frequency_factors(config).shape, reading.FLOATS)})
+        reading.check_tensors(expected, found, more={_ROPE: (factors.shape, reading.FLOATS)})
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
         floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats))
 
 
 FORMAT = GgufFormat()
-
-
-def _file_in(place: Path) -> Path:
-    """The file at or in ``place``; of several the first, beside which the others do not belong."""
-    if place.suffix == Path(FORMAT.marker).suffix and place.is_file():
-        return place
-    return min(place.glob(FORMAT.marker), default=place / FORMAT.marker)
-
 
 _ENDINGS = (".litertlm", ".tflite", ".gguf", "-assistant", "-mtp-drafter")
 """Of the name of a source, what is not of its base's."""
@@ -250,7 +256,7 @@ def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
         return Stored(path, stored, name)
 
     def steps() -> Steps:
-        size = np.concatenate([kind.steps(read(*some)) for some in row_ranges(weight, elements=_READ)])
+        size = np.concatenate([kind.steps(read(*some)) for some in row_ranges(weight)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
         return Steps.around_zero(BLOCK, size).by_row()
@@ -370,44 +376,24 @@ _SAME = (
 """Fields of both that and a DrafterConfig."""
 
 
-def _config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
-    """The shape that the file at ``path`` says; the inverse of :func:`_metadata` and :func:`_frequency_factors`.
-
-    Args:
-        vocabulary: rows of the head.
-
-    Raises:
-        CheckpointError: another architecture, a key missing or of another type or range, or the file says something
-            else than would be written of what was read from it.
-    """
-    with reading.naming(path):
-        if metadata.get(ARCHITECTURE) != ARCH:
-            raise CheckpointError(
-                f"expected {ARCHITECTURE} {ARCH}, found {escape(metadata.get(ARCHITECTURE))}; point to the drafter, "
-                "not the base model"
-            )
-        config = _config(metadata, vocabulary, factors)
-        made = _metadata(config)
-        if not np.array_equal(_frequency_factors(config), factors.reshape(-1)):
-            raise CheckpointError(
-                f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
-                "others; it is not supported"
-            )
-    # Plain floats are FP32 there.
-    stored = {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
-    require_keys(path, metadata, stored, _TOLERATED)
-    return config
-
-
 def _plain(value: Any) -> Any:
     """``value`` as Python's own; of a number in FP32 or FP64 the shortest decimal that is the same there."""
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
 def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
+    """The shape that a file says; the inverse of :func:`_metadata` and :func:`_frequency_factors`.
+
+    Args:
+        vocabulary: rows of the head.
+
+    Raises:
+        CheckpointError: a key is missing or of another type or range.
+        DrafterError: a shape that no drafter has.
+    """
     keys = {key.removeprefix(f"{ARCH}."): _plain(value) for key, value in metadata.items()}
     if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
-        keys[_FACTOR] = _plain(factors.flat[0])
+        keys[_FACTOR] = _plain(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
     found = reading.fields_of(keys, _Read)
     heads = found.num_kv_heads if isinstance(found.num_kv_heads, list) else [found.num_kv_heads] * found.layers
