@@ -68,10 +68,7 @@ class Fault:
         where: ``resolve``, ``storage``, ``put``, ``commit``, ``preupload``, ``create``.
         status: answered instead of the real status, with ``headers`` and a body that quotes the token.
         cut: the connection closes after so many bytes of the body.
-        length: added to the Content-Length.
-        step: bytes a piece of the body.
-        pause: seconds after each of them.
-        shift: added to the begin and end of the range that is answered.
+        drop: the connection closes with no answer.
         skip: so many requests go well first.
     """
 
@@ -79,11 +76,6 @@ class Fault:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
-    length: int = 0
-    step: int = 1 << 16
-    pause: float = 0.0
-    shift: int = 0
-    total: int = 0
     drop: bool = False
     times: int = 1
     skip: int = 0
@@ -121,7 +113,6 @@ class HubServer:
         self.errors: list[BaseException | None] = []
         """What went wrong in here."""
         self.lock = threading.Lock()
-        self.resting = threading.Event()  # never set: tests may have stopped `time.sleep`
         self._servers = {name: self._start(name) for name in ("hub", "storage")}
 
     def _start(self, name: str) -> ThreadingHTTPServer:
@@ -180,12 +171,8 @@ class HubServer:
         entries = []
         for path, (content, lfs) in repo.files.items():
             size = len(content.data)
-            entry: dict[str, Any] = {
-                "type": "file",
-                "path": path,
-                "size": size,
-                "oid": content.git if not lfs else "f" * 40,
-            }
+            oid = "f" * 40 if lfs else content.git
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": size, "oid": oid}
             entries.append(entry | ({"lfs": {"oid": content.sha256, "size": size, "pointerSize": 134}} if lfs else {}))
         return entries
 
@@ -229,42 +216,35 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def content(self, content: Content, fault: Fault | None, **headers: str) -> None:
-        fault = fault or Fault("")
         size = len(content.data)
         begin, end, status = 0, size, 200
         asked = self.headers.get("range")
         if asked:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             begin, end, status = int(first), min(size, int(last) + 1) if last else size, 206
-            begin, end = begin + fault.shift, min(size, end + fault.shift)
-            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size + fault.total}"
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
             if begin >= size:
                 self.answer(416, Content_Range=f"bytes */{size}")
                 return
         self.send_response(status)
-        headers.setdefault("ETag", f'"{content.sha256}"')
-        for name, value in {**headers, **fault.headers}.items():
+        for name, value in {"ETag": f'"{content.sha256}"', **headers}.items():
             self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(end - begin + fault.length))
+        self.send_header("Content-Length", str(end - begin))
         self.end_headers()
         if self.command == "HEAD":
             return
-        left = fault.cut if fault.cut is not None else end - begin + max(0, fault.length)
-        while left > 0:
-            piece = content.data[begin : min(begin + fault.step, end)] or bytes(fault.length)
-            piece, begin = piece[:left], begin + len(piece)
-            left -= len(piece)
+        if fault is not None and fault.cut is not None:
+            end, self.close_connection = min(end, begin + fault.cut), True
+        for at in range(begin, end, 1 << 16):
+            piece = content.data[at : min(at + (1 << 16), end)]
             # Before it is sent: who has it may look at once.
             self.count(len(piece))
             try:
                 self.wfile.write(piece)
-                self.state.resting.wait(fault.pause)
             except (BrokenPipeError, ConnectionResetError):
                 self.count(-len(piece))
                 self.close_connection = True
                 return
-        if fault.cut is not None or fault.length:
-            self.close_connection = True
 
     def count(self, sent: int) -> None:
         """Take note of bytes that were sent."""
