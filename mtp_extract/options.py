@@ -12,7 +12,7 @@ A plan is a frozen dataclass of what a function is asked to do. Fields that are 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from operator import ge, le
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -51,10 +51,6 @@ ApiKey = Annotated[
 ServedModel = Annotated[
     str | None, typer.Option(help="Name of the model on the server; needed if it serves several.", metavar="NAME")
 ]
-Baseline = Annotated[
-    str | None,
-    typer.Option(help="The same server started without a drafter, asked in turn with the first.", metavar="URL"),
-]
 Workloads = Annotated[
     Path | None, typer.Option(help="Prompts as .txt or .jsonl; by default about 100 of ours.", metavar="FILE")
 ]
@@ -66,12 +62,6 @@ BASE = typer.Option("--base", help="The base model: a directory, or an id of the
 ChatTemplate = Annotated[bool, typer.Option(help="Apply the base's chat template, if it has one.")]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that mtp-extract wrote there.")]
-
-
-def check_other(baseline: str | None, url: str | None) -> None:
-    """Raise ValueError where the baseline is the server itself."""
-    if baseline is not None and url is not None and baseline.rstrip("/") == url.rstrip("/"):
-        raise ValueError(f"baseline: expected another server than {escape(url)}, started without a drafter.")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -103,28 +93,15 @@ def check_values(plan: Any) -> None:
         given = getattr(plan, name)
         kind, *told = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
-        least, most = _bounds(told)
+        options = [(one.min, one.max) for one in told if isinstance(one, ParameterInfo)]
+        ((least, most),) = options or [(one.ge, one.le) for one in told if isinstance(one, Meta)] or [(None, None)]
         for value in given if isinstance(given, (list, tuple)) else (given,):
-            if value is None:
-                continue
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ValueError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")
-            # A number that is none lies within no bounds.
-            if least is not None and not value >= least:
-                message = f"expected {name} of at least {least}, found {escape(value)}. Raise it."
-                raise MtpExtractError(message, remedies=(name,))
-            if most is not None and not value <= most:
-                message = f"expected {name} of at most {most}, found {escape(value)}. Lower it."
-                raise MtpExtractError(message, remedies=(name,))
+            for bound, fits, word, advice in ((least, ge, "least", "Raise"), (most, le, "most", "Lower")):
+                # A number that is none lies within no bounds.
+                if bound is not None and value is not None and not fits(value, bound):
+                    message = f"expected {name} of at {word} {bound}, found {escape(value)}. {advice} it."
+                    raise MtpExtractError(message, remedies=(name,))
     for expected, *remedies in getattr(plan, "wrong", list)():
         raise MtpExtractError(f"expected {expected}", remedies=tuple(remedies))
-
-
-def _bounds(told: Iterable[Any]) -> tuple[float | None, float | None]:
-    """The least and the largest number that annotations allow."""
-    for one in told:
-        if isinstance(one, ParameterInfo):
-            return one.min, one.max
-        if isinstance(one, Meta):
-            return one.ge, one.le
-    return None, None

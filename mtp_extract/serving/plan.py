@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 from msgspec import Meta
 
+from mtp_extract.errors import escape
 from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.options import ApiKey, Baseline, ServedModel, Workloads, check_other
+from mtp_extract.options import ApiKey, ServedModel, Workloads
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,10 @@ class BenchPlan:
     """What to measure, of which server; ``key`` is sent to both servers."""
 
     url: Annotated[str, typer.Argument(help="An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
-    baseline: Baseline = None
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="The same server started without a drafter, asked in turn with the first.", metavar="URL"),
+    ] = None
     prompts: Workloads = None
     model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
@@ -32,5 +37,7 @@ class BenchPlan:
     say: Say = silent
     show: Show = silent
 
-    def __post_init__(self) -> None:
-        check_other(self.baseline, self.url)
+    def wrong(self) -> Iterator[tuple[str, ...]]:
+        """What was expected, and what to change."""
+        if self.baseline is not None and self.baseline.rstrip("/") == self.url.rstrip("/"):
+            yield f"another server than {escape(self.url)}, started without a drafter. Name that.", "baseline"
