@@ -62,27 +62,20 @@ def inspect(
         UnsupportedError: what is asked for does not go together.
     """
     source = checkpoint_here(source, or_bundle=True)
-    of_bundle = [name for name, given in (("graph", graph), ("section", section is not None)) if given]
-    checkpoint = is_checkpoint(source)
-    if against is not None and not checkpoint and not os.path.isdir(against):
-        with open_bundle(source, progress=progress):  # what is wrong with it comes first
-            pass
-        raise UnsupportedError(
-            f"{escape(against)}: expected the directory of a checkpoint to compare {escape(source)} with, found none. "
-            "Give one.",
-            remedies=("against",),
-        )
-    if of_bundle and (checkpoint or against):
-        raise UnsupportedError(
-            f"{escape(source)}: expected a bundle alone, whose graph or section is asked for. Leave these out.",
-            remedies=tuple(of_bundle),
-        )
-    if checkpoint:
+    of_bundle = tuple(name for name, given in (("graph", graph), ("section", section is not None)) if given)
+    if of_bundle and (against or is_checkpoint(source)):
+        why = "expected a bundle alone, whose graph or section is asked for. Leave these out."
+        raise UnsupportedError(f"{escape(source)}: {why}", remedies=of_bundle)
+    if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
-        if against is not None:
-            return compare_base(opened, Path(against), progress)
-        return inspection.inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
+        if against is None:
+            about: Any = {"tensors": tensors, "graph": graph, "section": section, "sliding_window": sliding_window}
+            return inspection.inspect(opened, **about)
+        if not os.path.isdir(against):
+            why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
+            raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
+        return compare_base(opened, Path(against), progress)
 
 
 def insert(
@@ -150,12 +143,10 @@ def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) 
     if plan.report is not None:
         check_place(plan.report, **to, listed=REPORT_LISTED)
     plan.check()
-    from mtp_extract.validation.run import run_validation
+    from mtp_extract.validation import page, run
 
-    found = run_validation(plan)
+    found = run.run_validation(plan)
     tell(found)
     if plan.report is not None:
-        from mtp_extract.validation.page import write_validation
-
-        write_validation(found, plan.report, **to)
+        page.write_validation(found, plan.report, **to)
     return found

@@ -1,12 +1,7 @@
 """Options that several commands share, and the bounds of every one, held where a plan is made.
 
 A plan is a frozen dataclass of what a function is asked to do. Fields that are annotated with a ``typer.Option`` or
-``typer.Argument`` are options of the function's command, too (``cli/_command.py``)::
-
-    @dataclass(frozen=True)
-    class BenchPlan:
-        url: Annotated[str, typer.Argument(help="The server.", metavar="URL")]
-        concurrency: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1
+``typer.Argument`` are options of the function's command, too (``cli/_command.py``), as in ``serving/plan.py``.
 """
 
 from __future__ import annotations
