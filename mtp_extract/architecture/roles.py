@@ -79,15 +79,13 @@ def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str =
     table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
     # Those of a layer stand together.
     own = [role for role in table if role.name.startswith(_LAYERS)]
-    first = table.index(own[0])
-    layers = (_fill(role, layer) for layer in range(num_layers) for role in own)
-    return (*table[:first], *layers, *table[first + len(own) :])
-
-
-def _fill(role: Role, layer: int) -> Role:
-    name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
-    names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
-    return replace(role, name=name, names=MappingProxyType(names), published_names=tuple(patterns))
+    first, filled = table.index(own[0]), list[Role]()
+    for layer in range(num_layers):
+        for role in own:
+            name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
+            names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
+            filled.append(replace(role, name=name, names=MappingProxyType(names), published_names=tuple(patterns)))
+    return (*table[:first], *filled, *table[first + len(own) :])
 
 
 def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:

@@ -19,11 +19,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.codec import count
 
-_NO_TOKENS: Any = None  # the text so far, which these warpers do not look at
-_COLDEST = 1e-5  # logits of Gemma 4 are below 30: at less the likeliest token has all of the probability
-
-NOT_DRAWN = -1
-"""In place of a token, where weights are no numbers."""
+NOT_DRAWN = -1  # in place of a token, where weights are no numbers
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether nothing is random."""
-        return self.temperature < _COLDEST
+        return self.temperature < 1e-5  # logits of Gemma 4 are below 30: the likeliest token has all of the probability
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution that tokens are drawn from: F32 [n, vocabulary], of ``logits`` of the same shape.
@@ -59,8 +55,8 @@ class Sampling:
         warp = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
         warp += [TopKLogitsWarper(self.top_k)] if self.top_k else []
         warp += [TopPLogitsWarper(float(self.top_p))] if self.top_p and self.top_p < 1 else []
-        scores: Any = logits.float()
-        warped: Tensor = warp(_NO_TOKENS, scores)
+        no_text: Any = None  # these warpers do not look at it
+        warped: Tensor = warp(no_text, logits.float())  # type: ignore[arg-type]
         return warped.softmax(-1)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> Tensor:

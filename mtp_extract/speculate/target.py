@@ -158,12 +158,7 @@ class Base:
         return Fed(fed.tokens[:, at], positions, fed.hidden[:, at], states, kv)
 
     def _tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
-        """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, and the way to it.
-
-        Args:
-            positions: int64 [1, nodes].
-            sees: bool [nodes, nodes].
-        """
+        """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, of it what ``sees`` says."""
         nodes, length, masks = len(sees), cache.get_seq_length(), {}
         for kind, window in self.windows.items():
             layer: Any = cache.layers[self.kv_providers[kind]]

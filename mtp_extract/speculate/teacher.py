@@ -1,14 +1,11 @@
 """Teacher forcing: what the drafter drafts after every token of a text, all positions in one pass.
 
-The base runs once over the text. An *anchor* n is a position whose token is taken as pending: the base has
-seen positions up to n - 1, exactly as at the start of a round of generation. All anchors are queries of
-one drafter call a step; a mask gives each the K and V up to its own n - 1, and position and mask stay the
-same in all steps, as in a round.
+The base runs once over the text. An *anchor* n is a position whose token is taken as pending: the base has seen
+positions up to n - 1, as at the start of a round of generation. All anchors are queries of one drafter call a step.
 
-Step 1 reads the true token at n and the base's state at n - 1. Step i reads the drafter's *own* token of
-step i - 1 and its own projected state, never the text's. So the acceptance here is that of real rounds: step i
-counts only where all steps before it drafted the text's tokens, and there the own token and the true one are the same.
-``top1`` and ``top5`` of a later step count all anchors, also those whose draft had left the text.
+Step 1 reads the text's token at n and the base's state at n - 1, step i the drafter's *own* token of step i - 1 and its
+own projected state. So acceptance is that of real rounds: step i counts only where all steps before it drafted the
+text's tokens. ``top1`` and ``top5`` of a later step count all anchors, also those whose draft had left the text.
 """
 
 from __future__ import annotations
@@ -28,10 +25,8 @@ from mtp_extract.errors import PairError
 from mtp_extract.speculate.codec import count
 from mtp_extract.speculate.target import Base
 
-_LOGITS_AT_ONCE = 1 << 28
 _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max  # the rank of a token that is not drafted however many are
-
 _Part = TypeVar("_Part", bound="OfTexts")
 
 
@@ -114,9 +109,9 @@ def teacher_forced(
     *,
     along: bool = False,
     full: Fed | None = None,
-    logits_at_once: int = _LOGITS_AT_ONCE,
+    logits_at_once: int = 1 << 28,
 ) -> Agreement:
-    """Draft ``steps`` tokens after every anchor of every text.
+    """Draft ``steps`` tokens after every anchor of every text; anchors in order of text, then position, on the CPU.
 
     Args:
         drafter: must fit the base (:func:`~mtp_extract.speculate.target.check_pair`).
@@ -124,28 +119,22 @@ def teacher_forced(
         steps: K, at least 1.
         along: every step reads the text's own token, as a tree's branch does that goes where the text goes.
         full: :func:`read_texts` of these texts, where it is at hand.
-        logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors than fit are
-            drafted in parts.
-
-    Returns:
-        Anchors in order of text, then position; on the CPU.
+        logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors are drafted in parts.
 
     Raises:
         PairError: no text has an anchor.
         MtpExtractError: ``steps`` is no number of at least 1.
     """
     count("steps", steps, least=1)
-    taken = [text.anchors for text in texts]
-    lengths = torch.tensor(list(map(len, taken)))
+    lengths = torch.tensor([len(text.anchors) for text in texts])
     if not lengths.any():
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
     full = full or read_texts(base, texts, [drafter.needs])
-    anchors = _padded(taken, 1)
-    aims, real = targets(texts, anchors, steps), torch.arange(anchors.shape[1])[None] < lengths[:, None]
+    anchors = _padded([text.anchors for text in texts], 1)
+    aims, real = targets(texts, anchors, steps), torch.arange(anchors.shape[1]) < lengths[:, None]
     drafts, ranks = torch.empty_like(aims), torch.empty_like(aims)
-    width = max(1, logits_at_once // (len(texts) * base.vocab_size))
-    for at in range(0, anchors.shape[1], width):
-        part = slice(at, at + width)
+    at_once = max(1, logits_at_once // (len(texts) * base.vocab_size))
+    for part in torch.split(torch.arange(anchors.shape[1]), at_once):
         places = anchors[:, part].to(full.tokens.device)
         state, token = drafter.start(BaseState(full, places, base.embed)), full.tokens.gather(1, places)
         for step in range(steps):

@@ -10,6 +10,7 @@ one node, the likeliest first.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ from itertools import takewhile
 from mtp_extract.errors import MtpExtractError, escape
 
 _MOST_DRAFTS = 1024
-_DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,9 @@ class Tree:
         Raises:
             MtpExtractError: another notation, or too large a tree.
         """
-        widths = text.split("x")
-        if not all(w.isdecimal() and w.isascii() and len(w) < _DIGITS and int(w) for w in widths):
+        if not re.fullmatch("[1-9][0-9]{,8}(x[1-9][0-9]{,8})*", text):
             raise MtpExtractError(f"expected a tree such as 4x2x1, found {escape(text)}. Give drafts after each draft.")
-        return cls(tuple(map(int, widths)))
+        return cls(tuple(map(int, text.split("x"))))
 
     @property
     def drafts(self) -> int:
@@ -84,11 +83,7 @@ class Tree:
         return rows
 
     def require_tokens(self, vocabulary: int) -> None:
-        """Check that a base with so many tokens has as many choices for a place as this tree looks at.
-
-        Raises:
-            MtpExtractError: it has fewer.
-        """
+        """Raise MtpExtractError where a base with so many tokens has fewer choices for a place than this tree holds."""
         if self.width > vocabulary:
             raise MtpExtractError(
                 f"expected at most {vocabulary} drafts for one place, as many as the base has tokens, found "
@@ -102,16 +97,11 @@ class Tree:
 
     def stands(self, ranks: Sequence[int]) -> int:
         """How many drafts stand where the base's next tokens have these ``ranks`` among the drafter's choices."""
-        held = takewhile(lambda pair: 0 <= pair[0] < pair[1], zip(ranks, self.widths, strict=False))
-        return sum(1 for _ in held)
+        held = (0 <= rank < width for rank, width in zip(ranks, self.widths, strict=False))
+        return sum(1 for _ in takewhile(bool, held))
 
     def followed(self, tokens: Sequence[int], choices: Sequence[int]) -> list[int]:
-        """The nodes on the way that the base goes, the root first.
-
-        Args:
-            tokens: of each node.
-            choices: the base's own token after each node.
-        """
+        """The nodes on the way that the base goes, the root first: each node has a token, and the base's after it."""
         way = [0]
         for node, parent in enumerate(self.parents):
             if parent == way[-1] and tokens[node] == choices[parent]:
