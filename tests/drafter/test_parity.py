@@ -53,28 +53,17 @@ def assert_equal(theirs: Any, mine: Any) -> None:
 
 @pytest.mark.parametrize("slots", WINDOW_EDGE)
 @torch.no_grad()
-def test_one_query(geometry: Geometry, slots: int) -> None:
+def test_one_query_and_several(geometry: Geometry, slots: int) -> None:
+    """One with padding, too, of which ``attention_mask`` tells transformers."""
     theirs, drafter = both(geometry)
     x = random_inputs(drafter.config, slots)
     assert_equal(theirs(**x), ours(drafter, x))
-
-
-@pytest.mark.parametrize("slots", WINDOW_EDGE)
-@torch.no_grad()
-def test_padding(geometry: Geometry, slots: int) -> None:
-    theirs, drafter = both(geometry)
-    x = random_inputs(drafter.config, slots)
     padding = torch.ones(2, slots + 1, dtype=torch.long)
     padding[1, : slots // 2] = 0
     padding[1, slots // 2 + 2 : slots // 2 + 3] = 0
     assert_equal(theirs(**x, attention_mask=padding), ours(drafter, x, padding[:, :slots].bool()))
 
-
-@pytest.mark.parametrize("slots", WINDOW_EDGE)
-@torch.no_grad()
-def test_several_queries(geometry: Geometry, slots: int) -> None:
     # Eager: transformers' SDPA path turns "no mask" into a causal one when there is more than one query.
-    theirs, drafter = both(geometry)
     theirs.set_attn_implementation("eager")
     x = random_inputs(drafter.config, slots, queries=3)
     assert_equal(theirs(**x), ours(drafter, x))
@@ -89,18 +78,6 @@ def test_a_cut_sliding_cache_keeps_the_end() -> None:
     padding = torch.ones(2, 30, dtype=torch.long)
     padding[0, 20:26] = 0
     assert_equal(theirs(**x, attention_mask=padding), ours(drafter, x, padding.bool()))
-
-
-@torch.no_grad()
-def test_the_window_is_seen_in_the_output() -> None:
-    """A slot just inside the window matters, the next one out does not: the parity above is no accident of a mask."""
-    _, drafter = both(GEOMETRIES["dense"])
-    x = random_inputs(drafter.config, 20)
-    before = ours(drafter, x).logits
-    for from_end, matters in ((drafter.config.layers[0].sliding_window, True), (6, False)):
-        changed = {k: tuple(t.clone() for t in kv) for k, kv in x["shared_kv_states"].items()}
-        changed["sliding_attention"][1][:, :, -1 - from_end] += 10
-        assert torch.equal(ours(drafter, x | {"shared_kv_states": changed}).logits, before) is not matters
 
 
 @torch.no_grad()
@@ -151,24 +128,6 @@ def test_unselected_tokens_of_the_ordered_head_share_the_floor() -> None:
     floor = logits.min()
     assert (logits == floor).sum() == 60 - 3 * 60 // 12
     assert logits[logits != floor].min() - floor == pytest.approx(1.0, abs=1e-6)
-
-
-@torch.no_grad()
-def test_controls_are_configs_and_weights() -> None:
-    """What the controls of a validation change does change the output, and the original is left alone."""
-    _, drafter = both(GEOMETRIES["dense"])
-    x = random_inputs(drafter.config, 9)
-    before = ours(drafter, x).logits
-    config = drafter.config
-    for changed in (
-        dataclasses.replace(config, attention_scale=0.5),
-        config.with_rope("full_attention", partial_rotary_factor=1.0),
-        config.with_rope("sliding_attention", theta=1e6),
-    ):
-        assert not torch.allclose(ours(drafter.with_config(changed), x).logits, before, atol=1e-4)
-    twin = drafter.with_config(config)
-    assert twin.lm_head.weight.data_ptr() == drafter.lm_head.weight.data_ptr()
-    assert torch.equal(ours(twin, x).logits, before)
 
 
 @pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS, dataclasses.replace(LITERT, unwritten=2)])

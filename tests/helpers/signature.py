@@ -37,7 +37,7 @@ def one_step(
     return Outputs(logits, after.hidden)
 
 
-def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]], shift: int = 0) -> Outputs:
+def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
     """What the reference drafter makes of one call's signature inputs.
 
     Args:
@@ -58,5 +58,5 @@ def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]], shift
     mask = given["mask"].reshape(1, 1, -1)
     slots, window = torch.arange(mask.shape[-1]), drafter.config.sliding_window or mask.shape[-1]
     masks = dict.fromkeys(kv, mask)
-    masks["sliding_attention"] = (mask & (slots <= position) & (slots > position - window)).roll(shift, -1)
+    masks["sliding_attention"] = mask & (slots <= position) & (slots > position - window)
     return one_step(drafter, given["activations"], kv, position, masks)

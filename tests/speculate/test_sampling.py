@@ -28,16 +28,12 @@ def toy(vocabulary: int = 6) -> tuple[Tensor, Tensor]:
     return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
 
-def exactly(p: Tensor, drafts: Tensor, q: list[Tensor], random: torch.Generator) -> tuple[Tensor, Tensor]:
-    return judge(p, drafts, q, random)
-
-
 def test_acceptance_is_one_minus_the_distance() -> None:
     """The chance of acceptance is the overlap of p and q: the rule rejects no more than it must."""
     p, q = toy()
     random = torch.Generator().manual_seed(3)
     drafts = draw(q[0].expand(ROUNDS, -1), random)[:, None]
-    held = sum(int(exactly(p[:2], one, [q[:1]], random)[0]) for one in drafts) / ROUNDS
+    held = sum(int(judge(p[:2], one, [q[:1]], random)[0]) for one in drafts) / ROUNDS
     assert held == pytest.approx(float(torch.minimum(p[0], q[0]).sum()), abs=0.025)
 
 
@@ -45,7 +41,7 @@ def test_equal_distributions_accept_everything() -> None:
     p, _ = toy()
     rows = [row[None] for row in p[:DRAFTS]]
     for seed in range(50):
-        accepted, _ = exactly(p, torch.tensor([2, 3]), rows, torch.Generator().manual_seed(seed))
+        accepted, _ = judge(p, torch.tensor([2, 3]), rows, torch.Generator().manual_seed(seed))
         assert int(accepted) == DRAFTS
 
 
