@@ -21,8 +21,8 @@ from mtp_extract.io.place import check_place
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.tuning.pair import write_made
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.writing import write_made
 from mtp_extract.validation.plan import ValidationPlan
 
 

@@ -6,16 +6,14 @@ that repeat others are left out, and anchors are told apart by whether a trained
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError
@@ -26,15 +24,14 @@ from mtp_extract.evaluation.prompts import FEW, Prompt, encode_prompts, shipped_
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.served import agreement, connected
-from mtp_extract.tuning.text import Tokens, Writer, branched, people_texts
-
-T = TypeVar("T")
+from mtp_extract.tuning.text import Tokens, Writer, agreement, connected, number, people_texts
 
 TRAINED, WATCHED, HELD_OUT, SHIPPED = "trained", "watched", "held out", "shipped"
 """Trained on; measured during training, to keep the best; measured before and after, to save or refuse; and, where the
 prompts are a user's, measured like these to see whether other workloads get worse."""
 
+BRANCHES = 3
+"""Positions of a text from which the base continues once more."""
 SEEN_LENGTH = 8
 """Tokens of a sequence that training has seen or not: the last drafts of a round that fit, the pending token and those
 before it."""
@@ -42,8 +39,6 @@ before it."""
 _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; of fewer held out there is no interval
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
-
-Numbers = NDArray[np.uint64]
 
 
 def side_of(source: str) -> str:
@@ -70,9 +65,9 @@ class Corpus:
         return tuple(chain.from_iterable(self.kinds))
 
     @cached_property
-    def known(self) -> Numbers:
-        """A number for every sequence of tokens that training has seen."""
-        return np.unique(np.concatenate([np.zeros(0, np.uint64), *(_sequences(text.tokens) for text in self.trained)]))
+    def known(self) -> frozenset[int]:
+        """Of every sequence of tokens that training has seen, its number."""
+        return frozenset(chain.from_iterable(_sequences(text.tokens) for text in self.trained))
 
     def balanced(self, watched: Measured) -> float:
         """What the best is chosen by, of a drafter measured on the watched texts.
@@ -87,7 +82,7 @@ class Corpus:
         return sum(part.teacher_forced for part in parts) / 2
 
 
-def seen(measured: Measured, texts: Sequence[Text], known: Numbers) -> Tensor:
+def seen(measured: Measured, texts: Sequence[Text], known: Container[int]) -> Tensor:
     """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a trained text.
 
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
@@ -98,21 +93,15 @@ def seen(measured: Measured, texts: Sequence[Text], known: Numbers) -> Tensor:
         known: :attr:`Corpus.known` of what was trained on.
     """
     ends = measured.anchor + min(measured.stands.shape[1], SEEN_LENGTH - 1)
-    around = np.zeros(len(measured.text), np.uint64)
-    for index in torch.unique(measured.text).tolist():
-        rows = (measured.text == index).numpy()
-        around[rows] = _sequences(texts[index].tokens)[ends[rows].numpy()]
-    return torch.from_numpy(np.isin(around, known))
+    numbers = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
+    places = zip(measured.text.tolist(), ends.tolist(), strict=True)
+    return torch.tensor([numbers[index][end] in known for index, end in places], dtype=torch.bool)
 
 
-def _sequences(tokens: Sequence[int]) -> Numbers:
-    """A number for the sequence that ends with each token: equal for equal ones, and else by a chance of 2^-60."""
-    # 0 stands for what is before a text.
-    padded = np.concatenate([np.zeros(SEEN_LENGTH - 1, np.int64), np.asarray(tokens, np.int64) + 1]).astype(np.uint64)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, SEEN_LENGTH)
-    factors = np.random.default_rng(SEEN_LENGTH).integers(1 << 63, size=SEEN_LENGTH, dtype=np.uint64) * 2 + 1
-    numbers: Numbers = (windows * factors).sum(axis=1, dtype=np.uint64)
-    return numbers
+def _sequences(tokens: Sequence[int]) -> list[int]:
+    """A number for the 8 tokens that end with each: equal for equal ones, and else by a chance of 2^-60."""
+    padded = (*[-2] * (SEEN_LENGTH - 1), *tokens)
+    return [hash(padded[at : at + SEEN_LENGTH]) for at in range(len(tokens))]
 
 
 def gather(pair: Pair, tell: Show = silent) -> Corpus:
@@ -133,26 +122,29 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
         fitting = [
             (side, item, tokens)
             for (side, item), tokens in zip(asked, prompts, strict=True)
-            if len(tokens) <= room or (plan.given and side != SHIPPED)
+            if side != SHIPPED or len(tokens) <= room
         ]
-        texts = dict[str, list[tuple[Prompt, Text]]]()
-        for (side, item, _), text in zip(fitting, writer.texts([one[2] for one in fitting], tell), strict=True):
-            texts.setdefault(side, []).append((item, text))
+        written = zip(fitting, writer.texts([tokens for *_, tokens in fitting], tell), strict=True)
+        found = [(side, item, text) for (side, item, _), text in written]
         if by_people:
-            texts |= {side: people_texts(items, writer) for side, items in sides.items() if side != SHIPPED}
+            own = ((side, item) for side, items in sides.items() if side != SHIPPED for item in items)
+            found = [*((side, item, text) for side, item in own for text in people_texts(item, writer)), *found]
+        texts = {side: [text for where, _, text in found if where == side] for side in sides}
         if server is not None or by_people:
-            by = [text for side, pairs in texts.items() if side != SHIPPED for _, text in pairs]
-            text_from = agreement(pair.base, by, plan.temperature, server)
-        kinds = [_texts(_enough(TRAINED, texts, steps))]
+            mine = [text for side, _, text in found if side != SHIPPED]
+            text_from = agreement(pair.base, mine, plan.temperature, server)
+        kinds = [_enough(TRAINED, texts, steps)]
         if not by_people:
-            trained = [tokens for side, _, tokens in fitting if side == TRAINED]
-            kinds += _further_kinds(writer, trained, tell)
+            kinds += _further_kinds(writer, [tokens for side, _, tokens in fitting if side == TRAINED], tell)
     # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
     learned = [*chain.from_iterable(kinds)]
-    watched = _texts(_enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED])
-    own = _enough(HELD_OUT, texts, steps, [*learned, *watched])
-    shipped = new_texts(texts.get(SHIPPED, []), steps, [*learned, *watched, *_texts(own)])
-    return Corpus(tuple(filter(None, kinds)), watched, (*own, *shipped), len(own), text_from)
+    watched = _enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED]
+    held_out = _enough(HELD_OUT, texts, steps, [*learned, *watched])
+    shipped = new_texts(texts[SHIPPED], steps, [*learned, *watched, *held_out])
+    # Of texts that are alike the first is left.
+    items = {text: item for _, item, text in reversed(found)}
+    both = tuple((items[text], text) for text in (*held_out, *shipped))
+    return Corpus(tuple(map(tuple, filter(None, kinds))), tuple(watched), both, len(held_out), text_from)
 
 
 def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
@@ -175,42 +167,46 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
             remedies=("prompts", "text"),
         )
     known = held | {item.key for item in sides[TRAINED]}
-    shipped = [item for item in (shipped_prompts(FEW) if plan.given else ()) if item.key not in known]
+    shipped = [item for item in (shipped_prompts(FEW) if plan.prompts or plan.text else ()) if item.key not in known]
     # Of another name, as a user's own workload may be called "code" too.
     return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
 
 
-def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Iterator[tuple[Text, ...]]:
-    """What is learned beside the text as ``writer`` has it: text at the other temperature, and text within that."""
-    steps = writer.pair.plan.draft_steps
-    other = replace(writer, temperature=0.0 if writer.temperature else 1.0)
-    drawn = other.texts(prompts, tell)
+def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Iterator[list[Text]]:
+    """What is learned beside the text as ``writer`` has it: text at the other temperature, and text within that.
+
+    Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
+    text that was drawn it has more.
+    """
+    plan = writer.pair.plan
+    drawn = replace(writer, temperature=0.0 if writer.temperature else 1.0).texts(prompts, tell)
     # What stands in a prompt is as good to learn from as what the base drew.
-    yield _texts(new_texts([(None, replace(text, prompt_length=1)) for text in drawn], steps))
-    if not writer.temperature and writer.server is None:
-        yield _texts(new_texts([(None, text) for text in branched(writer, drawn, tell)], steps))
+    yield new_texts([replace(text, prompt_length=1) for text in drawn], plan.draft_steps)
+    if writer.temperature or writer.server is not None:
+        return
+    short, places = replace(writer, new_tokens=max(2, writer.new_tokens // 2)), list[Tokens]()
+    for text in drawn:
+        ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - short.new_tokens + 1)))
+        generator = torch.Generator().manual_seed(number([plan.seed, *text.tokens]))
+        chosen = torch.randperm(len(ends), generator=generator)[:BRANCHES].sort().values.tolist()
+        places += [text.tokens[: ends[index]] for index in chosen]
+    yield new_texts(short.texts(places, tell, "positions within these"), plan.draft_steps)
 
 
-def new_texts(pairs: Sequence[tuple[T, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[T, Text]]:
-    """Those of ``pairs`` with ``steps`` drafts to make whose text repeats none of ``seen``, nor one before it."""
-    found = [(item, text) for item, text in pairs if len(text.anchors) >= steps]
-    again = repeats([text.tokens for text in (*seen, *_texts(found))])
-    return [pair for index, pair in enumerate(found, len(seen)) if index not in again]
+def new_texts(texts: Sequence[Text], steps: int, seen: Sequence[Text] = ()) -> list[Text]:
+    """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``seen``, nor one before them."""
+    found = [*seen, *(text for text in texts if len(text.anchors) >= steps)]
+    again = repeats([text.tokens for text in found])
+    return [text for index, text in enumerate(found) if index >= len(seen) and index not in again]
 
 
-def _texts(pairs: Iterable[tuple[Any, Text]]) -> tuple[Text, ...]:
-    return tuple(text for _, text in pairs)
-
-
-def _enough(
-    side: str, texts: Mapping[str, list[tuple[Prompt, Text]]], steps: int, seen: Sequence[Text] = ()
-) -> list[tuple[Prompt, Text]]:
+def _enough(side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Sequence[Text] = ()) -> list[Text]:
     """The new texts of ``side``, if they are as many as it needs."""
-    pairs = new_texts(texts.get(side, []), steps, seen)
-    if len(pairs) < _LEAST[side]:
+    found = new_texts(texts[side], steps, seen)
+    if len(found) < _LEAST[side]:
         raise MtpExtractError(
-            f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(pairs)}: the "
+            f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(found)}: the "
             "others are shorter, or repeat one that counts; give other ones",
             remedies=("prompts", "text"),
         )
-    return pairs
+    return found

@@ -8,7 +8,7 @@ as if it were not there (straight-through). Scales and zero points are never cha
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -55,7 +55,7 @@ class Latents(nn.Module):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Container[str] = ()
+        self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Sequence[str] = ()
     ) -> None:
         super().__init__()
         self.checkpoint, self.mode, self.values = checkpoint, mode, nn.ParameterDict()
@@ -66,7 +66,8 @@ class Latents(nn.Module):
         # An ordered head is not trained here: choosing clusters passes no gradient.
         kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
         for role in shapes_of(checkpoint.config):
-            if role.name in idle or role.name in HEAD_ROLES or role.kind not in kinds:
+            # What the first norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states.
+            if role.name in ("input_norm", *HEAD_ROLES, *idle) or role.kind not in kinds:
                 continue
             weight = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.

@@ -94,24 +94,8 @@ class Rows:
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The loss of N rows, and its derivatives."""
-
-    loss: Tensor  # F32 [], the weighted sum
-    # F32 [N], 1 where the argmax is the base's, else 0; or, where ``kl`` or ``tv`` comes first, the probability that a
-    # draft drawn here is accepted
-    agreement: Tensor
-    made: list[Tensor | None]  # [N, width] by the states, [V, width] by the head; the latter None where none is wanted
-
-    def pass_on(self, states: Tensor, head: Tensor) -> None:
-        """Go on backwards from ``states`` and ``head``; what was ``made`` is let go of on the way."""
-        loss: Tensor = _PassedOn.apply(states, head, self.made)  # type: ignore[no-untyped-call]  # untyped in torch
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
-class _PassedOn(torch.autograd.Function):
-    """Hands over gradients, and keeps none: that of a head is as large as the head."""
+class PassedOn(torch.autograd.Function):
+    """Of states and a head, a number whose gradients are ``made``; these are not kept: a head's is as large as that."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, made: list[Tensor | None]) -> Tensor:
@@ -126,13 +110,20 @@ class _PassedOn(torch.autograd.Function):
 
 
 @torch.no_grad()
-def gradient_of(rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE) -> Gradient:
-    """The loss of ``rows`` and its gradient.
+def gradient_of(
+    rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """The loss of ``rows``, and its gradient.
 
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
         logits_at_once: most logits held in one piece (numbers, not bytes).
+
+    Returns:
+        The weighted sum, F32 []; how well each row agrees, F32 [N]: whether the argmax is the base's or, where ``kl``
+        or ``tv`` comes first, the probability that a draft drawn here is accepted; the derivatives by ``states`` and,
+        where it is trained, by ``head``, for :class:`PassedOn`.
     """
     loss, agreement = torch.zeros((), device=states.device), torch.zeros(len(states), device=states.device)
     of_states = torch.zeros_like(states)
@@ -145,7 +136,7 @@ def gradient_of(rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = 
             of_head.addmm_(gradient.T, states[piece].float())
         # Before the next piece, which takes as much.
         del gradient
-    return Gradient(loss, agreement, [of_states, None if of_head is None else of_head.to(head.dtype)])
+    return loss, agreement, [of_states, None if of_head is None else of_head.to(head.dtype)]
 
 
 def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +157,7 @@ def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple
     if rows.cap is not None:
         bent = logits.div_(rows.cap).tanh_()
         logits = bent * rows.cap
-    logits, loss, made = tempered(logits), torch.zeros((), device=states.device), list[tuple[Tensor, Tensor]]()
+    logits, loss, found = tempered(logits), torch.zeros((), device=states.device), list[tuple[Tensor, Tensor]]()
     for left, (name, share) in enumerate(rows.objective.items(), 1 - len(rows.objective)):
         gradient = logits.clone() if left else logits
         aim = rows.choices[where] if log_p is None or name == "ce" else log_p
@@ -174,8 +165,8 @@ def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple
         weights = share * torch.full((len(piece),), rows.weight, device=states.device)
         weights = weights * rows.choosing[piece] if name == "ce" else weights
         loss += losses @ weights
-        made.append((gradient.mul_((weights / rows.temperature)[:, None]), agreement))
-    (whole, agreement), *others = made
+        found.append((gradient.mul_((weights / rows.temperature)[:, None]), agreement))
+    (whole, agreement), *others = found
     for gradient, _ in others:
         whole.add_(gradient)
     return whole if bent is None else whole.mul_(bent.square_().neg_().add_(1)), loss, agreement

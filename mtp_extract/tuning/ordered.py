@@ -35,11 +35,10 @@ from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE
-from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.pair import Pair, as_written, check_writable
 from mtp_extract.tuning.text import Writer
 from mtp_extract.tuning.train import Batch, Rounds, cosine, counting, random_anchors, states_of
 from mtp_extract.tuning.verdict import Comparisons, signed, units_of
-from mtp_extract.tuning.writing import as_written, check_writable
 
 LEAST_KEPT = 0.995
 """Of the dense head's choices, on text of each kind."""
@@ -174,10 +173,8 @@ def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
     sides, learned = dict[str, list[Text]](), list[Text]()
     # After random tokens a base soon writes the same loops: one that was learned shows nothing.
     for side in (TRAINED, WATCHED, HELD_OUT):
-        own = [
-            (None, text) for prompt, text in zip(prompts, written, strict=True) if side_of(str(list(prompt))) == side
-        ]
-        sides[side] = [text for _, text in new_texts(own, plan.draft_steps, learned)]
+        own = [text for prompt, text in zip(prompts, written, strict=True) if side_of(str(list(prompt))) == side]
+        sides[side] = new_texts(own, plan.draft_steps, learned)
         learned += sides[side]
     return sides
 

@@ -1,24 +1,31 @@
-"""The drafter and its base, loaded, in each of the processes that train together."""
+"""The drafter and its base, loaded, in each of the processes that train together; and a drafter written as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from xxhash import xxh3_128
 
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.arranged import NOTHING, Arranged
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.drafter.load import Network, load_any
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.formats import EVERY
 from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.pipeline.conversion import origin_of
+from mtp_extract.pipeline.plan import Dtype, WritingPlan
 from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.writing import prepare, write
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.writing import as_written
 
 
 class Pair:
@@ -83,3 +90,62 @@ class Pair:
         """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
         written = as_written(self.origin, checkpoint)
         return load_any(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+
+
+def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
+    """``checkpoint`` in the format, type and with the codes that ``origin`` has.
+
+    Raises:
+        UnsupportedError: the format cannot hold it.
+    """
+    tensors = origin.checkpoint.tensors.items()
+    coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
+    # Integers where they are not beside floats but in their place.
+    dtype = CODES if coded and CODES in EVERY[origin.layout].dtypes else origin.checkpoint.dtype
+    return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(Dtype, dtype), codes=bool(origin.extra_codes)))
+
+
+def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
+    kept = arranged(origin, checkpoint).kept
+    rounded = {role: one.written for role, one in kept.items() if one.rounded_to and role in checkpoint.tensors}
+    return replace(checkpoint, tensors=MappingProxyType({**checkpoint.tensors, **rounded}))
+
+
+def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
+    """Refuse a mode that makes what the format of ``origin`` has no room for.
+
+    Args:
+        like: a checkpoint with all that ``mode`` makes, whatever its numbers are.
+
+    Raises:
+        UnsupportedError: it has no room.
+    """
+    try:
+        kept = arranged(origin, like).kept.values()
+        why = next((f"{one.why}." for one in kept if one.how == NOTHING), None)
+    except UnsupportedError as error:
+        why = str(error)
+    if why:
+        raise UnsupportedError(
+            f"{escape(origin.directory)}: expected a format with room for what the mode {mode} makes, found "
+            f"{origin.layout}: {why} Train norms or codes, or convert it to the transformers format first.",
+            remedies=("mode=norms", "mode=qat"),
+        )
+
+
+def write_made(origin: ReadDirectory, made: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]) -> None:
+    """Write ``made`` where ``plan`` wants it, in the format, type and with the codes that ``origin`` has.
+
+    Args:
+        made: ``origin`` with other weights or another head.
+        key: of the record, under which ``about`` stands: "tuning", or "ordered_head".
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently; nothing is left behind.
+    """
+    held = arranged(origin, made)
+    own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
+    # What was proven was proven of other weights, or another head.
+    new = {**origin_of(origin, held), "proof": None, key: {**about, **own}}
+    write(held, plan.target, new, overwrite=plan.overwrite, inputs=plan.inputs)

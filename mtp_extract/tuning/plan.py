@@ -23,8 +23,6 @@ ORDERED, EAGLE3 = "ordered", "eagle3"
 
 _STEPS = {"norms": 500, "qat": 500, "float": 500, ORDERED: 600, EAGLE3: 300}
 
-_RECIPE = ("draft_steps", "batch", "objective", "temperature", "learning_rate", "seed")
-
 
 @dataclass(frozen=True)
 class TuningPlan:
@@ -62,11 +60,7 @@ class TuningPlan:
         ),
     ] = "norms"
     prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts of your workload, as .txt or .jsonl; by default ours.",
-            metavar="FILE",
-        ),
+        Path | None, typer.Option(help="Prompts of your workload, as .txt or .jsonl; by default ours.", metavar="FILE")
     ] = None
     text: Annotated[
         Path | None,
@@ -87,12 +81,7 @@ class TuningPlan:
     new_tokens: Annotated[int, typer.Option(help="Most tokens of each of the base's texts.", min=2, metavar="N")] = 256
     temperature: Annotated[
         float,
-        typer.Option(
-            help="Temperature of serving and of the base's text; 0 is greedy.",
-            min=0,
-            max=100,
-            metavar="X",
-        ),
+        typer.Option(help="Temperature of serving and of the base's text; 0 is greedy.", min=0, max=100, metavar="X"),
     ] = 0.0
     chat_template: Annotated[bool, typer.Option(help="Put prompts into the base's chat format.")] = True
     draft_steps: Annotated[int, typer.Option(help="Drafts a round to train for.", min=1, metavar="N")] = 3
@@ -149,11 +138,6 @@ class TuningPlan:
         """What is read, and so is not replaced."""
         return self.directory, *files_of(self.base), self.prompts, self.text
 
-    @property
-    def given(self) -> bool:
-        """Whether the prompts, or the texts, are the user's."""
-        return self.prompts is not None or self.text is not None
-
     @cached_property
     def items(self) -> tuple[Prompt, ...]:
         """The prompts, or the texts by people.
@@ -167,7 +151,8 @@ class TuningPlan:
     @property
     def recipe(self) -> dict[str, object]:
         """How it is trained, for the record."""
-        return {name: getattr(self, name) for name in _RECIPE} | {"steps": self.optimizer_steps}
+        own = ("draft_steps", "batch", "objective", "temperature", "learning_rate", "seed")
+        return {name: getattr(self, name) for name in own} | {"steps": self.optimizer_steps}
 
     def check(self) -> None:
         """Check what can be checked before anything is loaded.

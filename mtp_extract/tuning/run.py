@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
@@ -58,11 +57,11 @@ def run_tuning(
     from mtp_extract.tuning.corpus import divided, gather
     from mtp_extract.tuning.eagle3 import new_head
     from mtp_extract.tuning.ordered import check_ordered, dense, make_head, refusals
-    from mtp_extract.tuning.pair import Pair
-    from mtp_extract.tuning.served import in_words
+    from mtp_extract.tuning.pair import Pair, write_made
+    from mtp_extract.tuning.text import in_words
     from mtp_extract.tuning.train import measured
     from mtp_extract.tuning.verdict import Comparisons
-    from mtp_extract.tuning.writing import locked, write_made
+    from mtp_extract.tuning.work import locked
 
     # Too few prompts are no reason to load a base.
     divided(plan)
@@ -88,8 +87,8 @@ def run_tuning(
     refused = tuple(refusals(about["kinds"], comparisons) if ordered else comparisons.refused())
     texts = {side: len(getattr(corpus, side)) for side in ("trained", "watched", "held_out")}
     about |= {"recipe": plan.recipe, "base": public_name(plan.base), "base_xxh3": pair.base_fingerprint}
-    about |= {"texts": texts, "text_from": corpus.text_from}
-    about |= {"accepted": not refused, "refused": list(refused), **msgspec.to_builtins(comparisons)}
+    about |= {"texts": texts, "text_from": corpus.text_from, "accepted": not refused, "refused": list(refused)}
+    about |= msgspec.to_builtins(comparisons)
     keep = plan.force or not refused
     if keep and first:
         write_made(pair.origin, made, plan, "ordered_head" if ordered else "tuning", about)
@@ -118,16 +117,12 @@ def _latents(pair: Pair) -> Latents:
         MtpExtractError: the mode trains what the drafter's format does not hold.
     """
     from mtp_extract.tuning.latents import MODES, Latents
-    from mtp_extract.tuning.writing import check_writable
+    from mtp_extract.tuning.pair import check_writable
 
     plan, origin = pair.plan, pair.origin
-    # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And a round of one step
-    # never reads the state that the step hands on.
-    idle = ("input_norm", *(["post_projection"] if plan.draft_steps == 1 else []))
-    try:
-        latents = Latents(origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
-    except MtpExtractError as error:
-        raise MtpExtractError(f"{escape(origin.directory)}: {error}", remedies=error.remedies) from error
+    # A round of one step never reads the state that the step hands on.
+    idle = ("post_projection",) if plan.draft_steps == 1 else ()
+    latents = Latents(origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
     # Another number for each that is trained: what can hold it can hold what comes out.
     changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
     check_writable(origin, changed, plan.mode)

@@ -1,15 +1,16 @@
 """The text a drafter is tuned on: what the base, or a server that has it, writes after prompts; or text by people.
 
-What is written is kept in files of lines, one a continuation, a file a batch. A run that was interrupted resumes
-with the same text, since batches and their random numbers depend on the prompts and the seed alone.
+What is written is kept in ``texts.jsonl``, a line a text, and added to it batch by batch. A run that was interrupted
+resumes with the same text, since batches and their random numbers depend on the prompts and the seed alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -17,21 +18,29 @@ from typing import Any
 
 import msgspec
 import torch
+from accelerate.utils import gather_object
 
-from mtp_extract.errors import CheckpointError, PairError, escape
+from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
 from mtp_extract.evaluation.agreement import base_texts, groups
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import Messages, Prompt, encode_prompts
 from mtp_extract.io.files import read_regular
 from mtp_extract.serving.client import Question, Server
+from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE
 from mtp_extract.tuning.pair import Pair
-from mtp_extract.tuning.writing import written_whole
+from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.work import added_to
 
-BRANCHES = 3
-"""Positions of a text from which the base continues once more."""
+LEAST_AGREEMENT = 0.9
+"""Of greedy text by a server: a base in four bits agrees with itself in sixteen at 0.93 to 0.97."""
+MOST_SURPRISE = 0.25
+"""Nats a token, of sampled text by a server."""
 
-_LARGEST = 1 << 28  # bytes of a file of texts
+_LARGEST = 1 << 34  # bytes of all texts
+_LOOKED_AT = 32  # texts, to see whose they are
+_ARGUMENTS = {"key": "text_key", "model": "text_model", "concurrency": "batch"}  # of a server, as a plan calls them
 
 Tokens = tuple[int, ...]
 """A prompt as the base is fed it."""
@@ -56,43 +65,45 @@ class Writer:
     contents: Mapping[Tokens, str | Messages] = field(default_factory=dict)  # of each prompt, as a server is asked it
 
     def texts(self, prompts: Sequence[Tokens], tell: Show = silent, what: str = "prompts") -> list[Text]:
-        """What follows each of ``prompts``: what is not stored yet is written, by all processes, a share each.
+        """What follows each of ``prompts``: what is not kept yet is written, by all processes, a batch each at a time.
 
         Args:
             tell: called after every batch.
             what: ``prompts`` are, in words.
 
         Raises:
-            CheckpointError: a file of text is damaged.
-            OutputError: the folder cannot be written.
+            CheckpointError: the file of texts is damaged.
+            OutputError: it cannot be written.
             PairError: a prompt does not fit the base's context.
         """
         if not prompts:
             return []
-        accelerator, folder = self.pair.accelerator, self.pair.plan.kept_in / "text"
+        accelerator, path = self.pair.accelerator, self.pair.plan.kept_in / "texts.jsonl"
         by = f"{self.server.kind.name}'s {escape(self.server.model)}" if self.server else "the base"
         self.pair.say(f"continuing {len(prompts)} {what} with {by} at temperature {self.temperature:g}")
         self.check_length(max(map(len, prompts)), self.new_tokens, ("prompts", "new_tokens"))
-        names = {prompt: self._name(prompt) for prompt in prompts}
-        once = list(names)
+        once, (kept, size), done = list(dict.fromkeys(prompts)), _kept(path), 0
         batches = [[once[index] for index in group] for group in groups(list(map(len, once)), self.pair.plan.batch)]
-        batches = batches[accelerator.process_index :: accelerator.num_processes]
-        stored, done, total = _stored(folder), 0, sum(map(len, batches))
-        for batch in batches:
-            if missing := {names[prompt] for prompt in batch} - stored.keys():
-                # All of them, since what a batch draws depends on all of its prompts.
-                lines = (
-                    Line(names[prompt], len(prompt), (*prompt, *tokens))
-                    for prompt, tokens in zip(batch, self._continued(batch), strict=True)
-                )
-                with written_whole(folder / f"{_number(sorted(missing)):012x}.jsonl") as file:
-                    file.writelines(msgspec.json.encode(line) + b"\n" for line in lines if line.name in missing)
-            done += len(batch)
-            tell(f"text {done} of {total}", done, total)
-        accelerator.wait_for_everyone()
-        stored = _stored(folder)
-        found = (stored[names[prompt]] for prompt in prompts)
-        return [Text(line.tokens, line.prompt_length) for line in found]
+        for at in range(0, len(batches), accelerator.num_processes):
+            together = batches[at : at + accelerator.num_processes]
+            own = together[accelerator.process_index :][:1]
+            lines = gather_object([line for batch in own for line in self._missing(batch, kept)])
+            if lines and accelerator.is_main_process:
+                with added_to(path, size) as file:
+                    size += file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            kept |= {line.name: line for line in lines}
+            done += sum(map(len, together))
+            tell(f"text {done} of {len(once)}", done, len(once))
+        return [Text(kept[self._name(prompt)].tokens, len(prompt)) for prompt in prompts]
+
+    def _missing(self, batch: Sequence[Tokens], kept: Container[str]) -> list[Line]:
+        """What follows the prompts of ``batch``, as far as it is not ``kept``."""
+        names = list(map(self._name, batch))
+        if all(name in kept for name in names):
+            return []
+        # All of them are written, since what a batch draws depends on all of its prompts.
+        rows = zip(names, batch, self._continued(batch), strict=True)
+        return [Line(name, len(prompt), (*prompt, *tokens)) for name, prompt, tokens in rows if name not in kept]
 
     def check_length(self, prompt: int, new: int, remedies: tuple[str, ...]) -> None:
         """Raise PairError where so many tokens, and ``new`` ones after them, do not fit the base's context."""
@@ -115,7 +126,7 @@ class Writer:
         """
         base, codec, server = self.pair.base, self.pair.codec, self.server
         if server is None:
-            batch, seed = len(prompts), _number([self._seed, *prompts])
+            batch, seed = len(prompts), number([self._seed, *prompts])
             drawn: dict[str, Any] = {"new_tokens": self.new_tokens, "temperature": self.temperature, "seed": seed}
             return base_texts(base, prompts, batch=batch, **drawn)
         questions, found = list[Question](), list[Tokens]()
@@ -156,47 +167,33 @@ class Writer:
         return sha256(json.dumps([self._made_with, prompt]).encode()).hexdigest()[:32]
 
 
-def _stored(folder: Path) -> dict[str, Line]:
-    """By name, the texts in the files of every run and process.
+def _kept(path: Path) -> tuple[dict[str, Line], int]:
+    """By name, the texts in the file at ``path``, and its bytes up to the end of the last one that is whole.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: it is damaged.
     """
-    found = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        try:
-            lines = msgspec.json.Decoder(Line).decode_lines(read_regular(path, _LARGEST))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to "
-                "have it written again."
-            ) from error
-        found.update({line.name: line for line in lines})
-    return found
+    try:
+        stored = read_regular(path, _LARGEST)
+        # What a killed run was writing is not whole.
+        size = stored.rfind(b"\n") + 1
+        return {line.name: line for line in msgspec.json.Decoder(Line).decode_lines(stored[:size])}, size
+    except FileNotFoundError:
+        return {}, 0
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to have "
+            "it written again."
+        ) from error
 
 
-def _number(parts: Sequence[object]) -> int:
+def number(parts: Sequence[object]) -> int:
     """48 bits that depend on ``parts`` alone."""
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
-def branched(writer: Writer, texts: Sequence[Text], tell: Show) -> list[Text]:
-    """What ``writer`` writes, half as many tokens, after random positions of ``texts``.
-
-    Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
-    text that was drawn it has more.
-    """
-    short, places = replace(writer, new_tokens=max(2, writer.new_tokens // 2)), list[Tokens]()
-    for text in texts:
-        ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - short.new_tokens + 1)))
-        draw = torch.Generator().manual_seed(_number([writer.pair.plan.seed, *text.tokens]))
-        chosen = torch.randperm(len(ends), generator=draw)[:BRANCHES].sort().values.tolist()
-        places += [text.tokens[: ends[index]] for index in chosen]
-    return short.texts(places, tell, "positions within these")
-
-
-def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, Text]]:
-    """Each item, a text by people or a prompt with their answer.
+def people_texts(item: Prompt, writer: Writer) -> list[Text]:
+    """``item``, a text by people or a prompt with their answer.
 
     Of a text drafts aim at every token but BOS, in windows of ``writer.new_tokens`` that stand alone. With a prompt, as
     the base is asked it, they aim at the answer's tokens. What a chat template puts after an answer is no part of it.
@@ -205,22 +202,85 @@ def people_texts(items: Sequence[Prompt], writer: Writer) -> list[tuple[Prompt, 
         PairError: a text cannot be encoded, messages have no answer, or an answer does not fit the base's context.
         MtpExtractError: messages where no chat template is applied.
     """
-    codec, length, found = writer.pair.codec, writer.new_tokens, list[tuple[Prompt, Text]]()
-    for item in items:
-        if item.completion is not None:
-            (given,) = encode_prompts([item], codec, chat_template=writer.pair.plan.chat_template)
-            windows = [codec.continued(item.completion)]
-            writer.check_length(len(given), len(windows[0]), ("text",))
-        elif isinstance(item.content, str):
-            (encoded,) = encode_prompts([item], codec, chat_template=False)
-            opened = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
-            given, tokens = encoded[:opened], encoded[opened:]
-            windows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
-        else:
-            raise PairError(
-                "expected texts by people, or messages that end in an answer, found messages without one, "
-                f"{escape(item.key)}; give those as prompts",
-                remedies=("prompts",),
-            )
-        found += [(item, Text((*given, *window), max(1, len(given)))) for window in windows]
+    codec, length = writer.pair.codec, writer.new_tokens
+    if item.completion is not None:
+        (given,) = encode_prompts([item], codec, chat_template=writer.pair.plan.chat_template)
+        windows = [codec.continued(item.completion)]
+        writer.check_length(len(given), len(windows[0]), ("text",))
+    elif isinstance(item.content, str):
+        (encoded,) = encode_prompts([item], codec, chat_template=False)
+        opened = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
+        given, tokens = encoded[:opened], encoded[opened:]
+        windows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
+    else:
+        raise PairError(
+            "expected texts by people, or messages that end in an answer, found messages without one, "
+            f"{escape(item.key)}; give those as prompts",
+            remedies=("prompts",),
+        )
+    return [Text((*given, *window), max(1, len(given))) for window in windows]
+
+
+# Whose text it is
+
+
+@contextmanager
+def connected(plan: TuningPlan) -> Iterator[Server | None]:
+    """The server that ``plan`` names, if it names one; its errors name the arguments of a plan."""
+    if plan.text_from is None:
+        yield None
+        return
+    try:
+        with Server(plan.text_from, model=plan.text_model, key=plan.text_key) as server:
+            yield server
+    except ServerError as error:
+        raise ServerError(str(error), remedies=tuple(_ARGUMENTS.get(name, name) for name in error.remedies)) from None
+
+
+@torch.no_grad()
+def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Server | None) -> dict[str, Any]:
+    """How far ``texts``, by a server or by people, are what ``base`` would write, over some of them.
+
+    Returns:
+        Who wrote; ``texts`` and ``positions`` looked at; greedily ``agreement``, the share of tokens that ``base``
+        would have written; else ``surprise``, by how many nats a token they are less likely than what it writes.
+
+    Raises:
+        PairError: a server has another base.
+    """
+    written = [text for text in texts if text.continuation]
+    chosen = written[:: -(-len(written) // _LOOKED_AT) or 1]
+    hits, surprise, positions = 0, 0.0, 0
+    for text in chosen:
+        hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
+        following, rows = torch.tensor(text.continuation, device=base.device), max(1, LOGITS_AT_ONCE // base.vocab_size)
+        for part, tokens in zip(torch.split(hidden, rows), torch.split(following, rows), strict=True):
+            logits = base.logits(part)
+            likely = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+            hits += int((logits.argmax(-1) == tokens).sum())
+            surprise -= float(likely.gather(1, tokens[:, None]).sum() - (likely.exp() * likely).sum())
+            positions += len(tokens)
+    by = (server.kind.name, server.version, server.model) if server else ("people", None, None)
+    found: dict[str, Any] = dict(zip(("kind", "version", "model"), by, strict=True))
+    found |= {"texts": len(chosen), "positions": positions}
+    if not positions:
+        return found
+    name, value = ("surprise", surprise / positions) if temperature else ("agreement", hits / positions)
+    found[name] = value
+    if server is not None and (value > MOST_SURPRISE if temperature else value < LEAST_AGREEMENT):
+        bound = f"at most {MOST_SURPRISE} nats a token" if temperature else f"at least {LEAST_AGREEMENT:.0%} of tokens"
+        raise PairError(
+            f"expected texts of the base at hand ({bound}), found others. {in_words(found)} Serve this base, with its "
+            "own chat template, or name the one that is served.",
+            remedies=("base",),
+        )
     return found
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What :func:`agreement` found, in a sentence."""
+    where = f"{found['positions']} tokens of {found['texts']} texts that {escape(found['kind'])} wrote"
+    if "agreement" in found:
+        return f"The base at hand would have written {found['agreement']:.1%} of {where}."
+    surprise = f"{found.get('surprise', 0):+.3f}"
+    return f"The {where} are {surprise} nats a token less likely to the base at hand than its own."

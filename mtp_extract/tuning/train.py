@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -30,16 +31,15 @@ from mtp_extract.drafter.protocol import BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluation.agreement import groups
 from mtp_extract.evaluation.base_model import free_memory
-from mtp_extract.evaluation.measured import Measured, of_agreement
+from mtp_extract.evaluation.measured import Measured
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.latents import Latents
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, gradient_of, objective_for
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, PassedOn, Rows, gradient_of, objective_for
 from mtp_extract.tuning.pair import Pair
-from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.writing import written_whole
+from mtp_extract.tuning.work import written_whole
 
 EVALUATIONS = 10
 """How often the watched texts are measured on the way."""
@@ -214,32 +214,28 @@ def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
     Args:
         texts: the base's own, as it is served; those without an anchor that has all targets are left out.
     """
-    plan, base, accelerator = pair.plan, pair.base, pair.accelerator
-    none, parts = torch.zeros(0, dtype=torch.long), list[Measured]()
-    parts.append(Measured.over(none, none, torch.zeros(0, plan.draft_steps, dtype=torch.double)))
+    steps, accelerator, none = pair.plan.draft_steps, pair.accelerator, torch.zeros(0, dtype=torch.long)
+    parts = [Measured.over(none, none, torch.zeros(0, steps, dtype=torch.double))]
     own = range(accelerator.process_index, len(texts), accelerator.num_processes)
-    usable = [index for index in own if len(texts[index].anchors) >= plan.draft_steps]
-    for group in groups([len(texts[index].tokens) for index in usable], plan.batch):
-        rows = torch.tensor([usable[place] for place in group])
-        chosen = [texts[row] for row in rows.tolist()]
-        if plan.temperature:
-            part = _sampled(base, drafter, chosen, plan.draft_steps, plan.temperature)
-        else:
-            part = of_agreement(teacher_forced(base, drafter, chosen, plan.draft_steps, logits_at_once=LOGITS_AT_ONCE))
-        parts.append(replace(part, text=rows[part.text]))
+    usable = [index for index in own if len(texts[index].anchors) >= steps]
+    for group in groups([len(texts[index].tokens) for index in usable], pair.plan.batch):
+        rows = [usable[place] for place in group]
+        part = _standing(pair, drafter, [texts[row] for row in rows])
+        parts.append(replace(part, text=torch.tensor(rows)[part.text]))
     found = Measured.joined(gather_object(parts))
     # Anchors of a text, which is in one part, stay in order.
     return found.where(torch.argsort(found.text, stable=True))
 
 
 @torch.no_grad()
-def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
-    """Where the base drew ``texts`` at ``temperature``.
+def _standing(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+    """At all anchors of ``texts`` that have all targets, the drafts that stand along the text.
 
-    A draft drawn from q is accepted with probability min(1, p / q), and what is accepted has the base's distribution p;
-    so along a text x drawn from p the first i drafts are accepted with the mean of ∏ min(1, q(x) / p(x)), the last
-    factor replaced by its mean over x, Σ min(p, q).
+    Greedily those that are its tokens. A draft drawn from q is accepted with probability min(1, p / q), and what is
+    accepted has the base's distribution p; so along a text x drawn from p the first i drafts are accepted with the mean
+    of ∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
     """
+    base, steps, temperature = pair.base, pair.plan.draft_steps, pair.plan.temperature
     # All anchors, in order.
     anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
     device = drafter.lm_head.weight.device
@@ -247,17 +243,20 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
     states, where = Rounds(drafter, steps)(batch, base.embed, LITERT), aims(batch, steps)
     whole, following = counting(batch, steps, greedy=False).all(dim=0), batch.fed.tokens.flatten()
     hidden = batch.fed.hidden.flatten(0, 1)
-    ratios, overlaps = (torch.ones(where.shape, dtype=torch.double) for _ in range(2))
+    accepted, mean = (torch.ones(where.shape, dtype=torch.double) for _ in range(2))
     for part in torch.split(whole.expand(steps, -1, -1).nonzero(), max(1, LOGITS_AT_ONCE // base.vocab_size)):
         rows, there = part.unbind(1), part.cpu().unbind(1)
-        at = where[rows]
-        p = torch.softmax(base.logits(hidden[at].to(base.device)).to(device) / temperature, dim=-1)
-        q = torch.softmax(drafter.logits(states[rows]).float() / temperature, dim=-1)
-        token = following[at + 1][:, None]
-        ratios[there] = (q.gather(1, token) / p.gather(1, token)).clamp(max=1).squeeze(1).double().cpu()
-        overlaps[there] = torch.minimum(p, q).sum(-1).double().cpu()
-    along, whole = ratios.cumprod(dim=0), whole.cpu()
-    stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * overlaps
+        logits, token = drafter.logits(states[rows]).float(), following[where[rows] + 1]
+        if temperature == 0:
+            accepted[there] = mean[there] = (logits.argmax(-1) == token).double().cpu()
+            continue
+        q = torch.softmax(logits / temperature, dim=-1)
+        p = torch.softmax(base.logits(hidden[where[rows]].to(base.device)).to(device) / temperature, dim=-1)
+        of_token = (distribution.gather(1, token[:, None]).squeeze(1) for distribution in (q, p))
+        accepted[there] = torch.div(*of_token).clamp(max=1).double().cpu()
+        mean[there] = torch.minimum(p, q).sum(-1).double().cpu()
+    along, whole = accepted.cumprod(dim=0), whole.cpu()
+    stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * mean
     text = torch.arange(len(texts))[:, None].expand_as(real)
     return Measured.over(text[whole], anchors[whole], *(one.permute(1, 2, 0)[whole] for one in (stands, along)))
 
@@ -317,7 +316,7 @@ def train(
     # In several processes it averages gradients.
     wrapped, optimizer = accelerator.prepare(latents, optimizer)
     fingerprint = _fingerprint(pair, corpus)
-    run = _resumed(plan, fingerprint, latents, optimizer)
+    run = _resumed(plan.kept_in / "state.pt", fingerprint, latents, optimizer)
 
     def evaluate() -> None:
         weights = latents(drafter.lm_head.weight.dtype)
@@ -331,7 +330,7 @@ def train(
 
     def save() -> None:
         if accelerator.is_main_process:
-            _save(plan, fingerprint, run, latents, optimizer)
+            _save(plan.kept_in, fingerprint, run, latents, optimizer)
 
     if not run.history:
         evaluate()
@@ -370,7 +369,8 @@ def _backward(
     """Make the gradients of a step, each anchor of this ``weight``; its mean loss, and how well its rows agree."""
     plan, base, drafter, hidden = pair.plan, pair.base, pair.drafter, batch.fed.hidden.flatten(0, 1)
     where, choices = aims(batch, plan.draft_steps), batch.choices.flatten()
-    choosing, cap, tokens = counting(batch, plan.draft_steps, greedy=plan.temperature == 0), None, None
+    choosing, cap = counting(batch, plan.draft_steps, greedy=plan.temperature == 0), None
+    tokens: Tensor | slice = slice(None)
     if isinstance(drafter, Eagle3Drafter):
         # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
         choices, tokens = drafter.rows(choices), drafter.targets
@@ -383,21 +383,16 @@ def _backward(
     def base_logits(positions: Tensor) -> Tensor:
         # A head may have far fewer tokens than the base, and a piece of its logits more rows.
         parts = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
-        made = [base.logits(hidden[part].to(base.device)).to(hidden.device) for part in parts]
-        found = made if tokens is None else [logits[:, tokens] for logits in made]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        made = [base.logits(hidden[part].to(base.device)).to(hidden.device)[:, tokens] for part in parts]
+        return made[0] if len(made) == 1 else torch.cat(made)
 
-    temperature = plan.temperature or 1.0
-    rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, temperature)
-    own = drafter.lm_head.weight
-    weights = latents(own.dtype)
-    replaced, head = {f"drafter.{path}": new for path, new in weights.items()}, weights.get("lm_head.weight", own)
-    states = functional_call(Rounds(drafter, plan.draft_steps), replaced, (batch, base.embed, convention))
-    counted = states[within]
-    made = gradient_of(rows, counted, head)
-    made.pass_on(counted, head)
-    told = torch.stack((made.loss, made.agreement.sum(), within.sum()))
-    losses, right, count = pair.accelerator.gather(told[None]).T
+    rows = Rows(where[within], choices, base_logits, weight, choosing[within], objective, cap, plan.temperature or 1.0)
+    weights = {"lm_head.weight": drafter.lm_head.weight, **latents(drafter.lm_head.weight.dtype)}
+    head, replaced = weights["lm_head.weight"], {f"drafter.{path}": new for path, new in weights.items()}
+    counted = functional_call(Rounds(drafter, plan.draft_steps), replaced, (batch, base.embed, convention))[within]
+    loss, agreement, made = gradient_of(rows, counted, head)
+    PassedOn.apply(counted, head, made).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    losses, right, count = pair.accelerator.gather(torch.stack((loss, agreement.sum(), within.sum()))[None]).T
     return float(losses.mean()), float(right.sum()) / max(1, int(count.sum()))
 
 
@@ -444,20 +439,17 @@ def _fingerprint(pair: Pair, corpus: Corpus) -> str:
     return sha256(json.dumps(everything).encode()).hexdigest()
 
 
-def _save(plan: TuningPlan, fingerprint: str, run: Progress, latents: Latents, optimizer: Any) -> None:
+def _save(folder: Path, fingerprint: str, run: Progress, latents: Latents, optimizer: Any) -> None:
     """Keep the state, which is there whole or not at all, and the log beside it."""
     state = {"fingerprint": fingerprint, "run": vars(run), "latents": latents.state_dict()}
-    with written_whole(plan.kept_in / "state.pt") as file:
+    with written_whole(folder / "state.pt") as file:
         torch.save({**state, "optimizer": optimizer.state_dict()}, file)
-    with written_whole(plan.kept_in / "log.jsonl") as file:
+    with written_whole(folder / "log.jsonl") as file:
         file.write("".join(json.dumps(entry) + "\n" for entry in run.history).encode())
 
 
-def _resumed(plan: TuningPlan, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
+def _resumed(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
     """Where an earlier run with this fingerprint stopped; else a beginning."""
-    path = plan.kept_in / "state.pt"
-    if not path.is_file():
-        return Progress()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["fingerprint"] != fingerprint:
@@ -465,6 +457,8 @@ def _resumed(plan: TuningPlan, fingerprint: str, latents: Latents, optimizer: An
         latents.load_state_dict(state["latents"])
         optimizer.load_state_dict(state["optimizer"])
         return Progress(**state["run"])
+    except FileNotFoundError:
+        return Progress()
     # What a damaged file raises in there is of many classes.
     except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(

@@ -109,6 +109,6 @@ def test_from_every_format(plan: Callable[..., TuningPlan], extracted: Path, tmp
 
 def test_floats_have_no_grid(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
     convert(extracted, tmp_path / "origin", format="transformers", dtype="bf16", codes=False)
-    with pytest.raises(MtpExtractError, match="origin: pre_projection: expected the stored integers") as found:
+    with pytest.raises(MtpExtractError, match="pre_projection: expected the stored integers") as found:
         run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"))
     assert found.value.remedies == ("mode=norms", "mode=float")

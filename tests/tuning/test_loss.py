@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_extract.tuning.loss import OBJECTIVES, Gradient, Rows, gradient_of
+from mtp_extract.tuning.loss import OBJECTIVES, PassedOn, Rows, gradient_of
 
 ROWS, POSITIONS, WIDTH, VOCABULARY, WEIGHT = 37, 11, 8, 50, 0.3
 
@@ -43,7 +43,7 @@ def plain(name: str, given: dict[str, Any], cap: float | None, temperature: floa
     return WEIGHT * each.sum()
 
 
-def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int) -> Gradient:
+def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int) -> tuple[Any, ...]:
     asked: list[Tensor] = []
 
     def logits(positions: Tensor) -> Tensor:
@@ -70,10 +70,9 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
         values["head"].requires_grad_()
     expected = plain(name, exact, cap, temperature)
     expected.backward()
-    found = chunked(name, given, cap, temperature, at_once)
-    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for key, gradient in zip(("states", "head"), found.made, strict=True):
-        assert gradient is not None
+    loss, _, gradients = chunked(name, given, cap, temperature, at_once)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for key, gradient in zip(("states", "head"), gradients, strict=True):
         assert (gradient - exact[key].grad).abs().max() < 1e-5 * exact[key].grad.abs().max(), key
 
 
@@ -82,27 +81,26 @@ def test_agreement() -> None:
     logits = given["states"] @ given["head"].T
     choices = given["base"].argmax(-1)[given["where"]]
     for name in ("ce", "mixed"):
-        hits = chunked(name, given, None, 1.0, 200).agreement
+        hits = chunked(name, given, None, 1.0, 200)[1]
         assert torch.equal(hits.bool(), logits.argmax(-1) == choices)
         assert 0 < hits.mean() < 1
     p, q = given["base"].softmax(-1)[given["where"]], logits.softmax(-1)
     for name in ("kl", "tv"):
-        overlap = chunked(name, given, None, 1.0, 200).agreement
-        torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1))
+        torch.testing.assert_close(chunked(name, given, None, 1.0, 200)[1], torch.minimum(p, q).sum(-1))
 
 
 def test_a_head_that_is_not_trained_has_no_gradient() -> None:
-    assert chunked("mixed", made(), None, 1.0, 200).made[1] is None
+    assert chunked("mixed", made(), None, 1.0, 200)[2][1] is None
 
 
 def test_a_gradient_is_passed_on_and_not_kept() -> None:
     """Of the head it is as large as that, and a step has no room for two."""
     given = made()
     states, head = (given[name].requires_grad_() for name in ("states", "head"))
-    found = chunked("mixed", given, None, 1.0, 200)
-    of_states, of_head = (part.clone() for part in found.made if part is not None)
-    found.pass_on(2 * states, 3 * head)
-    assert found.made == []
+    found = chunked("mixed", given, None, 1.0, 200)[2]
+    of_states, of_head = (part.clone() for part in found)
+    PassedOn.apply(2 * states, 3 * head, found).backward()
+    assert found == []
     assert torch.equal(states.grad, 2 * of_states) and torch.equal(head.grad, 3 * of_head)
 
 

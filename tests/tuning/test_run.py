@@ -21,7 +21,7 @@ from mtp_extract.tuning.corpus import gather
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
-from mtp_extract.tuning.writing import locked
+from mtp_extract.tuning.work import locked
 
 from .conftest import write_rows
 
@@ -177,24 +177,24 @@ def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
     assert record["tuning"]["recipe"]["objective"] == "mixed"
     # A greedy draft stands or falls; one that is drawn stands with a probability.
     assert found.comparisons.overall.before.rounds % 1
-    files = [path.read_text(encoding="utf-8") for path in (tmp_path / "work/text").iterdir()]
-    drawn = [json.loads(line) for file in files for line in file.splitlines()]
+    drawn = list(map(json.loads, (tmp_path / "work/texts.jsonl").read_text(encoding="utf-8").splitlines()))
     assert len({tuple(row["tokens"]) for row in drawn}) > len(drawn) * 0.9
 
 
 def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
     written = gather(pair)
-    path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
+    path = tmp_path / "work/texts.jsonl"
     whole = path.read_bytes()
     for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
         path.write_bytes(whole + line + b"\n")
-        with pytest.raises(CheckpointError, match=r"\w+\.jsonl: expected text that the base wrote"):
+        with pytest.raises(CheckpointError, match=r"texts\.jsonl: expected text that the base wrote"):
             gather(pair)
-    # What is gone is written again, and is the same.
-    path.unlink()
-    assert gather(pair) == written
-    assert path.read_bytes() == whole
+    # What is gone, or was cut off, is written again, and is the same.
+    for rest in (b"", whole[: len(whole) // 2]):
+        path.write_bytes(rest)
+        assert gather(pair) == written
+        assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
 def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:

@@ -54,36 +54,36 @@ def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
         Prompt("w", "Why?"),
         Prompt("w", (system, user), completion=ANSWER),
     ]
-    (_, asked), (_, text), (_, told) = people_texts(items, writing(tokenizer))
+    (asked,), (text,), (told,) = (people_texts(item, writing(tokenizer)) for item in items)
     given = chat(tokenizer, user)
     assert asked == Text((*given, *answer), len(given))
     assert told == Text((*chat(tokenizer, system, user), *answer), len(chat(tokenizer, system, user)))
     plain = (tokenizer.bos_token_id, *tokenizer("Why?", add_special_tokens=False)["input_ids"])
     assert text == Text(plain, 1)
-    ((_, raw),) = people_texts(items[:1], writing(tokenizer, chat=False))
+    (raw,) = people_texts(items[0], writing(tokenizer, chat=False))
     assert raw == Text((*plain, *answer), len(plain))
 
 
 def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: Any) -> None:
-    items = [Prompt("w", ANSWER), Prompt("w", "Why?", completion=ANSWER)]
-    (_, whole), answered = people_texts(items, writing(tokenizer))
-    *windows, again = people_texts(items, writing(tokenizer, length=5))
-    assert again == answered
+    text, answered = Prompt("w", ANSWER), Prompt("w", "Why?", completion=ANSWER)
+    short = writing(tokenizer, length=5)
+    assert people_texts(answered, short) == people_texts(answered, writing(tokenizer))
+    (whole,), windows = people_texts(text, writing(tokenizer)), people_texts(text, short)
     assert len(windows) > 3
-    assert [token for _, window in windows for token in window.continuation] == list(whole.continuation)
-    assert {window.tokens[0] for _, window in windows} == {tokenizer.bos_token_id}
-    assert {len(window.continuation) for _, window in windows[:-1]} == {5}
+    assert [token for window in windows for token in window.continuation] == list(whole.continuation)
+    assert {window.tokens[0] for window in windows} == {tokenizer.bos_token_id}
+    assert {len(window.continuation) for window in windows[:-1]} == {5}
 
 
 def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
     said = ({"role": "user", "content": "Why?"},)
     with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why") as found:
-        people_texts([Prompt("w", "text"), Prompt("w", said)], writing(tokenizer))
+        people_texts(Prompt("w", said), writing(tokenizer))
     assert found.value.remedies == ("prompts",)
     with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
-        people_texts([Prompt("w", said, completion="a")], writing(tokenizer, chat=False))
+        people_texts(Prompt("w", said, completion="a"), writing(tokenizer, chat=False))
     with pytest.raises(PairError, match="fit the base's 12 tokens") as found:
-        people_texts([Prompt("w", "Why?", completion=ANSWER)], writing(tokenizer, context=12))
+        people_texts(Prompt("w", "Why?", completion=ANSWER), writing(tokenizer, context=12))
     assert found.value.remedies == ("text",)
 
 
@@ -117,7 +117,7 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
     pair = Pair(plan(tmp_path / "tuned"))
     once = gather(pair)
     learned = (once.held_out[0][1],)
-    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [learned])
+    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [list(learned)])
     again = gather(pair)
     assert again.kinds[1] == learned
     assert again.held_out == once.held_out[1:]

@@ -21,7 +21,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import train as module
 from mtp_extract.tuning.latents import Latents
 from mtp_extract.tuning.train import PATIENCE, Progress, States, states_of
-from mtp_extract.tuning.writing import written_whole
+from mtp_extract.tuning.work import written_whole
 
 from .conftest import Tiny
 
