@@ -33,7 +33,7 @@ ALIGNMENT = 32
 _ALIGNMENT_KEY = "general.alignment"
 _MOST_ENTRIES = 1 << 16
 _LONGEST_NAME = 1 << 16
-_LONGEST_HEADER = 1 << 27
+_LONGEST_HEADER = 1 << 26
 
 _TYPES = MappingProxyType({0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"})
 """Types of tensors by number (``ggml_type``): those that a drafter may have."""

@@ -118,10 +118,24 @@ class GgufFormat:
         if dtype != CODES:
             return keep_floats(weight, dtype, "floats were asked for")
         try:
-            codes = _codes(weight)
+            codes = row_codes(weight)
         except NoCodesError as error:
             return keep_floats(weight, "f32", str(error))
-        if (codes.steps.size == codes.steps.size.astype(np.float16)).all():
+        sizes, block, columns = codes.steps.size, codes.steps.block, codes.columns
+        if columns % BLOCK or block % BLOCK:
+            what = f"rows of {columns}" if columns % BLOCK else f"blocks of {block}"
+            need = f"Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row"
+            kept_by = "the compressed-tensors format keeps rows of any length"
+            return keep_floats(weight, "f32", f"it has {what}, and {need} ({kept_by})")
+        with np.errstate(over="ignore", under="ignore"):
+            halves = sizes.astype(np.float16).astype(np.float32)
+        unlike = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
+        if unlike.any():
+            only = "the only type of scale there is in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
+            return keep_floats(
+                weight, "f32", f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}"
+            )
+        if (halves == sizes).all():
             return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
         return Kept(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
 
@@ -212,31 +226,6 @@ def _name_parts(base: str) -> dict[str, str]:
     found = _PARTS.fullmatch(base)
     parts = {"basename": base} if found is None else {key: part for key, part in found.groupdict().items() if part}
     return {f"general.{key}": part for key, part in parts.items()}
-
-
-def _codes(weight: Weight) -> Weight:
-    """The codes of ``weight`` as Q4_0 or Q8_0 hold them.
-
-    Raises:
-        NoCodesError: they cannot.
-    """
-    codes = row_codes(weight)
-    sizes, block = codes.steps.size, codes.steps.block
-    if codes.columns % BLOCK or block % BLOCK:
-        what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {block}"
-        raise NoCodesError(
-            f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
-            "format keeps rows of any length)"
-        )
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = sizes.astype(np.float16).astype(np.float32)
-    unlike = ~(np.abs(rounded - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
-    if unlike.any():
-        raise NoCodesError(
-            f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
-            "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
-        )
-    return codes
 
 
 def _origin(provenance: Mapping[str, str]) -> dict[str, str]:

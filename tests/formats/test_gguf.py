@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
-from helpers.gguf_bytes import Info, array, entry, gguf_bytes, number, text
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -316,7 +316,45 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     assert {p.dtype: p.shape for p in places.values()} == shapes and list(places) == list(shapes)
 
 
-ONE = [Info("t", (2,))]
+def text(value: str | bytes) -> bytes:
+    """A string with its length."""
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(value: bytes, key: str = "k") -> bytes:
+    """A key, and its value with its type."""
+    return text(key) + value
+
+
+def number(value: int, key: str = "k") -> bytes:
+    return entry(struct.pack("<II", 4, value), key)
+
+
+def array(kind: int, count: int, data: bytes) -> bytes:
+    return entry(struct.pack("<IIQ", 9, kind, count) + data)
+
+
+def tensor(name: str, dimensions: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    """As the header describes it: dimensions shortest stride first."""
+    sizes = struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions)
+    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+def gguf_bytes(
+    entries: Sequence[bytes] = (),
+    tensors: Sequence[bytes] = (),
+    data: bytes = b"",
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+) -> bytes:
+    """A file; ``counts`` are those of tensors and of entries, if not the true ones."""
+    head = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(entries))))
+    head += b"".join(entries) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + data
+
+
+ONE = [tensor("t", (2,))]
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not a GGUF file"),
     "another": (b"\x93NUMPY" + bytes(100), "not a GGUF file"),
@@ -325,26 +363,26 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a few more tensors": (gguf_bytes(counts=(3, 0)), "cut short"),
     "more entries than bytes": (gguf_bytes(counts=(0, 1 << 63)), "at most 65536 keys"),
     "long key": (gguf_bytes([struct.pack("<Q", 1 << 62)]), "at most 65536 bytes of text"),
-    "long text": (gguf_bytes([entry("k", struct.pack("<IQ", 8, 1 << 40))]), "at most"),
-    "text past the end": (gguf_bytes([entry("k", struct.pack("<IQ", 8, 1 << 20))]), "cut short"),
-    "no text": (gguf_bytes([entry("k", struct.pack("<I", 8) + text(b"\xff\xfe"))]), "UTF-8"),
-    "unknown type of value": (gguf_bytes([entry("k", struct.pack("<IQ", 13, 0))]), "found values of type 13"),
-    "list of lists": (gguf_bytes([entry("k", array(9, 1, bytes(12)))]), "found values of type 9"),
-    "long list": (gguf_bytes([entry("k", array(10, 1 << 61, b""))]), "cut short"),
-    "long list of text": (gguf_bytes([entry("k", array(8, 1 << 61, b""))]), "cut short"),
-    "neither true nor false": (gguf_bytes([entry("k", struct.pack("<IB", 7, 2))]), "0 or 1, found others"),
-    "twice the same key": (gguf_bytes([entry("k", number(1))] * 2), "each key once, found k"),
-    "alignment 0": (gguf_bytes([entry("general.alignment", number(0))]), "general.alignment 32, found 0"),
-    "alignment 64": (gguf_bytes([entry("general.alignment", number(64))]), "general.alignment 32, found 64"),
+    "long text": (gguf_bytes([entry(struct.pack("<IQ", 8, 1 << 40))]), "at most"),
+    "text past the end": (gguf_bytes([entry(struct.pack("<IQ", 8, 1 << 20))]), "cut short"),
+    "no text": (gguf_bytes([entry(struct.pack("<I", 8) + text(b"\xff\xfe"))]), "UTF-8"),
+    "unknown type of value": (gguf_bytes([entry(struct.pack("<IQ", 13, 0))]), "found values of type 13"),
+    "list of lists": (gguf_bytes([array(9, 1, bytes(12))]), "found values of type 9"),
+    "long list": (gguf_bytes([array(10, 1 << 61, b"")]), "cut short"),
+    "long list of text": (gguf_bytes([array(8, 1 << 61, b"")]), "cut short"),
+    "neither true nor false": (gguf_bytes([entry(struct.pack("<IB", 7, 2))]), "0 or 1, found others"),
+    "twice the same key": (gguf_bytes([number(1)] * 2), "each key once, found k"),
+    "alignment 0": (gguf_bytes([number(0, "general.alignment")]), "general.alignment 32, found 0"),
+    "alignment 64": (gguf_bytes([number(64, "general.alignment")]), "general.alignment 32, found 64"),
     "twice the same tensor": (gguf_bytes([], ONE * 2, bytes(64)), "each tensor once, found t"),
-    "many dimensions": (gguf_bytes([], [Info("t", (1,) * 5)], bytes(32)), "1 to 4 dimensions, found 5"),
-    "type of another": (gguf_bytes([], [Info("t", (256,), 12)], bytes(160)), "found type 12"),
-    "vast shape": (gguf_bytes([], [Info("t", (1 << 40, 1 << 40))], bytes(32)), "cannot be"),
-    "shape of 0 times vast": (gguf_bytes([], [Info("t", (0, 1 << 63))], bytes(32)), "cannot be"),
-    "half a block": (gguf_bytes([], [Info("t", (16, 2), 2)], bytes(32)), r"\[2, 16\] in Q4_0 cannot be"),
-    "offset past the end": (gguf_bytes([], [Info("t", (2,), 0, 1 << 50)], bytes(32)), "to begin at byte 0"),
-    "overlapping": (gguf_bytes([], [*ONE, Info("u", (2,))], bytes(64)), "u to begin at byte 32, found 0"),
-    "cut short": (gguf_bytes([], [Info("t", (9,))], bytes(32)), "cut short"),
+    "many dimensions": (gguf_bytes([], [tensor("t", (1,) * 5)], bytes(32)), "1 to 4 dimensions, found 5"),
+    "type of another": (gguf_bytes([], [tensor("t", (256,), 12)], bytes(160)), "found type 12"),
+    "vast shape": (gguf_bytes([], [tensor("t", (1 << 40, 1 << 40))], bytes(32)), "cannot be"),
+    "shape of 0 times vast": (gguf_bytes([], [tensor("t", (0, 1 << 63))], bytes(32)), "cannot be"),
+    "half a block": (gguf_bytes([], [tensor("t", (16, 2), 2)], bytes(32)), r"\[2, 16\] in Q4_0 cannot be"),
+    "offset past the end": (gguf_bytes([], [tensor("t", (2,), 0, 1 << 50)], bytes(32)), "to begin at byte 0"),
+    "overlapping": (gguf_bytes([], [*ONE, tensor("u", (2,))], bytes(64)), "u to begin at byte 32, found 0"),
+    "cut short": (gguf_bytes([], [tensor("t", (9,))], bytes(32)), "cut short"),
     "too long": (gguf_bytes([], ONE, bytes(64)), "its header describes"),
 }
 

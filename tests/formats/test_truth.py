@@ -21,19 +21,14 @@ def sha256(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def test_sample_codes_are_the_quantizers(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
-    codes = load_file(extracted / "codes/codes.safetensors")
+def test_the_sample_is_the_quantizers(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
+    codes, weights = (load_file(extracted / name) for name in ("codes/codes.safetensors", "model.safetensors"))
     assert {name.rsplit(".", 1)[0] for name in codes} == set(truth)
+    assert len(weights) == 48
     for name, expected in truth.items():
         np.testing.assert_array_equal(codes[f"{name}.codes"], expected["q"])
         np.testing.assert_array_equal(codes[f"{name}.scale"], expected["scale"].reshape(-1))
         np.testing.assert_array_equal(codes[f"{name}.zero_point"], expected["zp"].reshape(-1))
-
-
-def test_sample_floats_are_codes_times_scales(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
-    weights = load_file(extracted / "model.safetensors")
-    assert len(weights) == 48
-    for name, expected in truth.items():
         value = (expected["q"].astype(np.float32) - expected["zp"].astype(np.float32)) * expected["scale"]
         assert weights[name].dtype == np.float32
         np.testing.assert_array_equal(weights[name], value)
@@ -66,10 +61,8 @@ def test_variant(name: str, tmp_path: Path) -> None:
 def test_published_shape_is_42_constants(tmp_path: Path) -> None:
     """Without layer scalars and with one q norm for the sliding layers: the seed's 23 matrices and 19 vectors."""
     extract(variant("jax_published_noscalar"), tmp_path / "out", format="litert")
-    weights = load_file(tmp_path / "out" / "mtp_drafter.safetensors")
-    assert len(weights) == 42
-    assert sum(w.ndim == 2 for w in weights.values()) == 23
-    assert sum(w.ndim == 1 for w in weights.values()) == 19
+    dimensions = [weight.ndim for weight in load_file(tmp_path / "out" / "mtp_drafter.safetensors").values()]
+    assert (dimensions.count(2), dimensions.count(1), len(dimensions)) == (23, 19, 42)
 
 
 def test_static_quantization_is_recorded(tmp_path: Path) -> None:
