@@ -61,7 +61,7 @@ class Steps:
             return None
 
         def by_row(flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.repeat(flat, each).reshape(rows, blocks)
+            return np.broadcast_to(flat[:, None], (flat.size, each)).reshape(rows, blocks)
 
         return cls(columns // blocks, by_row(size), by_row(zero_point), factor)
 
