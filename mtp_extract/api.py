@@ -88,7 +88,6 @@ def insert(
     base: str | None = None,
     section: int | None = None,
     overwrite: bool = False,
-    planned: Callable[[InsertionPlan], None] = silent,
     say: Say = silent,
     show: Show = silent,
     progress: Progress = nothing_shown,
@@ -104,7 +103,6 @@ def insert(
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
         base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts.
         section: index of the drafter's in ``bundle``, where there are several.
-        planned: told what will be done, before anything is written.
         say, show: told what is measured, and how far it is.
 
     Raises:
@@ -126,7 +124,6 @@ def insert(
     with planned_insertion(
         source, bundle, measure=measure, graph_from=graph_from, section=section, progress=progress
     ) as plan:
-        planned(plan)
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
 
 

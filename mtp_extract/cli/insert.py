@@ -55,12 +55,11 @@ def command(
     from mtp_extract.insertion.plan import InsertionResult
     from mtp_extract.proof.proof import in_words
 
-    plans: list[InsertionPlan] = []
     asked: Any = {"dry_run": dry_run, "graph_from": graph_from, "base": base, "overwrite": overwrite}
     with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
-        told: Any = {"planned": plans.append, "say": doing_unless(print_json), "show": show, "progress": tick}
+        told: Any = {"say": doing_unless(print_json), "show": show, "progress": tick}
         made = insert(source, bundle, out, **asked, **told)
-    (plan,), result = plans, made if isinstance(made, InsertionResult) else None
+    plan, result = (made.plan, made) if isinstance(made, InsertionResult) else (made, None)
     if print_json:
         write_json(plan.as_json(result))
         return

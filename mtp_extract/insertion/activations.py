@@ -9,9 +9,10 @@ import numpy as np
 from mtp_extract.bundle import Shard
 from mtp_extract.graph.flat import Value
 from mtp_extract.insertion.plan import Overlay
+from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-_LIMITS = {TensorType.INT8: (-128, 127), TensorType.INT16: (-32768, 32767)}
+_TYPES = (TensorType.INT8, TensorType.INT16)
 # The operators between floats and a quantized matrix product.
 _ENTERS, _PRODUCTS, _LEAVES = "QUANTIZE", ("FULLY_CONNECTED", "BATCH_MATMUL"), "DEQUANTIZE"
 
@@ -60,22 +61,18 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
 def _is_own(value: Value) -> bool:
     """Whether ``value`` lies between floats and one kind of matrix only."""
     maker, readers = value.producer, {node.kind for node, _ in value.consumers}
-    if value.tensors[-1].type not in _LIMITS or maker is None:
+    if value.tensors[-1].type not in _TYPES or maker is None:
         return False
     return (maker.kind == _ENTERS and readers <= set(_PRODUCTS)) or (maker.kind in _PRODUCTS and readers <= {_LEAVES})
 
 
 def _scale_bytes(begin: int, tensor: Tensor, bounds: Range) -> Iterator[tuple[int, bytes]]:
+    """What to write where, by the rule for weights; a range of nothing keeps its scale."""
     quantization, type_ = tensor.quantization, tensor.type
     assert quantization is not None and type_ is not None
-    lowest, highest = _LIMITS[type_]
-    low, high = min(bounds[0], 0.0), max(bounds[1], 0.0)
-    symmetric = not quantization.zero_point.any()
-    # As weights are quantized; a range of nothing keeps its scale.
-    span, steps = (max(-low, high), highest) if symmetric else (high - low, highest - lowest)
-    scale = np.float32(span) / np.float32(steps)
-    if 0 < scale < np.inf:
-        yield begin + quantization.scales.start, np.array([scale], "<f4").tobytes()
-        if not symmetric:
-            zero_point = np.rint(np.float32(lowest) - np.float32(low) / scale)
-            yield begin + quantization.zero_points.start, np.array([zero_point], "<i8").tobytes()
+    storage = Storage(type_, (2,), "per_tensor", symmetric=not quantization.zero_point.any())
+    scale, zero_point, _ = storage.quantized(np.array(bounds, np.float32))
+    if any(bounds) and np.isfinite(scale[0]):
+        yield begin + quantization.scales.start, scale.astype("<f4").tobytes()
+        if not storage.symmetric:
+            yield begin + quantization.zero_points.start, zero_point.astype("<i8").tobytes()

@@ -38,6 +38,7 @@ class InsertionResult:
     notes: tuple[str, ...]  # things worth knowing that are not errors
     # That the new drafter computes what its weights say; None of a base, whose graphs are not proven.
     proof: Proof | None
+    plan: InsertionPlan
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class InsertionPlan:
         notes = list(self.notes)
         if names := _caches_of(target):
             notes.append(f"Delete {few(names)}: the runtime packed them from an older file of this name.")
-        return InsertionResult(target, self.size, tuple(notes), proof)
+        return InsertionResult(target, self.size, tuple(notes), proof, self)
 
     def _fill(self, put: Put) -> None:
         rows: dict[Slot, list[tuple[int, Encoding]]] = defaultdict(list)
