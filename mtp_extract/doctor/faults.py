@@ -35,11 +35,6 @@ def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Dr
     return Altered(drafter, convention, change=change, layers=(layers - 1,))
 
 
-def _half(drafter: MtpDrafter, convention: Convention) -> Drafter:
-    halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
-    return Altered(drafter.with_tensors(halves), convention)
-
-
 FAULTS: Mapping[str, tuple[str, str]] = {
     **{control.name: (control.what, control.suspect) for control in CONTROLS},
     "early_state": (
@@ -73,7 +68,8 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
         elif (changed := control.drafter(drafter)) is not None:
             found[control.name] = control.broken(changed, convention)
     found["early_state"] = _early_state(drafter, convention, layers)
-    found["fp16_overflow"] = _half(drafter, convention)
+    halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
+    found["fp16_overflow"] = Altered(drafter.with_tensors(halves), convention)
     found["stale_kv"] = Altered(drafter, replace(convention, unwritten=lag))
     return found
 

@@ -15,13 +15,7 @@ from mtp_extract.validation.plan import MOST_STEPS
 class DoctorPlan:
     """Which pair, beside which server, on which prompts."""
 
-    place: Annotated[
-        str,
-        typer.Argument(
-            help="A drafter's directory, .gguf or id on the Hub.",
-            metavar="DIR",
-        ),
-    ]
+    place: Annotated[str, typer.Argument(help="A drafter's directory, .gguf or id on the Hub.", metavar="DIR")]
     base: Annotated[str, BASE]
     server: Annotated[
         str | None,

@@ -90,13 +90,12 @@ def hold_against(found: Diagnosis, known: Expected, served: Counts | None) -> No
 
 def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
     """A server, and all that it counted."""
-    known = [
-        (one.counted.drafted, rounds_of(one)) for one in answers if one.counted and one.counted.drafted is not None
-    ]
-    in_rounds = [(drafted, rounds) for drafted, rounds in known if drafted and rounds]
+    known = [(one.counted.drafted, rounds_of(one)) for one in answers if one.counted]
+    drafted = [drafts for drafts, _ in known if drafts is not None]
+    in_rounds = [(drafts, rounds) for drafts, rounds in known if drafts and rounds]
     per_round = sum(d for d, _ in in_rounds) / sum(r for _, r in in_rounds) if in_rounds else None
-    drafted = sum(d for d, _ in known) if known else None
-    return Serving(server.name, server.kind.name, server.version, drafted, per_round)
+    total = sum(drafted) if drafted else None
+    return Serving(server.name, server.kind.name, server.version, total, per_round)
 
 
 def _drafts_of(answers: Sequence[Answer]) -> int | None:

@@ -95,7 +95,9 @@ def samples(
             found.append(Sample(text, answer, alike, without_bos=prompt == here[1:]))
     again = repeats([sample.text.tokens for sample in found])
     kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
-    return [sample for sample in kept if _accepted(sample) is not None] or kept
+    return [
+        one for one in kept if one.answer and one.answer.counted and one.answer.counted.accepted is not None
+    ] or kept
 
 
 def _as_read(prompt: Tokens, answer: Answer | None, bos: int | None) -> Tokens:
@@ -117,11 +119,6 @@ def _tokens(generator: SpeculativeGenerator, answer: Answer, own: Tokens) -> Tok
     return tokens if (answer.tokens or len(tokens)) - len(tokens) in (0, 1) else None
 
 
-def _accepted(sample: Sample) -> int | None:
-    counted = sample.answer.counted if sample.answer is not None else None
-    return counted.accepted if counted is not None else None
-
-
 def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) -> Counts | None:
     """The counters, text by text; None where nothing was drafted, or no counters are reported.
 
@@ -134,10 +131,10 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     """
     table, by_step = np.zeros((len(chosen), 3)), list[list[int]]()
     for row, sample in zip(table, chosen, strict=True):
-        answer, accepted, length = sample.answer, _accepted(sample), len(sample.text.anchors)
-        if answer is None or answer.counted is None or accepted is None:
+        answer, length = sample.answer, len(sample.text.anchors)
+        if answer is None or answer.counted is None or answer.counted.accepted is None:
             return None
-        rounds = answer.counted.rounds
+        rounds, accepted = answer.counted.rounds, answer.counted.accepted
         if rounds is not None:
             positions = [*(answer.counted.positions or ()), *[0] * steps][:steps]
             added = max(length, (answer.tokens or 0) - 1)  # the token that ended the text may be missing in it

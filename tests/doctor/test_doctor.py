@@ -63,7 +63,7 @@ def asked(directory: Path, prompts_file: Path) -> DoctorPlan:
 @pytest.fixture
 def ask(asked: DoctorPlan, tmp_path: Path) -> Ask:
     def ask(
-        answers: Answers | None = None, kind: str = "vLLM", *, drafts: bool = True, few: int = 0, **more: Any
+        answers: Answers | None = None, kind: str = "vLLM", *, drafting: bool = True, few: int = 0, **more: Any
     ) -> dict[str, Any]:
         plan = replace(asked, **more)
         if few:
@@ -71,7 +71,7 @@ def ask(asked: DoctorPlan, tmp_path: Path) -> Ask:
         if answers is None:
             return checked(diagnose(plan, Path(plan.place)))
         with counting_server(answers, kind) as server:
-            server.drafts = drafts
+            server.drafts = drafting
             return checked(diagnose(replace(plan, server=server.url), Path(plan.place)))
 
     return ask
@@ -99,15 +99,8 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch, generator: SpeculativeGenerator
     monkeypatch.setattr(run, "load_base", load)
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        ("sound", "vLLM"),
-        ("sound", "llama-server"),
-        ("unit_layer_scalars", "llama-server"),
-        ("unscaled_embedding", "vLLM"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["vLLM", "llama-server"])
+@pytest.mark.parametrize("fault", ["sound", "unit_layer_scalars"])
 def test_what_is_wrong_with_a_server_is_named(ask: Ask, answers: Mapping[str, Answers], fault: str, kind: str) -> None:
     report = ask(answers[fault], kind)
     told, expected = report["served"], report["expected"]
@@ -147,12 +140,10 @@ def test_text_that_the_base_does_not_write_is_said(
     ask: Ask, answers: Mapping[str, Answers], texts: Sequence[str]
 ) -> None:
     """Answers to other prompts: fluent, and not what this base says here."""
-    sound = answers["sound"]
-    read = {text: sound[texts[at - 1]] for at, text in enumerate(texts)}
-    moved = {
-        text: replace(one, prompt_tokens=sound[text].prompt_tokens, prompt_ids=sound[text].prompt_ids)
-        for text, one in read.items()
-    }
+    read, moved = {}, {}
+    for at, (text, own) in enumerate(answers["sound"].items()):
+        read[text] = answers["sound"][texts[at - 1]]
+        moved[text] = replace(read[text], prompt_tokens=own.prompt_tokens, prompt_ids=own.prompt_ids)
     report = ask(moved)
     assert (report["outcome"], report["suspect"]) == ("another text", None)
     assert report["text"]["likeliest"]["value"] < 0.9
@@ -188,10 +179,6 @@ def test_what_cannot_be_judged_is_refused_before_anything_is_asked(asked: Doctor
         assert (server.asked, server.seen) == ([], [])
 
 
-def test_a_server_without_a_drafter_drafts_nothing(ask: Ask, answers: Mapping[str, Answers]) -> None:
-    assert ask(answers["sound"], "llama-server", drafts=False)["outcome"] == "nothing drafted"
-
-
 def test_tokens_that_are_told_are_not_made_again(ask: Ask, answers: Mapping[str, Answers]) -> None:
     """The text says nothing here: tokens alone."""
     told = {text: replace(one, pieces=["?"]) for text, one in answers["sound"].items()}
@@ -203,35 +190,29 @@ def test_tokens_that_are_told_are_not_made_again(ask: Ask, answers: Mapping[str,
     assert raised.value.remedies == ("base",)
 
 
-def test_a_server_that_counts_nothing_is_not_judged(ask: Ask, answers: Mapping[str, Answers]) -> None:
-    report = ask(answers["unscaled_embedding"], "unknown")
-    assert (report["outcome"], report["suspect"], report["fits"]) == ("cannot tell", None, [])
-    assert "reports nothing of its drafts" in report["verdict"]
-    assert report["expected"]["texts"] == report["text"]["texts"] > 0
-    assert not report["settings"]["drafts_known"]
-
-
-@pytest.mark.parametrize(("kind", "drafts"), [("vLLM", 5), ("llama-server", 2)])
-def test_another_number_of_drafts_is_not_judged(
-    asked: DoctorPlan, answers: Mapping[str, Answers], kind: str, drafts: int
+@pytest.mark.parametrize(
+    ("kind", "asked_for", "outcome", "said"),
+    [
+        ("llama-server", {"drafting": False}, "nothing drafted", "drafted nothing"),
+        ("unknown", {}, "cannot tell", "reports nothing of its drafts"),
+        ("vLLM", {"drafts": 5}, "cannot tell", "not the 5 expected"),
+        ("llama-server", {"drafts": 2}, "cannot tell", "not the 2 expected"),
+        ("vLLM", {"few": 4}, "cannot tell", ""),
+    ],
+)
+def test_what_cannot_be_told_has_no_suspect(
+    ask: Ask, answers: Mapping[str, Answers], kind: str, asked_for: dict[str, Any], outcome: str, said: str
 ) -> None:
-    with counting_server(answers["sound"], kind) as server:
-        report = checked(diagnose(replace(asked, server=server.url, drafts=drafts), Path(asked.place)))
-    assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
-    assert f"not the {drafts} expected" in report["verdict"]
-
-
-def test_a_few_prompts_are_not_judged(ask: Ask, answers: Mapping[str, Answers]) -> None:
-    report = ask(answers["unscaled_embedding"], few=4)
-    assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
+    report = ask(answers["unscaled_embedding"], kind, **asked_for)
+    assert (report["outcome"], report["suspect"]) == (outcome, None)
+    assert said in report["verdict"]
+    if kind == "unknown":
+        assert (report["fits"], report["settings"]["drafts_known"]) == ([], False)
+        assert report["expected"]["texts"] == report["text"]["texts"] > 0
 
 
 def test_a_head_is_in_line_or_below_and_nothing_else(
-    ask: Ask,
-    tmp_path: Path,
-    generator: SpeculativeGenerator,
-    encoded: list[tuple[int, ...]],
-    texts: Sequence[str],
+    ask: Ask, tmp_path: Path, generator: SpeculativeGenerator, encoded: list[tuple[int, ...]], texts: Sequence[str]
 ) -> None:
     """An EAGLE-3 head has no faults to hold against."""
     base = generator.base
