@@ -7,15 +7,13 @@ Everything is planned, and checked, before a byte is written.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
 from mtp_extract.insertion.activations import Ranges, calibrated
 from mtp_extract.insertion.base import find_base
@@ -24,7 +22,7 @@ from mtp_extract.insertion.encoding import KEPT, check_written, encode
 from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
 from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Place, Slot, match_roles
-from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
@@ -66,54 +64,41 @@ def planned_insertion(
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
             yield _plan_base(base, opened, (bundle, *files_of(source)), progress)
             return
-        checkpoint = _checkpoint(source, stack)
-        opened = stack.enter_context(open_bundle(bundle, section=section))
-        drafter = _drafter_of(opened, checkpoint.mtp.sliding_window, source, graph_from, stack)
-        yield _plan_drafter(checkpoint, drafter, (bundle, source, graph_from), measure, drafter.opened is not opened)
-
-
-def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
-    if Path(source).suffix == ".safetensors":
-        raise CheckpointError(f"{escape(source)}: expected a checkpoint's directory, found a file of one. Give that.")
-    if Path(source).is_dir() or Path(source).suffix == ".gguf":
-        return ReadDirectory.of(source).checkpoint
-    opened = stack.enter_context(open_bundle(source))
-    opened.prefetch()
-    return checkpoint_of(opened.drafter())
-
-
-def _drafter_of(
-    opened: Opened, window: int | None, source: PathLike, graph_from: PathLike | None, stack: ExitStack
-) -> Shard:
-    """The drafter in ``opened``, or else that of ``graph_from``, or of ``source`` where it is a file, added to it."""
-    try:
-        drafter = opened.drafter(window)
-    except NoDrafterError as error:
-        if opened.bundle is None or opened.section is not None:
-            raise
-        template = graph_from or (None if Path(source).is_dir() else source)
-        if template is None:
-            raise NoDrafterError(
-                f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.",
+        template = None
+        if is_checkpoint(source):
+            checkpoint = ReadDirectory.of(source).checkpoint
+        else:
+            template = stack.enter_context(open_bundle(source))
+            template.prefetch()
+            checkpoint = checkpoint_of(template.drafter())
+        opened, window = stack.enter_context(open_bundle(bundle, section=section)), checkpoint.mtp.sliding_window
+        if graph_from is not None:
+            template = stack.enter_context(open_bundle(graph_from))
+        try:
+            drafter, added = opened.drafter(window), False
+        except NoDrafterError as error:
+            drafter, added = _with_drafter(opened, template, window, error), True
+        if graph_from is not None and not added:
+            raise UnsupportedError(
+                f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
                 remedies=("graph_from",),
-            ) from error
-        return _with_drafter(opened, stack.enter_context(open_bundle(template)), window)
-    if graph_from is not None:
-        raise UnsupportedError(
-            f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
-            remedies=("graph_from",),
-        )
-    return drafter
+            )
+        yield _plan_drafter(checkpoint, drafter, (bundle, source, graph_from), measure, added)
 
 
-def _with_drafter(opened: Opened, template: Opened, window: int | None) -> Shard:
+def _with_drafter(opened: Opened, template: Opened | None, window: int | None, error: NoDrafterError) -> Shard:
     """The drafter of ``template``, its section (or the bare model that it is) at the end of ``opened``.
 
     Raises:
+        NoDrafterError: there is no template, or none is to be added: ``error`` says why there is no drafter.
         PairError: the base in ``opened`` cannot run it.
     """
-    drafter, bundle = template.drafter(), opened.bundle
-    assert bundle is not None
+    if (bundle := opened.bundle) is None or opened.section is not None:
+        raise error
+    if template is None:
+        why = f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets."
+        raise NoDrafterError(why, remedies=("graph_from",)) from error
+    drafter = template.drafter()
     items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
     new = [Added(TFLITE_MODEL, items, drafter.model.region)]
@@ -183,27 +168,11 @@ def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
     places = {own.role: (Place(drafter.signature.key, drafter.model, own),) for own in drafter.walk.roles}
     weights = checkpoint.whole().tensors
     own = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
-    return _slots(places, own, checkpoint.dtype)
+    return [slot for match in match_roles(places, own, checkpoint.dtype) for slot in match.required()]
 
 
 def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:
     """Every role of the base in ``opened``, with its weight in ``checkpoint``."""
     base = find_base(opened)
     check_base(checkpoint, base)
-    return _slots(base.places, checkpoint.weights)
-
-
-def _slots(
-    places: Mapping[str, tuple[Place, ...]], weights: Mapping[str, Weight], dtype: str | None = None
-) -> list[Slot]:
-    """As :func:`~mtp_extract.insertion.slots.match_roles`, and nothing may be missing.
-
-    Raises:
-        PairError: one of the two lacks a role, or has it in another shape.
-    """
-    found = list[Slot]()
-    for match in match_roles(places, weights, dtype):
-        if match.problem:
-            raise PairError(f"{match.role}: {match.problem}. Give a checkpoint of the model that the bundle holds.")
-        found += match.slots
-    return found
+    return [slot for match in match_roles(base.places, checkpoint.weights) for slot in match.required()]

@@ -20,7 +20,7 @@ from xxhash import xxh3_128_hexdigest
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, common_dtype
 from mtp_extract.checkpoint.weight import Constant, Weight, filled, row_ranges
-from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.errors import CheckpointError, PairError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.threads import on_all_cores
 from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats
@@ -135,6 +135,16 @@ class Match(NamedTuple):
     places: tuple[Place, ...]
     slots: list[Slot]  # one for every constant that holds it, or columns of it; none where there is a problem
     problem: str  # why the two cannot be compared; empty where they can
+
+    def required(self) -> list[Slot]:
+        """Its slots.
+
+        Raises:
+            PairError: one of the two lacks the role, or has it in another shape.
+        """
+        if self.problem:
+            raise PairError(f"{self.role}: {self.problem}. Give a checkpoint of the model that the bundle holds.")
+        return self.slots
 
 
 def match_roles(

@@ -35,20 +35,25 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return extracted
 
 
+def _rewritten(source: Path, out: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> Path:
+    """A copy of a checkpoint whose tensors are changed, by name: the floats alone, since codes beside them would be
+    others, and the record is of other weights."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns(Path(CODES_FILE).parent.name, "extraction.json"))
+    tensors = {key: change(key, old) for key, old in load_file(out / "model.safetensors").items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
 @pytest.fixture
 def changed(exact: Path, tmp_path: Path) -> Callable[[Changes], Path]:
     """A copy of it with some tensors changed, by name."""
 
     def change(changes: Changes, name: str = "changed", source: Path = exact) -> Path:
-        out = tmp_path / name
-        # The floats alone: codes beside them would be others, and the record is of other weights.
-        shutil.copytree(source, out, ignore=shutil.ignore_patterns(Path(CODES_FILE).parent.name, "extraction.json"))
-        tensors = load_file(out / "model.safetensors")
-        for key, new in changes.items():
-            assert key in tensors
-            tensors[key] = (new(tensors[key]) if callable(new) else new).astype(np.float32)
-        save_file(tensors, out / "model.safetensors", {"format": "pt"})
-        return out
+        def new(key: str, old: np.ndarray) -> np.ndarray:
+            made = changes.get(key, old)
+            return np.asarray(made(old) if callable(made) else made, np.float32)
+
+        return _rewritten(source, tmp_path / name, new)
 
     return change
 
@@ -56,14 +61,6 @@ def changed(exact: Path, tmp_path: Path) -> Callable[[Changes], Path]:
 @pytest.fixture(scope="session")
 def noisy(exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It with every tensor a little different, as training leaves it."""
-    out = tmp_path_factory.mktemp("noisy") / "out"
-    shutil.copytree(exact, out)
     rng = np.random.default_rng(3)
-    tensors = {
-        name: (tensor * rng.uniform(0.9, 1.1, tensor.shape)).astype(np.float32)
-        for name, tensor in load_file(exact / "model.safetensors").items()
-    }
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    # Its record is of other weights.
-    (out / "extraction.json").unlink()
-    return out
+    out = tmp_path_factory.mktemp("noisy") / "out"
+    return _rewritten(exact, out, lambda _, old: (old * rng.uniform(0.9, 1.1, old.shape)).astype(np.float32))

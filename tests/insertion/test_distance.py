@@ -115,14 +115,6 @@ def test_one_pass_finds_what_number_by_number_finds(
         assert encoding.how == KEPT if name == "not at all" else encoding.how == REQUANTIZED or not outside, kind
 
 
-def test_what_is_not_finite_differs(places: dict[str, Place]) -> None:
-    place = next(iter(places.values()))
-    weight = weight_of(place).array()
-    weight[3, 4] = np.nan
-    slot = Slot("role", (place,), of_array(weight), "f32")
-    assert judged(slot).verdict == DIFFERENT
-
-
 @pytest.fixture
 def tables(places: dict[str, Place], tmp_path: Path) -> list[Slot]:
     """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
