@@ -171,22 +171,21 @@ def test_the_12b_type_is_accepted(saved: Save) -> None:
     assert (kv["sliding_attention"].num_kv_heads, kv["full_attention"].num_kv_heads) == (4, 1)
 
 
-def test_files_that_are_not_there_or_not_right(saved: Save, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"expected config\.json, .* there, found none of them"):
-        load_drafter(tmp_path)
-    directory = saved(GEOMETRIES["dense"])
-    (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
-        load_drafter(directory)
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"expected model.safetensors there, found none"):
-        load_drafter(directory)
-    (directory / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="expected a JSON object"):
-        load_drafter(directory)
-    (directory / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        load_drafter(directory)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, r"expected config\.json, .* there, found none of them"),
+        ("config.json", b"[]", "expected a JSON object"),
+        ("config.json", b"{", "not valid JSON"),
+        ("model.safetensors", None, "expected model.safetensors there, found none"),
+        ("model.safetensors", b"\x10\0\0\0\0\0\0\0{}", "not a safetensors file"),
+    ],
+)
+def test_files_that_are_not_there_or_not_right(saved: Save, file: str, content: bytes | None, message: str) -> None:
+    path = saved(GEOMETRIES["dense"]) / file
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(path.parent)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
