@@ -1,8 +1,7 @@
 """The arithmetic of speculative decoding: what a round yields, how many drafts are worth it, and choosing K on the way.
 
-Notation: K drafts a round; ``p[i]`` the probability that draft i is accepted given that all before it were
-(the *conditional* acceptance). A round always emits one token more than it accepts: the base's own choice
-at the first rejection, or after the last draft.
+K drafts a round; the *conditional* acceptance of a step is the probability that its draft is accepted given that all
+before it were. A round adds one token more than it accepts: the base's own.
 """
 
 from __future__ import annotations
@@ -33,12 +32,8 @@ def expected_tokens(conditional: Sequence[float]) -> float:
 def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int:
     """The K from 0 to ``len(conditional)`` with the most tokens a unit of time; the smallest such K in a tie.
 
-    A round of K drafts takes ``1 + K · draft_cost``: the unit is one forward of the base. What a further token adds to
-    that forward is small while memory bandwidth is the limit, and not counted.
-
-    Args:
-        conditional: per-step conditional acceptance.
-        draft_cost: time of one step of the drafter over that of one forward of the base.
+    A round takes ``1 + K · draft_cost``: ``draft_cost`` is the time of a draft step over that of a forward of the base.
+    What a further token adds to that forward is small while memory bandwidth is the limit, and not counted.
 
     >>> best_draft_length([0.8] * 8, draft_cost=0.1), best_draft_length([0.1] * 8, draft_cost=0.2)
     (6, 0)

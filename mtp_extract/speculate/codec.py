@@ -26,13 +26,12 @@ class Codec:
     def encode(self, prompt: Prompt, *, chat_template: bool = False) -> tuple[int, ...]:
         """Token ids of ``prompt``.
 
-        Ids are taken as given. Text begins with the BOS token, whether or not the tokenizer puts it there: a base has
-        seen none without it. With ``chat_template`` text is what a user says in a chat. Messages are written by the
-        chat template, up to where the answer begins.
+        Ids are taken as given. Text begins with the BOS token, whether or not the tokenizer puts it there. With
+        ``chat_template`` text is what a user says in a chat. Messages are written by the chat template.
 
         Raises:
-            PairError: text without a tokenizer, messages without a template or such as it refuses, an empty prompt, or
-                a token that the base does not have.
+            PairError: text without a tokenizer, messages that no template takes, an empty prompt, or a token that the
+                base does not have.
         """
         if isinstance(prompt, str) and chat_template:
             prompt = [{"role": "user", "content": prompt}]

@@ -18,11 +18,8 @@ from mtp_extract.speculate.trees import Tree
 class Base:
     """A Gemma 4 model of transformers (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``).
 
-    The model's body is called without its head, so that the head runs only where logits are needed and the
-    hidden state after the final norm comes without storing every layer's.
-
-    Args:
-        model: the loaded model. Its attention implementation must be ``sdpa``, the default.
+    Its attention implementation must be ``sdpa``, the default. Its body is called without its head, which runs only
+    where logits are needed.
 
     Attributes:
         device: where token ids go.
@@ -175,8 +172,7 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
     """Check that ``base`` can give what ``drafter`` needs.
 
     Raises:
-        PairError: vocabulary, width, or the K and V of a layer type differ, or a layer is missing; or the
-            tokenizer has more tokens than the base.
+        PairError: vocabulary, width, layers or K and V differ, or the tokenizer has more tokens than the base.
     """
     for what, expected, found in compared(base, drafter.needs):
         if expected != found:
