@@ -57,16 +57,13 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
 
     placed = _placed(device)
     room = int(free_memory(placed) / _HEADROOM)
-    directory = Path(checkpoint_here(name, largest=room))
+    directory, given = Path(checkpoint_here(name, largest=room)), escape(name)
     if not directory.is_dir():
         raise PairError(
-            f"{escape(name)}: expected a directory or a Hub id such as google/gemma-4-E4B-it, found neither. "
-            "Give a base."
+            f"{given}: expected a directory or a Hub id such as google/gemma-4-E4B-it, found neither. Give a base."
         )
     if not (directory / "config.json").is_file():
-        raise PairError(
-            f"{escape(name)}: expected a model's config.json there, found none. Give the base model's directory."
-        )
+        raise PairError(f"{given}: expected a model's config.json there, found none. Give the base model's directory.")
     size = sum(file.stat().st_size for file in files_of(directory) if _WEIGHTS.fullmatch(file.name))
     if size > room:  # before the machine starts to swap
         raise MtpExtractError(
@@ -83,8 +80,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         config = AutoConfig.from_pretrained(directory)
     if str(config.model_type).endswith("_assistant"):
         raise PairError(
-            f"{escape(name)}: expected a base model, found a drafter ({config.model_type}). Give the model that it "
-            "drafts for."
+            f"{given}: expected a base model, found a drafter ({config.model_type}). Give the model that it drafts for."
         )
     half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
     with memory_guard("loading the base"), quiet_transformers():
@@ -104,9 +100,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     parts = (("missing", info["missing_keys"]), ("of another shape than its config says", mismatched))
     if wrong := [f"{what}: {few(sorted(keys))}" for what, keys in parts if keys]:
-        raise PairError(
-            f"{escape(name)}: expected every tensor of the base, found {'; '.join(wrong)}. Fetch the model again."
-        )
+        raise PairError(f"{given}: expected every tensor of the base, found {'; '.join(wrong)}. Fetch the model again.")
     model = model.eval().requires_grad_(False)
     embedding = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -124,23 +124,28 @@ class _Row(msgspec.Struct):
     task_id: str | int | None = None
     source: str | int | None = None
 
-    def as_prompt(self, workload: str) -> Prompt:
-        """The prompt that it holds, by default of ``workload``.
 
-        Raises:
-            ValueError: it asks nothing.
-        """
-        asked: Any = self.messages or self.prompt or (self.turns or [""])[0]
-        answer = self.completion or self.response or None
+def _prompt_of(line: bytes, number: int, workload: str) -> Prompt:
+    """The prompt in this line of a ``.jsonl`` file, by default of ``workload``.
+
+    Raises:
+        ValueError: it has another form, or asks nothing.
+    """
+    try:
+        row = msgspec.json.decode(line, type=_Row)
+        asked: Any = row.messages or row.prompt or (row.turns or [""])[0]
+        answer = row.completion or row.response or None
         if isinstance(asked, list) and answer is None and asked[-1]["role"] == "assistant":
             *asked, last = asked
             parts = last["content"]
             answer = "".join(str(part.get("text", "")) for part in parts) if isinstance(parts, list) else parts
         if not (asked.strip() if isinstance(asked, str) else asked):
             raise ValueError("no prompt, no messages and no turns in which something is asked")
-        content = asked if isinstance(asked, str) else tuple(asked)
-        source = self.question_id or self.task_id or self.source or ""
-        return Prompt(self.workload or self.category or workload, content, str(source), answer or None)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}, in {line.decode(errors='replace').strip()}") from error
+    content = asked if isinstance(asked, str) else tuple(asked)
+    source = row.question_id or row.task_id or row.source or ""
+    return Prompt(row.workload or row.category or workload, content, str(source), answer or None)
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
@@ -161,8 +166,17 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.
     """
+    suffix = path.suffix.lower()
     try:
-        prompts = tuple(_prompts_in(path))
+        if suffix not in (".txt", ".jsonl"):
+            raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
+        stored = read_regular(path, LARGEST).removeprefix(b"\xef\xbb\xbf")
+        if suffix == ".txt":
+            lines = re.split(r"\r\n|\r|\n", stored.decode())
+            prompts = tuple(Prompt(path.stem, line) for line in lines if line.strip())
+        else:
+            rows = enumerate(stored.splitlines(), 1)
+            prompts = tuple(_prompt_of(row, number, path.stem) for number, row in rows if row.strip())
     except OSError as error:
         raise MtpExtractError(
             f"{escape(path)}: expected prompts in a file that can be read, found: {error.strerror}. Check the path.",
@@ -173,22 +187,6 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     if not prompts:
         raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none. Give {_FORM}.")
     return prompts
-
-
-def _prompts_in(path: Path) -> Iterator[Prompt]:
-    suffix = path.suffix.lower()
-    if suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
-    stored = read_regular(path, LARGEST).removeprefix(b"\xef\xbb\xbf")
-    if suffix == ".txt":
-        yield from (Prompt(path.stem, line) for line in re.split(r"\r\n|\r|\n", stored.decode()) if line.strip())
-        return
-    for number, line in enumerate(stored.splitlines(), 1):
-        if line.strip():
-            try:
-                yield msgspec.json.decode(line, type=_Row).as_prompt(path.stem)
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}, in {line.decode(errors='replace').strip()}") from error
 
 
 def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bool) -> list[tuple[int, ...]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +38,8 @@ from mtp_extract.validation.transformers import check_transformers
 from mtp_extract.validation.verdict import concluded, notes_of
 from mtp_extract.validation.worth import Timed, best_of, is_disturbed, measure_worth
 
+_SMALL = 256
+
 
 def run_validation(plan: ValidationPlan) -> Validation:
     """Measure what ``plan`` asks for: at least one of ``base`` and ``source``.
@@ -49,9 +50,11 @@ def run_validation(plan: ValidationPlan) -> Validation:
     plan.check()
     plan = plan.resolved()
     with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         if plan.directory is None:
             plan.say("extracting the sample")
-            directory = stack.enter_context(_sample())
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
+            extract(str(sample_bundle()), directory)
         else:
             directory = Path(checkpoint_here(plan.directory))
         found = Validation(
@@ -78,20 +81,6 @@ def run_validation(plan: ValidationPlan) -> Validation:
         return concluded(found)
 
 
-@contextmanager
-def _sample() -> Iterator[Path]:
-    """The sample's checkpoint. Its matrices are too small to share: threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "sample-mtp-drafter"
-        extract(str(sample_bundle()), directory)
-        torch.set_num_threads(1)
-        try:
-            yield directory
-        finally:
-            torch.set_num_threads(threads)
-
-
 def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation) -> None:
     """Add to ``found`` everything that needs the base. What does not fit is said before anything is measured.
 
@@ -109,6 +98,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
         pairs = {name: _pair(loaded, place) for name, place in places.items()}
+    _use_threads(pairs[found.drafter].base.width)
     pair, steps, new_tokens = pairs[found.drafter], sorted(set(plan.draft_steps)), plan.new_tokens
     plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
     trees = [what for what in plans.values() if isinstance(what, Tree)]
@@ -183,6 +173,12 @@ def _pair(loaded: LoadedBase, place: Path) -> SpeculativeGenerator:
         raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
 
 
+def _use_threads(width: int) -> None:
+    """One where matrices of a base of this ``width`` are too small to share: more would mostly wait for each other."""
+    if width <= _SMALL:
+        torch.set_num_threads(1)
+
+
 def _tuning_of(directory: Path) -> str | None:
     """How the checkpoint in ``directory`` was tuned, by its record; None where nothing says so."""
     record = read_record(with_record(directory))
@@ -194,6 +190,7 @@ def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, fo
     drafter = load_any(directory, dtype=torch.float32)
     if not isinstance(drafter, MtpDrafter):
         return
+    _use_threads(drafter.config.backbone_hidden_size)
     plan.say("loading the checkpoint with transformers")
     loaded = check_transformers(directory, drafter, source)
     plan.say("running the drafter section in Google's interpreter")
