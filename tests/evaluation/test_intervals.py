@@ -151,18 +151,7 @@ def test_seven_controls_are_allowed_for(texts: int) -> None:
     assert misled.mean() < 0.06
 
 
-def test_one_at_a_time_is_as_many_at_once() -> None:
-    generator = np.random.default_rng(0)
-    sizes = generator.integers(1, 40, (3, 12))
-    lost = generator.binomial(1, 0.3, sizes.shape)
-    hits = np.minimum(generator.binomial(sizes, 0.5), sizes - lost)
-    for bounds, *columns in (
-        (share_bounds, hits, sizes),
-        (ratio_bounds, hits + 1, sizes),
-        (difference_bounds, hits, lost, sizes),
-    ):
-        for row, expected in enumerate(zip(*bounds(*columns), strict=True)):
-            assert over_texts(bounds, *(column[row].tolist() for column in columns)) == pytest.approx(expected)
+def test_an_interval_is_scaled() -> None:
     assert Interval(0.25, 0.5).scaled(4, 1) == (2, 3)
 
 

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.agreement import measure_agreement
 from helpers.stepping import teacher_forced_by_stepping
 
 from mtp_extract.errors import MtpExtractError, PairError
-from mtp_extract.evaluation.agreement import Continuations, figures
+from mtp_extract.evaluation.agreement import Asked, Continuations, figures, measure_agreements
 from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.codec import Codec
@@ -23,9 +22,13 @@ pytestmark = pytest.mark.xdist_group("validation")
 STEPS = 3
 
 
+def measured(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
+    return measure_agreements(generator.base, [Asked(generator.drafter, STEPS)], continuations, batch=3)[0]
+
+
 @pytest.fixture(scope="module")
 def agreement(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
-    return measure_agreement(generator.base, generator.drafter, continuations, STEPS, batch=3)
+    return measured(generator, continuations)
 
 
 def test_texts_are_the_bases_own(generator: SpeculativeGenerator, continuations: Continuations) -> None:
@@ -76,7 +79,7 @@ def test_figures_by_hand() -> None:
 def test_nothing_to_draft_from(generator: SpeculativeGenerator) -> None:
     short = Continuations((Prompt("w", "a"),), (Text((2, 3), 1),))
     with pytest.raises(PairError, match="generate longer continuations"):
-        measure_agreement(generator.base, generator.drafter, short, 1, batch=2)
+        measured(generator, short)
 
 
 def test_a_text_that_repeats_another_is_not_counted(
@@ -85,11 +88,7 @@ def test_a_text_that_repeats_another_is_not_counted(
     """Neither in shares and lengths, nor in their intervals."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
     assert (continuations.repeats, twice.repeats) == (frozenset(), set(range(7, 14)))
-    once, again = (
-        figures(measure_agreement(generator.base, generator.drafter, one, STEPS, batch=3))
-        for one in (continuations, twice)
-    )
-    assert once == again
+    assert figures(measured(generator, continuations)) == figures(measured(generator, twice))
 
 
 def test_prompts_are_opened_once(generator: SpeculativeGenerator) -> None:

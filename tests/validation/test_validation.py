@@ -367,15 +367,6 @@ def test_names_of_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "x", "0x2", "4x", "-1", "4x2x-1", "4 x 2", "²", "best:14", "2000", "40x40", "9" * 5000],
-)
-def test_what_is_no_tree(text: str) -> None:
-    with pytest.raises(MtpExtractError, match="expected a tree"):
-        _ = ValidationPlan(None, trees=(text,)).wanted
-
-
-@pytest.mark.parametrize(
     ("given", "what"),
     [
         ({"draft_steps": ()}, "draft steps, found none"),

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from helpers.agreement import measure_agreement
 from msgspec import structs
 
 from mtp_extract.evaluation.agreement import Asked, Continuations, measure_agreements
@@ -33,8 +32,10 @@ PLANS = {"1": 1, "4": 4, **ValidationPlan(None, draft_steps=(4,), trees=("1x1x1x
 
 
 @pytest.fixture(scope="module")
-def agreement(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
-    return measure_agreement(generator.base, generator.drafter, continuations, 4, batch=4)
+def drafted(generator: SpeculativeGenerator, continuations: Continuations) -> list[Agreement]:
+    """After its own drafts, and along the texts."""
+    asked = [Asked(generator.drafter, 4, along) for along in (False, True)]
+    return measure_agreements(generator.base, asked, continuations, batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +44,19 @@ def alone(generator: SpeculativeGenerator, continuations: Continuations) -> Time
 
 
 @pytest.fixture(scope="module")
-def along(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
-    asked = [Asked(generator.drafter, 4, along=True)]
-    return measure_agreements(generator.base, asked, continuations, batch=4)[0]
-
-
-@pytest.fixture(scope="module")
 def worth(
-    generator: SpeculativeGenerator,
-    continuations: Continuations,
-    agreement: Agreement,
-    along: Agreement,
-    alone: Timed,
+    generator: SpeculativeGenerator, continuations: Continuations, drafted: list[Agreement], alone: Timed
 ) -> dict[str, Worth]:
-    return measure_worth(generator, continuations, agreement, along, PLANS, alone, new_tokens=NEW_TOKENS)
+    return measure_worth(generator, continuations, *drafted, PLANS, alone, new_tokens=NEW_TOKENS)
 
 
 def test_rounds_are_those_of_the_loop(
-    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement, along: Agreement
+    generator: SpeculativeGenerator, continuations: Continuations, drafted: list[Agreement]
 ) -> None:
     """Of every text, chain and tree: what generating it drafts and accepts, round by round; of repeats nothing."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
     for what in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.values():
-        stands = standing(what, agreement, along)
+        stands = standing(what, *drafted)
         walks = walked(what, stands, continuations, NEW_TOKENS)
         for index, walk in zip(continuations.usable, walks, strict=True):
             prompt = continuations.texts[index].prompt
@@ -104,7 +95,7 @@ def test_a_tree_that_is_a_chain_does_what_the_chain_does(worth: dict[str, Worth]
 def test_another_text_is_noticed(
     generator: SpeculativeGenerator,
     continuations: Continuations,
-    agreement: Agreement,
+    drafted: list[Agreement],
     alone: Timed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,7 +109,7 @@ def test_another_text_is_noticed(
         return dataclasses.replace(made, tokens=changed[own])
 
     monkeypatch.setattr(generator, "generate", wrong)
-    made = measure_worth(generator, continuations, agreement, None, {"4": 4}, alone, new_tokens=NEW_TOKENS)
+    made = measure_worth(generator, continuations, drafted[0], None, {"4": 4}, alone, new_tokens=NEW_TOKENS)
     assert made["4"].same_text == 1
 
 
