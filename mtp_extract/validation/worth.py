@@ -26,7 +26,10 @@ from mtp_extract.speculate.trees import Tree
 Place = tuple[int, int]
 """A text's number and the position of its pending token."""
 
-_WARM = 8  # new tokens, generated before times are taken: the first calls choose kernels and take memory
+Prompts = Mapping[int, Sequence[int]]
+"""Token ids, by the prompt's number."""
+
+_WARM = 8  # new tokens
 _FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
 
 
@@ -55,16 +58,8 @@ class Timed:
     texts: Mapping[int, Generation]  # by the prompt's number
 
     @classmethod
-    def of(
-        cls,
-        generator: SpeculativeGenerator,
-        written: Continuations,
-        rows: Iterable[int],
-        drafts: Drafts,
-        new_tokens: int,
-    ) -> Timed:
-        """The texts after the prompts of these numbers."""
-        prompts = {row: written.texts[row].prompt for row in rows}
+    def of(cls, generator: SpeculativeGenerator, prompts: Prompts, drafts: Drafts, new_tokens: int) -> Timed:
+        """The texts after ``prompts``."""
         return cls({r: generator.generate(one, max_new_tokens=new_tokens, drafts=drafts) for r, one in prompts.items()})
 
     @classmethod
@@ -72,8 +67,9 @@ class Timed:
         """Of ``timed`` prompts by the base alone, the workloads in turn, those that can be drafted first."""
         queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
         chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
-        cls.of(generator, written, chosen[:1], 0, min(new_tokens, _WARM))
-        return cls.of(generator, written, chosen, 0, new_tokens)
+        prompts = {row: written.texts[row].prompt for row in chosen}
+        _warm_up(generator, prompts, 0, new_tokens)
+        return cls.of(generator, prompts, 0, new_tokens)
 
     @property
     def rounds(self) -> list[Round]:
@@ -113,9 +109,8 @@ def measure_worth(
         plans: by name; the longest chain before what is adapted.
         alone: of the base alone, with as many ``new_tokens``; texts must equal these.
     """
-    longest = max(plans.values(), key=depth_of)
-    Timed.of(generator, written, [*alone.texts][:1], longest, min(new_tokens, _WARM))
-    worth = dict[str, Worth]()
+    prompts, worth = {row: one.prompt_tokens for row, one in alone.texts.items()}, dict[str, Worth]()
+    _warm_up(generator, prompts, max(plans.values(), key=depth_of), new_tokens)
     for name in counted(list(plans), show, "a few texts with drafts"):
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):
@@ -124,9 +119,15 @@ def measure_worth(
             ratio = (chain.draft_ms or 0.0) / chain.depth / chain.verify_ms if chain.verify_ms else 0.0
             what = replace(what, cost_ratio=ratio)
         walks = walked(what, standing(what, agreement, along), written, new_tokens)
-        made = Timed.of(generator, written, alone.texts, what, new_tokens)
+        made = Timed.of(generator, prompts, what, new_tokens)
         worth[name] = _worth(name, what, walks, made, alone)
     return worth
+
+
+def _warm_up(generator: SpeculativeGenerator, prompts: Prompts, drafts: Drafts, new_tokens: int) -> None:
+    """Generate a little before times are taken: the first calls choose kernels and take memory."""
+    for prompt in [*prompts.values()][:1]:
+        generator.generate(prompt, max_new_tokens=min(new_tokens, _WARM), drafts=drafts)
 
 
 def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[Place, int]:
