@@ -129,18 +129,19 @@ def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[Ro
             differ.add(slot)
         tick(given.size)
         if np.isfinite(given).all():
-            return *_distance(slot, given, held, first, last), squares(given - held), squares(given)
+            apart = given - held
+            return *_distance(slot, given, apart, first, last), squares(apart), squares(given)
         return 1, math.inf, math.nan, 1.0
 
     looks = over_rows(slots, look, _ELEMENTS)
     return [_verdict(match, [one for slot in match.slots for one in looks[slot]], differ) for match in found]
 
 
-def _distance(slot: Slot, given: Floats, held: Floats, first: int, last: int) -> tuple[int, float]:
-    """How many of ``given``, rows of the weight, are further from ``held`` than half a step and what rounding to their
-    type explains; and the largest difference in steps, −1 for floats.
+def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -> tuple[int, float]:
+    """How many of ``given``, rows of the weight, are ``apart`` from what is held by more than half a step and what
+    rounding to their type explains; and the largest difference in steps, −1 for floats.
     """
-    constant, apart = slot.constant, np.abs(given - held)
+    constant, apart = slot.constant, np.abs(apart)
     if constant is None or constant.source.packing is None or constant.folded:
         half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
         return int(np.count_nonzero(~(apart <= half * np.abs(given)))), -1.0

@@ -174,13 +174,15 @@ def test_requantized_floats_are_the_quantizers_file(
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False) == bool(full)
 
 
-def with_shared_norms(sample: Path, out: Path, *, tensor: bool) -> None:
-    """The sample whose q norms of the first two layers are one tensor, or two tensors of one buffer."""
+@pytest.mark.parametrize("tensor", [True, False], ids=["one tensor", "one buffer"])
+def test_shared_constants_are_not_taken_apart(
+    tensor: bool, sample: Path, exact: Path, noisy: Path, tmp_path: Path
+) -> None:
     *others, last = parts_of(sample)
     with open_bundle(sample) as opened:
         roles = {role.role: role.tensor for role in opened.drafter().walk.roles}
     first, second = (roles[f"layers.{i}.q_norm"].index for i in (0, 1))
-    model = load(last.data)
+    model, merged = load(last.data), tmp_path / "merged.litertlm"
     graph = model.subgraphs[0]
     graph.tensors[second].buffer = graph.tensors[first].buffer
     if tensor:
@@ -188,15 +190,7 @@ def with_shared_norms(sample: Path, out: Path, *, tensor: bool) -> None:
             op.inputs = [first if index == second else index for index in op.inputs]
         # Nothing reads it any more: what is left of it is no constant.
         graph.tensors[second].buffer = 0
-    out.write_bytes(bundle([*others, replace(last, data=pack(model))]))
-
-
-@pytest.mark.parametrize("tensor", [True, False], ids=["one tensor", "one buffer"])
-def test_shared_constants_are_not_taken_apart(
-    tensor: bool, sample: Path, exact: Path, noisy: Path, tmp_path: Path
-) -> None:
-    merged = tmp_path / "merged.litertlm"
-    with_shared_norms(sample, merged, tensor=tensor)
+    merged.write_bytes(bundle([*others, replace(last, data=pack(model))]))
     assert np.array_equal(*(floats_of(merged)[f"layers.{i}.q_norm"] for i in (0, 1)))
 
     source = extract(merged, tmp_path / "same", dtype="bf16").directory
