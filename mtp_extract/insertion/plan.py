@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class InsertionResult:
     notes: tuple[str, ...]  # things worth knowing that are not errors
     # That the new drafter computes what its weights say; None of a base, whose graphs are not proven.
     proof: Proof | None
-    plan: InsertionPlan
+    plan: InsertionPlan = field(repr=False)
 
 
 @dataclass(frozen=True)
