@@ -89,13 +89,12 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
     In Gemma 4 it differs 100-fold between layers. The geometric mean over tokens is taken, since a first token's state
     can be a thousand times as large as all others.
     """
-    logarithms, tokens = torch.zeros(len(layers), dtype=torch.float64), 0
+    logarithms = []
     for text in texts[:_MEASURED]:
         states = base.feed(torch.tensor([text.tokens], device=base.device), layers).layers
         sizes = torch.stack([states[layer][0].double().square().mean(-1).sqrt().cpu() for layer in layers])
-        logarithms += sizes.clamp(min=1e-6).log().sum(-1)
-        tokens += len(text.tokens)
-    return list((logarithms / max(tokens, 1)).exp().tolist())
+        logarithms.append(sizes.clamp(min=1e-6).log())
+    return list(torch.cat(logarithms, dim=1).mean(dim=1).exp().tolist()) if logarithms else [1.0] * len(layers)
 
 
 def new_head(pair: Pair, texts: Sequence[Text]) -> None:
@@ -141,9 +140,9 @@ def head_of(
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
             tensors[role.name] = of_array(rows - np.arange(len(rows)))
-        elif role.name in given or role.kind == NORM:
-            weight = given.get(role.name, torch.ones(shape)).detach().float().cpu()
-            tensors[role.name] = of_array(np.array(weight.numpy()))
-        else:
-            tensors[role.name] = of_array((torch.randn(shape, generator=generator) * shape[1] ** -0.5).numpy())
+            continue
+        if (weight := given.get(role.name)) is None:
+            drawn = role.kind != NORM
+            weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5 if drawn else torch.ones(shape)
+        tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
     return Checkpoint(EAGLE3, config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
@@ -54,7 +55,7 @@ _STATES_A_CENTROID, _LEAST_STATES = 200, 200_000  # asked for; the latter where 
 _ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
 _AXIS_FROM, _AXIS_STEPS = 1 << 14, 12  # vectors that the axis of a cut is found from; steps of the power method
 _BATCH, _SCORES_AT_ONCE = 2048, 1 << 23
-_EVALUATIONS, _PATIENCE = 10, 3  # evaluations without a better one after which learning ends
+_EVALUATIONS = 10  # of centroids, on watched text
 _RATE = 1.0  # learning rate times width, for states of a root mean square of 1
 
 
@@ -76,15 +77,13 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
         MtpExtractError: there is too little text of a kind.
     """
     before, strange = dense(pair.origin.checkpoint), random_texts(pair, tell)
-    vocabulary = before.config.vocab_size
+    vocabulary, held_out = before.config.vocab_size, [text for _, text in corpus.held_out]
     count = clusters_of(vocabulary)
+    most, size = max(_LEAST_STATES, _STATES_A_CENTROID * count), vocabulary // count
     pair.say(f"reading the drafter's states over {len(corpus.trained) + len(strange[TRAINED])} texts")
-    most, held_out = max(_LEAST_STATES, _STATES_A_CENTROID * count), [text for _, text in corpus.held_out]
     shares = (corpus.trained, 1 - _RANDOM_SHARE), (strange[TRAINED], _RANDOM_SHARE)
     taught = [collect(pair, drafter, texts, int(share * most), (LITERT, TRANSFORMERS)) for texts, share in shares]
     watched = [collect(pair, drafter, texts, most) for texts in (corpus.watched, strange[WATCHED])]
-    kinds = {"as trained on": held_out[: corpus.own], "shipped prompts": held_out[corpus.own :]}
-    kinds = {name: texts for name, texts in kinds.items() if texts} | {"random tokens": strange[HELD_OUT]}
     states = sum(len(one.states) for one in taught)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(before.tensors["lm_head"].array().copy())
@@ -92,18 +91,18 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     # Centroids as they will be read.
     written = as_written(pair.origin, ordered(before, ordering, centroids, 1)).tensors[CENTROIDS]
     rows, cluster = torch.from_numpy(written.array().copy()), cluster_of(ordering, count)
-
-    def ranked(one: Used) -> Tensor:
-        return ranks(one.states, rows, cluster[one.choices])
-
-    top_k, kept = least_top_k(list(map(ranked, watched)), vocabulary, count), dict[str, Any]()
-    for name, texts in kinds.items():
-        one = collect(pair, drafter, texts, most)
-        hits = (ranked(one) < top_k).double()
-        # Windows of one text by people are one to an interval.
-        index = units_of(corpus)[one.text] if name == "as trained on" else one.text
-        kept[name] = {"share": float(hits.mean()), "interval": share_over_texts(index, hits)}
-    size = vocabulary // count
+    top_k = least_top_k([ranks(one.states, rows, cluster[one.choices]) for one in watched], vocabulary, count)
+    # Windows of one text by people are one to an interval.
+    units, kept = units_of(corpus), dict[str, Any]()
+    for name, texts, index in (
+        ("as trained on", held_out[: corpus.own], units[: corpus.own]),
+        ("shipped prompts", held_out[corpus.own :], units[corpus.own :]),
+        ("random tokens", strange[HELD_OUT], torch.arange(len(strange[HELD_OUT]))),
+    ):
+        if texts:
+            one = collect(pair, drafter, texts, most)
+            hits = (ranks(one.states, rows, cluster[one.choices]) < top_k).double()
+            kept[name] = {"share": float(hits.mean()), "interval": share_over_texts(index[one.text], hits)}
     about: dict[str, Any] = {"centroids": count, "top_k": top_k, "tokens_a_cluster": size, "best_step": best_step}
     about |= {"states": states, "rows_read": count + top_k * size, "rows_dense": vocabulary, "kinds": kept}
     return ordered(before, ordering, centroids, top_k), about
@@ -164,8 +163,7 @@ def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
     usual = [token for token in range(min(pair.base.vocab_size, len(tokenizer))) if token not in special]
     opened = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     generator, prompts = torch.Generator().manual_seed(plan.seed), []
-    for number in range(RANDOM_PROMPTS):
-        length = _RANDOM_LENGTHS[number % len(_RANDOM_LENGTHS)]
+    for _, length in zip(range(RANDOM_PROMPTS), cycle(_RANDOM_LENGTHS), strict=False):
         drawn = torch.randint(len(usual), (length,), generator=generator).tolist()
         prompts.append((*opened, *(usual[index] for index in drawn)))
     writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
@@ -173,9 +171,8 @@ def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
     sides, learned = dict[str, list[Text]](), list[Text]()
     # After random tokens a base soon writes the same loops: one that was learned shows nothing.
     for side in (TRAINED, WATCHED, HELD_OUT):
-        own = [text for prompt, text in zip(prompts, written, strict=True) if side_of(str(list(prompt))) == side]
-        sides[side] = new_texts(own, plan.draft_steps, learned)
-        learned += sides[side]
+        own = [text for text in written if side_of(str(list(text.prompt))) == side]
+        learned += sides.setdefault(side, new_texts(own, plan.draft_steps, learned))
     return sides
 
 
@@ -236,46 +233,37 @@ def build_head(
             head.index_add_(0, choices, states.float())
         counts += torch.bincount(one.choices, minlength=len(head))
     vectors = head.div_(counts[:, None])
-    ordering = balanced_clusters(vectors, count)
+    if not bool(torch.isfinite(vectors.sum(dim=1)).all()):
+        raise MtpExtractError("expected finite weights and states to make clusters of, found others; check the drafter")
+    ordering = balanced_clusters(vectors, torch.arange(len(vectors)), count)
     means, cluster = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1), cluster_of(ordering, count)
     taught, watched = ([one._replace(choices=cluster[one.choices]) for one in part] for part in (taught, watched))
     return ordering, *learn_centroids(taught, watched, means, steps=steps, seed=seed)
 
 
-def balanced_clusters(vectors: Tensor, count: int) -> Tensor:
+def balanced_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
     """``count`` clusters of neighbours, all of one size: cut in two along the axis of greatest spread, and again.
 
     Args:
-        vectors: F32 [V, width]; ``count`` divides V.
+        vectors: F32 [V, width].
+        members: int64 [N], the rows of it to divide; ``count`` divides N.
 
     Returns:
-        int64 [V], a permutation: the members of the first cluster in order, then those of the second, …
-
-    Raises:
-        MtpExtractError: a vector is not finite.
+        int64 [N]: the members of the first cluster in order, then those of the second, …
     """
-    if not bool(torch.isfinite(vectors.sum(dim=1)).all()):
-        raise MtpExtractError("expected finite weights and states to make clusters of, found others; check the drafter")
-    ordering, size, least = torch.arange(len(vectors)), len(vectors) // count, torch.finfo(vectors.dtype).tiny
-
-    def cut(first: int, clusters: int) -> None:
-        part = ordering[first * size : (first + clusters) * size]
-        if clusters == 1:
-            part.copy_(part.sort().values)
-            return
-        there = vectors[part]
-        # The axis of greatest spread, by the power method; where all vectors are equal, any will do.
-        some = there[:: -(-len(there) // _AXIS_FROM)]
-        some = some - some.mean(dim=0)
-        axis = some[some.square().sum(dim=1).argmax()]
-        for _ in range(_AXIS_STEPS):
-            axis = some.T @ (some @ (axis / axis.norm().clamp(min=least)))
-        part.copy_(part[torch.argsort(there @ (axis / axis.norm().clamp(min=least)), stable=True)])
-        cut(first, clusters // 2)
-        cut(first + clusters // 2, clusters - clusters // 2)
-
-    cut(0, count)
-    return ordering
+    if count == 1:
+        return members.sort().values
+    there, least = vectors[members], torch.finfo(vectors.dtype).tiny
+    # The axis of greatest spread, by the power method; where all vectors are equal, any will do.
+    some = there[:: -(-len(there) // _AXIS_FROM)]
+    some = some - some.mean(dim=0)
+    axis = some[some.square().sum(dim=1).argmax()]
+    for _ in range(_AXIS_STEPS):
+        axis = some.T @ (some @ normalize(axis, dim=0, eps=least))
+    members = members[torch.argsort(there @ normalize(axis, dim=0, eps=least), stable=True)]
+    half, cut = count // 2, len(members) // count * (count // 2)
+    parts = ((members[:cut], half), (members[cut:], count - half))
+    return torch.cat([balanced_clusters(vectors, part, clusters) for part, clusters in parts])
 
 
 def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
@@ -328,7 +316,7 @@ def learn_centroids(
         found = [ranks(one.states / size, rows.detach(), one.choices) for one in watched]
         return enough(found), sum(float((rank + 1).double().log2().mean()) for rank in found)
 
-    best_score, best_step, stale = score(), 0, 0
+    best_score, best_step = score(), 0
     for done in range(1, steps + 1):
         drawn = [torch.randint(len(one.states), (_BATCH // len(taught),), generator=random) for one in taught]
         states = torch.cat([one.states[chosen].float() for one, chosen in zip(taught, drawn, strict=True)])
@@ -341,12 +329,8 @@ def learn_centroids(
         optimizer.zero_grad()
         cross_entropy(rivals, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         optimizer.step()
-        if done % max(1, steps // _EVALUATIONS) == 0 or done == steps:
-            now, stale = score(), stale + 1
-            if now < best_score:
-                best, best_score, best_step, stale = rows.detach().clone(), now, done, 0
-            if stale >= _PATIENCE:
-                break
+        if (done % max(1, steps // _EVALUATIONS) == 0 or done == steps) and (now := score()) < best_score:
+            best, best_score, best_step = rows.detach().clone(), now, done
     return best / size, best_step
 
 

@@ -142,10 +142,6 @@ class Batch:
         lengths = torch.tensor([len(item["tokens"]) for item in items], device=device)
         return cls(fed, lengths, padded["choices"], anchors.to(device), real.to(device))
 
-    def after(self, step: int) -> Tensor:
-        """int64 [B, A]: the position ``step`` after each anchor, or the last of the longest text."""
-        return (self.anchors + step).clamp(max=self.fed.tokens.shape[1] - 1)
-
 
 def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """``count`` anchors of each text, none twice, in order, and which of them are real; int64 and bool [B, count].
@@ -176,17 +172,17 @@ class Rounds(nn.Module):
         """States after the final norm, [K, B, A, width]."""
         known, drafter, found = BaseState(batch.fed, batch.anchors, embed), self.drafter, []
         state: Any = drafter.start(known, convention) if isinstance(drafter, MtpDrafter) else drafter.start(known)
-        for step in range(self.steps):
-            hidden, state = drafter.advance(state, batch.fed.tokens.gather(1, batch.after(step)))
+        for token in batch.fed.tokens.flatten()[aims(batch, self.steps)]:
+            hidden, state = drafter.advance(state, token)
             found.append(hidden)
         return torch.stack(found)
 
 
 def aims(batch: Batch, steps: int) -> Tensor:
-    """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes."""
-    rows, length = batch.fed.tokens.shape
-    first = torch.arange(rows, device=batch.anchors.device)[:, None] * length
-    return torch.stack([first + batch.after(step) for step in range(steps)])
+    """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes; in a text's end, its last."""
+    (rows, length), device = batch.fed.tokens.shape, batch.anchors.device
+    later = batch.anchors + torch.arange(steps, device=device)[:, None, None]
+    return torch.arange(rows, device=device)[:, None] * length + later.clamp(max=length - 1)
 
 
 def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
@@ -195,14 +191,15 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
     ended before.
     """
-    follows = torch.zeros_like(batch.fed.tokens, dtype=torch.bool)
-    follows[:, 1:] = (batch.fed.tokens[:, 1:] == batch.choices[:, :-1]) if greedy else True
-    reached, found = batch.real, []
-    for step in range(steps):
-        if step:
-            reached = reached & follows.gather(1, batch.after(step))
-        found.append(reached & (batch.anchors + 1 + step < batch.lengths[:, None]))
-    return torch.stack(found)
+    later = batch.anchors + torch.arange(1, steps + 1, device=batch.anchors.device)[:, None, None]
+    found = batch.real & (later < batch.lengths[:, None])
+    if greedy:
+        follows = torch.ones_like(batch.fed.tokens, dtype=torch.bool)
+        follows[:, 1:] = batch.fed.tokens[:, 1:] == batch.choices[:, :-1]
+        chosen = follows.flatten()[aims(batch, steps)]
+        chosen[0] = True  # the pending token is the base's own
+        found &= chosen.int().cumprod(dim=0).bool()
+    return found
 
 
 # Measuring

@@ -94,11 +94,9 @@ class Comparisons(msgspec.Struct, frozen=True):
         units, by_workload, worst = units_of(corpus), dict[str, list[int]](), list[Worst]()
         for index, (item, _) in enumerate(corpus.held_out):
             by_workload.setdefault(item.workload, []).append(index)
-            one, other = before.of([index]), after.of([index])
-            if one.texts:
-                content = item.content if isinstance(item.content, str) else str(item.content[-1].get("content"))
-                name = " ".join(content.split())[:_NAME]
-                worst.append(Worst(item.workload, name, one.teacher_forced, other.teacher_forced))
+            forced = [measured.of([index]).teacher_forced for measured in (before, after)]
+            content = item.content if isinstance(item.content, str) else str(item.content[-1].get("content"))
+            worst.append(Worst(item.workload, " ".join(content.split())[:_NAME], *forced))
         unseen = ~seen(before, [text for _, text in corpus.held_out], corpus.known)
         both = replace(before, text=units[before.text]), replace(after, text=units[after.text])
         workloads = {
