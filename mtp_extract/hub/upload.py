@@ -108,7 +108,11 @@ def plan_upload(
             "published with it. Move it elsewhere."
         )
     notes: tuple[str, ...] = ()
-    report = _verdict(folder / REPORT) if REPORT in contents else None
+    try:
+        report = read(read_object(folder / REPORT, "Validate again."), Verdict) if REPORT in contents else None
+    except ValueError as error:
+        lacks = f"lacks what the card states: {escape(error)}. Validate anew."
+        raise CheckpointError(f"{escape(folder / REPORT)}: {lacks}") from error
     if changed_card(folder, record):
         if words != UNSAID:
             raise HubError(
@@ -120,13 +124,6 @@ def plan_upload(
         limits = arrange(format_named(found.layout), found.checkpoint, record["dtype"]).files[0].notes
         contents[CARD] = model_card(record, limits, report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], notes
-
-
-def _verdict(path: Path) -> Verdict:
-    try:
-        return read(read_object(path, "Validate again."), Verdict)
-    except ValueError as error:
-        raise CheckpointError(f"{escape(path)}: lacks what the card states: {escape(error)}. Validate anew.") from error
 
 
 def upload(

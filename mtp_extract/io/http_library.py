@@ -90,28 +90,23 @@ def faults(name: str) -> Iterator[None]:
     except MtpExtractError:
         raise
     except Exception as error:
-        if (meant := _meant(name, error)) is None:
-            raise
-        raise meant from None
-
-
-def _meant(name: str, error: Exception) -> SourceError | None:
-    """What to raise in place of ``error``; None where it is a fault of ours."""
-    answer = getattr(error, "response", None)
-    status = answer.status_code if answer is not None else 0
-    if answer is not None and status in _BUSY:
-        what = "limits the rate of requests" if status == 429 else "is not available"
-        wait = answer.headers.get("retry-after", "").strip()
-        # Of a Retry-After, seconds count and no date.
-        return FaultError(name, f"the server {what} ({status})", float(wait) if _SECONDS.fullmatch(wait) else None)
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    kind = next((kind for kind in _MEANINGS if kind in kinds), None)
-    if kind in _PASSING:
-        why = f": {_ERRNO.sub('', escape(error))}" if "reached" in _MEANINGS[kind] else ""
-        return FaultError(name, _MEANINGS[kind] + why)
-    if kind is None and not status:
-        return None
-    return SourceError(f"{name}: {_MEANINGS[kind] if kind else STATUSES.get(status, f'the server answered {status}')}.")
+        answer = getattr(error, "response", None)
+        status = answer.status_code if answer is not None else 0
+        if answer is not None and status in _BUSY:
+            what = "limits the rate of requests" if status == 429 else "is not available"
+            wait = answer.headers.get("retry-after", "").strip()
+            # Of a Retry-After, seconds count and no date.
+            seconds = float(wait) if _SECONDS.fullmatch(wait) else None
+            raise FaultError(name, f"the server {what} ({status})", seconds) from None
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        kind = next((kind for kind in _MEANINGS if kind in kinds), None)
+        if kind is None and not status:
+            raise  # a fault of ours
+        meaning = _MEANINGS[kind] if kind else STATUSES.get(status, f"the server answered {status}")
+        if kind not in _PASSING:
+            raise SourceError(f"{name}: {meaning}.") from None
+        why = f": {_ERRNO.sub('', escape(error))}" if meaning.endswith("reached") else ""
+        raise FaultError(name, meaning + why) from None
 
 
 def hide_queries() -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -50,7 +51,7 @@ def counter(progress: Progress, total: int) -> Advance:
     return tick
 
 
-class Source(ABC):
+class Source(AbstractContextManager["Source"]):
     """Bytes with a known size that can be read at any offset.
 
     Attributes:
@@ -86,14 +87,11 @@ class Source(ABC):
     def _page(self) -> Callable[[int], bytes]:
         return lru_cache(_PAGES_KEPT)(lambda index: self.read(index * _PAGE, min(_PAGE, self.size - index * _PAGE)))
 
-    def prefetch(self, offset: int, length: int) -> None:  # noqa: B027 - a hint, which most sources need not take
+    def prefetch(self, offset: int, length: int) -> None:
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
 
-    def close(self) -> None:  # noqa: B027 - nothing to release unless a subclass holds something
+    def close(self) -> None:
         """Release what the source holds. Reading afterwards is an error."""
-
-    def __enter__(self) -> Source:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,20 +76,12 @@ def test_what_arrives_is_the_directory(hub: HubServer, directory: Path) -> None:
     assert result.created
     assert set(result.sent) == {file.path for file in result.files} == set(contents(directory))
     assert {request.authorization for request in hub.requests if request.server == "storage"} == {None}
-
-
-def test_a_public_repository(hub: HubServer, directory: Path) -> None:
-    upload(directory, NAME, private=False)
-    assert not hub.repos[NAME].private
-
-
-def test_nothing_is_sent_twice(hub: HubServer, directory: Path) -> None:
-    first = upload(directory, NAME)
+    upload(directory, "org/public", private=False)
+    assert not hub.repos["org/public"].private
+    # Nothing is sent twice.
     hub.requests.clear()
     second = upload(directory, NAME)
-    assert second.sent == ()
-    assert not second.created
-    assert second.commit == first.commit
+    assert (second.sent, second.created, second.commit) == ((), False, result.commit)
     assert not [request for request in hub.requests if request.method == "PUT" or "/commit/" in request.path]
 
 
@@ -141,18 +132,14 @@ def test_an_interrupted_upload_is_resumed(hub: HubServer, directory: Path) -> No
     assert [request for request in hub.requests if request.method == "PUT"] == []
 
 
-def test_storage_that_fails_for_a_while(hub: HubServer, directory: Path) -> None:
-    hub.fault("put", status=503, times=2)
-    upload(directory, NAME)
-    assert held(hub) == contents(directory)
-
-
 @pytest.mark.parametrize("fault", [{"status": 403}, {"drop": True}])
-def test_storage_that_fails_for_good(hub: HubServer, directory: Path, fault: dict[str, int]) -> None:
+def test_storage_that_fails(hub: HubServer, directory: Path, fault: dict[str, int]) -> None:
+    """For good, and then for a while."""
     hub.fault("put", times=99, **fault)
     refused(directory)
     assert set(hub.repos[NAME].files) == {".gitattributes"}
     hub.faults.clear()
+    hub.fault("put", status=503, times=2)
     upload(directory, NAME)
     assert held(hub) == contents(directory)
 
@@ -178,10 +165,7 @@ def test_a_name_that_is_not_ours(hub: HubServer, directory: Path) -> None:
     hub.requests.clear()
     assert "may not write there" in refused(directory, "someone/drafter")
     assert not [request for request in hub.requests if request.method == "PUT" or "/commit/" in request.path]
-
-
-def test_a_private_repository_of_somebody_else(hub: HubServer, directory: Path) -> None:
-    hub.fault("create", status=409)
+    hub.fault("create", status=409)  # a private one of somebody else
     assert "does not see it" in refused(directory)
 
 
@@ -195,26 +179,26 @@ def test_a_repository_with_other_content(hub: HubServer, directory: Path, path: 
     assert not result.created
 
 
-def test_no_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    assert "hf auth login" in refused(directory)
-    assert hub.requests == []
+CONSTANTS = huggingface_hub.constants
+REFUSED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "no token": (lambda patch: patch.delenv("HF_TOKEN"), "hf auth login"),
+    "a wrong token": (lambda patch: patch.setenv("HF_TOKEN", TOKEN + "x"), "does not accept the token"),
+    "no network": (lambda patch: patch.setattr(CONSTANTS, "ENDPOINT", "http://127.0.0.1:1"), "cannot be reached"),
+    "offline mode": (lambda patch: patch.setattr(CONSTANTS, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE"),
+}
 
 
-def test_a_wrong_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
-    assert "does not accept the token" in refused(directory)
+@pytest.mark.parametrize(("spoil", "message"), REFUSED.values(), ids=REFUSED)
+def test_who_may_not_send(
+    hub: HubServer,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+) -> None:
+    spoil(monkeypatch)
+    assert message in refused(directory)
     assert sent(hub) == []
-
-
-def test_no_network(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert "cannot be reached" in refused(directory)
-
-
-def test_offline_mode(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in refused(directory)
 
 
 def test_metadata_that_the_hub_refuses(hub: HubServer, directory: Path) -> None:
@@ -253,6 +237,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "no record": lambda d: (d / "extraction.json").unlink(),
     "a file elsewhere": lambda d: _claim(d, "../drafter/config.json"),
     "a report that is not JSON": lambda d: (d / "report.json").write_text("{"),
+    "a report without what the card states": lambda d: (d / "report.json").write_text('{"agreement": 1}'),
 }
 
 
@@ -266,29 +251,16 @@ def test_a_directory_that_is_not_what_its_record_says(
     assert hub.requests == []
 
 
-def test_a_report_that_lacks_what_the_card_states_is_named_with_its_folder(directory: Path) -> None:
-    (directory / "report.json").write_text('{"agreement": 1}')
-    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(directory))}/report\.json: lacks what the card"):
-        upload(directory, NAME, dry_run=True)
-
-
 def _link_of(directory: Path, name: str) -> None:
     """``name`` becomes a link to a file elsewhere with the same content."""
-    elsewhere = directory.parent / "elsewhere"
-    (directory / name).rename(elsewhere)
-    (directory / name).symlink_to(elsewhere)
-
-
-def _pipe(directory: Path, name: str) -> None:
-    (directory / name).unlink(missing_ok=True)
-    os.mkfifo(directory / name)
+    (directory / name).symlink_to((directory / name).rename(directory.parent / "elsewhere"))
 
 
 NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to a private file": (lambda d: (d / "report.md").symlink_to("/etc/passwd"), "report.md"),
     "a link to a folder": (lambda d: (d / "figures").symlink_to("/etc"), "figures"),
     "weights that are a link": (lambda d: _link_of(d, "model.safetensors"), "model.safetensors"),
-    "a pipe": (lambda d: _pipe(d, "report.json"), "report.json"),
+    "a pipe": (lambda d: os.mkfifo(d / "report.json"), "report.json"),
 }
 
 
@@ -301,16 +273,12 @@ def test_only_regular_files(hub: HubServer, directory: Path, spoil: Callable[[Pa
     assert hub.requests == []
 
 
-def test_a_link_to_the_directory_is_the_directory(hub: HubServer, directory: Path) -> None:
-    link = directory.parent / "latest"
-    link.symlink_to(directory)
-    upload(link, NAME)
-    assert held(hub) == contents(directory)
-
-
 def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:
+    """A link to the directory is the directory."""
     (directory / ".env").write_text("HF_TOKEN=…")
-    upload(directory, NAME)
+    (directory.parent / "latest").symlink_to(directory)
+    upload(directory.parent / "latest", NAME)
+    assert {**held(hub), ".env": b""} == {**contents(directory), ".env": b""}
     assert ".env" not in held(hub)
 
 

@@ -58,16 +58,3 @@ def test_a_dry_run_then_the_upload(hub: HubServer, directory: Path, tmp_path: Pa
     assert again.returncode == 0, again.stderr
     assert "nothing was sent" in again.stdout
     assert again.stdout.splitlines()[-1] == f"{hub.url()}/org/drafter"
-
-
-def test_help_loads_nothing_heavy(hub: HubServer, tmp_path: Path) -> None:
-    code = (
-        "import sys; import mtp_extract.cli.upload; "
-        "print({'numpy', 'huggingface_hub', 'torch', 'yaml'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-    shown = run(hub, tmp_path, "--help")
-    assert shown.returncode == 0
-    for option in ("--private", "--public", "--dry-run", "--force"):
-        assert option in shown.stdout

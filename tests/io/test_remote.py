@@ -52,24 +52,20 @@ def whole(url: str) -> bytes:
 
 
 def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
+    """And each block of it once."""
     with open_source(URL) as source:
+        assert isinstance(source, RemoteSource)
+        for offset in range(0, 300 * KIB, 1000):
+            assert source.read(offset, 16) == DATA[offset : offset + 16]
+        ranges = [request.range for request in bundle.requests if request.server == "storage"]
+        assert len(ranges) == len(set(ranges)) == 5
+        assert bundle.sent["storage"] == 5 * 64 * KIB
         assert source.size == len(DATA)
         for offset, length in [(0, 0), (0, 1), (65_530, 20), (len(DATA) - 3, 3), (100_000, 1_500_000), (7, 2 << 20)]:
             assert source.read(offset, length) == DATA[offset : offset + length]
         with pytest.raises(TruncatedError):
             source.read(len(DATA) - 2, 3)
     assert patience.waits == []
-
-
-def test_small_reads_fetch_each_block_once(bundle: HubServer, patience: Patient) -> None:
-    with open_source(URL) as source:
-        assert isinstance(source, RemoteSource)
-        assert bundle.sent["storage"] == 64 * KIB
-        for offset in range(0, 300 * KIB, 1000):
-            assert source.read(offset, 16) == DATA[offset : offset + 16]
-    assert bundle.sent["storage"] == 5 * 64 * KIB
-    ranges = [request.range for request in bundle.requests if request.server == "storage"]
-    assert len(ranges) == len(set(ranges)) == 5
 
 
 def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Patient) -> None:
@@ -228,40 +224,21 @@ def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: 
     assert text in fails(hub.url() + "/a")
 
 
-def test_nobody_there(patience: Patient, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    assert "cannot be reached" in fails(URL)
-    assert "cannot be reached" in fails("http://127.0.0.1:1/a")
-    assert patience.waits == [0.5, 1.0, 2.0, 4.0]
-
-
-def test_a_hub_that_names_no_commit(hub: HubServer, patience: Patient) -> None:
-    hub.plain["/org/repo/resolve/main/a.tflite"] = hub.add("x/y", "z", DATA)
-    assert "HF_ENDPOINT" in fails("hf://org/repo/a.tflite")
-
-
 # --- whole files
 
 
-def test_a_copy_in_the_hubs_cache_is_used(bundle: HubServer, patience: Patient) -> None:
+def test_a_copy_in_the_hubs_cache_is_used(
+    bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, too."""
     with open_source(URL) as source:
-        first = source.provenance
+        online = source.provenance
     huggingface_hub.hf_hub_download(REPO, FILE)
     sent = bundle.sent["storage"]
     with open_source(URL) as source:
         assert isinstance(source, LocalSource)
-        assert source.name == URL
-        assert source.provenance == first
-        assert source.read(5, 5) == DATA[5:10]
+        assert (source.name, source.provenance, source.read(5, 5)) == (URL, online, DATA[5:10])
     assert bundle.sent["storage"] == sent
-
-
-def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    huggingface_hub.hf_hub_download(REPO, FILE)
-    with open_source(URL) as source:
-        online = source.provenance
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     asked = len(bundle.requests)
     for url in (URL, f"{URL}@main", f"{URL}@{'c' * 40}"):

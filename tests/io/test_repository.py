@@ -24,10 +24,7 @@ def one(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubS
     return hub
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["ID", "ID/FILE", "ID@main", "ID@main/FILE", "hf://ID", "URL/ID", "URL/ID/blob/main/FILE", "URL/ID/tree/main"],
-)
+@pytest.mark.parametrize("text", ["ID", "ID@main/FILE", "hf://ID", "URL/ID/blob/main/FILE", "URL/ID/tree/main"])
 def test_every_way_to_name_it(one: HubServer, text: str) -> None:
     with open_source(text.replace("ID", REPO).replace("FILE", FILE).replace("URL", one.url())) as source:
         assert source.name in (f"hf://{REPO}/{FILE}", f"hf://{REPO}@main/{FILE}")

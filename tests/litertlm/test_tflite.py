@@ -16,8 +16,9 @@ from helpers.variant_files import VARIANTS, variant
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import NoDrafterError
+from mtp_extract.io.source import Region
 from mtp_extract.litertlm.container import SECTION_TYPES
-from mtp_extract.litertlm.tflite import ELEMENT_BITS, TensorType, TfliteModel
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, Blockwise, TensorType, TfliteModel, read_model
 
 
 def names_of(enum: Any) -> dict[int, str]:
@@ -50,12 +51,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[TfliteModel, Any, bytes]:
     """A model as we read it, as the published schema reads it, and its bytes."""
     path = first_bundle() if request.param == "sample" else variant(request.param)
     with open_bundle(path) as opened:
-        model = opened._locate[2]
-        data = opened.source.read(model.region.begin, model.region.size)
-    # Reading after closing is an error; keep a model over the bytes instead.
-    from mtp_extract.io.source import Region
-    from mtp_extract.litertlm.tflite import read_model
-
+        region = opened._locate[2].region
+        data = opened.source.read(region.begin, region.size)
     return read_model(Region(Memory(data), 0, len(data), "model")), schema.ModelT.InitFromPackedBuf(data, 0), data
 
 
@@ -92,23 +89,14 @@ def test_tensors_and_their_bytes(pair: tuple[TfliteModel, Any, bytes]) -> None:
             assert tensor.name == other.name.decode()
             assert tensor.type_id == other.type
             assert tensor.shape == tuple(other.shape if other.shape is not None else ())
-            quantization = other.quantization
-            if tensor.quantization is not None:
-                np.testing.assert_array_equal(
-                    tensor.quantization.scale, [] if quantization.scale is None else quantization.scale
-                )
-                np.testing.assert_array_equal(
-                    tensor.quantization.zero_point, [] if quantization.zeroPoint is None else quantization.zeroPoint
-                )
-                assert tensor.quantization.axis == quantization.quantizedDimension
+            own, quantization = tensor.quantization, other.quantization
+            if own is not None:
+                for vector, stored in ((own.scale, quantization.scale), (own.zero_point, quantization.zeroPoint)):
+                    np.testing.assert_array_equal(vector, [] if stored is None else stored)
+                assert own.axis == quantization.quantizedDimension
                 if quantization.detailsType == schema.QuantizationDetails.BlockwiseQuantization:
-                    blockwise = tensor.quantization.blockwise
-                    assert blockwise is not None
-                    assert (blockwise.scales, blockwise.zero_points, blockwise.block_size) == (
-                        quantization.details.scales,
-                        quantization.details.zeroPoints,
-                        quantization.details.blockSize,
-                    )
+                    details = quantization.details
+                    assert own.blockwise == Blockwise(details.scales, details.zeroPoints, details.blockSize)
             buffer = theirs.buffers[other.buffer]
             stored = b"" if buffer.data is None else bytes(buffer.data)
             if buffer.offset > 1:
@@ -150,19 +138,18 @@ def test_sections_of_the_sample(sample: Path) -> None:
 
 
 def test_a_model_that_is_no_drafter(sample: Path, tmp_path: Path) -> None:
-    with open_bundle(sample) as opened:
-        section = opened.sections[3]
-        (tmp_path / "embedder.tflite").write_bytes(opened.source.read(section.begin, section.size))
-    with open_bundle(tmp_path / "embedder.tflite") as opened, pytest.raises(NoDrafterError, match="mtp_drafter"):
-        opened.drafter()
-
-
-@pytest.mark.parametrize("name", ["gemma-4-E2B-it-web.litertlm", "gemma-3n-E2B-it-int4.litertlm", "any.litertlm"])
-def test_a_file_is_not_what_its_name_says(name: str, sample: Path, tmp_path: Path) -> None:
+    """Whatever the name of its file says."""
     with open_bundle(sample) as opened:
         section = opened.sections[3]
         embedder = opened.source.read(section.begin, section.size)
-    (tmp_path / name).write_bytes(bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]))
-    with open_bundle(tmp_path / name) as opened, pytest.raises(NoDrafterError, match="Models in it: embedder") as found:
+    (tmp_path / "embedder.tflite").write_bytes(embedder)
+    with open_bundle(tmp_path / "embedder.tflite") as opened, pytest.raises(NoDrafterError, match="mtp_drafter"):
         opened.drafter()
-    assert "this is" not in str(found.value)
+    for name in ("gemma-4-E2B-it-web.litertlm", "gemma-3n-E2B-it-int4.litertlm", "any.litertlm"):
+        (tmp_path / name).write_bytes(bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]))
+        with (
+            open_bundle(tmp_path / name) as opened,
+            pytest.raises(NoDrafterError, match="Models in it: embedder") as found,
+        ):
+            opened.drafter()
+        assert "this is" not in str(found.value)
