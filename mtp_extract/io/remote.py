@@ -62,10 +62,9 @@ class RemoteSource(FileSource):
         self._lock = threading.Lock()
         try:
             self.file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - it is closed with the source
+            self._fetch(0, 1)
         except OSError as error:
             raise self._no_room(error) from error
-        try:
-            self._fetch(0, 1)
         except BaseException:
             self.close()
             raise

@@ -192,22 +192,15 @@ def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
 
 def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]) -> None:
     for section in sections:
-        if section.begin > section.end:
-            raise FormatError(
-                f"{source.name}: {section.label} runs backwards, from byte {section.begin} to {section.end}. {_AGAIN}"
-            )
-        if section.end > source.size:
-            raise TruncatedError(
-                f"{source.name}: {section.label} ends at byte {section.end}, but the file has {source.size}. "
-                "The download is incomplete: fetch it again."
-            )
-        if section.size and section.begin < header_end:
-            raise FormatError(
-                f"{source.name}: {section.label} begins at byte {section.begin}, inside the header. {_AGAIN}"
-            )
-    filled = sorted((s for s in sections if s.size), key=lambda s: s.begin)
-    for first, second in pairwise(filled):
+        name, begin, end = f"{source.name}: {section.label}", section.begin, section.end
+        if begin > end:
+            raise FormatError(f"{name} runs backwards, from byte {begin} to {end}. {_AGAIN}")
+        if end > source.size:
+            why = "The download is incomplete: fetch it again."
+            raise TruncatedError(f"{name} ends at byte {end}, but the file has {source.size}. {why}")
+        if begin < end and begin < header_end:
+            raise FormatError(f"{name} begins at byte {begin}, inside the header. {_AGAIN}")
+    for first, second in pairwise(sorted((s for s in sections if s.size), key=lambda s: s.begin)):
         if second.begin < first.end:
-            raise FormatError(
-                f"{source.name}: {first.label} and {second.label} overlap at byte {second.begin}. {_AGAIN}"
-            )
+            where = f"{first.label} and {second.label} overlap at byte {second.begin}"
+            raise FormatError(f"{source.name}: {where}. {_AGAIN}")

@@ -251,8 +251,10 @@ class Storage:
         Raises:
             UnsupportedError: a scale of blocks leaves FP16.
         """
+        assert self.packing is not None
         rows = values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
-        lowest, highest = self._bounds()
+        narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
+        lowest, highest = self.packing.lowest + narrow, self.packing.highest
         scale, zero_point = self._scales(rows, lowest, highest)
         codes: npt.NDArray[Any] = rows / scale[:, None]
         if not self.symmetric:
@@ -280,12 +282,6 @@ class Storage:
         """Codes of any type, flat, as bytes; they begin on one."""
         assert self.packing is not None
         return pack(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
-
-    def _bounds(self) -> tuple[int, int]:
-        """The least and the greatest code that a number becomes."""
-        assert self.packing is not None
-        narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
-        return self.packing.lowest + narrow, self.packing.highest
 
     def _scales(self, rows: npt.NDArray[Any], lowest: int, highest: int) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points for ``[repeats, groups, columns]``."""
@@ -386,23 +382,20 @@ class QuantizedTensor:
         row = math.lcm(max(self.storage.columns, 1), 8)
         step = CHUNK_ELEMENTS // row * row or CHUNK_ELEMENTS
         for at in range(begin, end, step):
-            self._read(result[at - begin : at - begin + step], at)
+            part = result[at - begin : at - begin + step]
+            # By the type, never by the scales: floats may carry some that mean nothing.
+            if self.packing is None:
+                np.copyto(part, widened(self._bytes(at, at + part.size), self.storage.type))
+                if not np.isfinite(part).all():
+                    raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
+            else:
+                np.copyto(part, self.codes(at, at + part.size))
+                self.storage.scale_codes(part, self.scale.reshape(-1), self.zero_point.reshape(-1), at)
         return result
 
     def dequantize(self) -> Floats:
         """All numbers, float32, in the tensor's shape."""
         return self.floats().reshape(self.tensor.shape)
-
-    def _read(self, values: Floats, begin: int) -> None:
-        """Fill ``values`` with the numbers of elements from ``begin`` on."""
-        if self.packing is not None:
-            np.copyto(values, self.codes(begin, begin + values.size))
-            self.storage.scale_codes(values, self.scale.reshape(-1), self.zero_point.reshape(-1), begin)
-            return
-        # By the type, never by the scales: floats may carry some that mean nothing.
-        np.copyto(values, widened(self._bytes(begin, begin + values.size), self.storage.type))
-        if not np.isfinite(values).all():
-            raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
 
     def _bytes(self, begin: int, end: int) -> bytes:
         bits = ELEMENT_BITS[self.storage.type]
