@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -149,7 +148,13 @@ class Opened(AbstractContextManager["Opened"]):
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         typed = self.chosen() if self.bundle is not None else []
-        found = [] if typed else list(self._with_drafter())
+        found, budget = list[tuple[Section, TfliteModel]](), Budget(_SEARCH_BUDGET)
+        for section in [] if typed else self._models:
+            # Another model may be damaged. A missing drafter is reported.
+            with suppress(MtpExtractError):
+                model = self.model(section, budget)
+                if self._candidates(model):
+                    found.append((section, model))
         sections = typed or [section for section, _ in found]
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
@@ -162,18 +167,6 @@ class Opened(AbstractContextManager["Opened"]):
         if found:
             return sections[0], "signature", found[0][1]
         raise NoDrafterError(self._no_drafter())
-
-    def _with_drafter(self) -> Iterator[tuple[Section, TfliteModel]]:
-        """The models that can be read and have a drafter's signature; what they cost in all is bounded."""
-        budget = Budget(_SEARCH_BUDGET)
-        for section in self._models:
-            try:
-                model = self.model(section, budget)
-            except MtpExtractError:
-                # Another model's damage. A missing drafter is reported.
-                continue
-            if self._candidates(model):
-                yield section, model
 
     def _candidates(self, model: TfliteModel) -> list[Signature]:
         """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
