@@ -54,7 +54,8 @@ def refused(path: Path, damaged: str, advice: str = "Extract or fetch it again."
     except OSError as error:
         raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{escape(path)}: {damaged.format(escape(error))}. {advice}") from error
+        # It may hold a name of full length, and then the reason.
+        raise CheckpointError(f"{escape(path)}: {damaged.format(escape(error, 500))}. {advice}") from error
 
 
 def parse_json(text: str | bytes) -> Any:
