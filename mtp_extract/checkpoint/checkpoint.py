@@ -15,6 +15,9 @@ from mtp_extract.graph.roles import Activation
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
 
+Activations = tuple[Activation | None, Activation | None]
+"""The static quantization of what goes into a matrix and of what comes out; None where it is float."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -25,8 +28,7 @@ class Checkpoint:
         tensors: role → weight. Optional roles may be absent.
         dtype: what its floats are stored in, "f32", "bf16" or "f16"; a bundle's are F32.
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
-        activations: role of a matrix → the static quantization of what goes into it and what comes out, where a graph
-            has one.
+        activations: by role of a matrix, where a graph has static quantization there.
     """
 
     architecture: str
@@ -34,9 +36,7 @@ class Checkpoint:
     tensors: Mapping[str, Weight]
     dtype: str
     provenance: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    activations: Mapping[str, tuple[Activation | None, Activation | None]] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    activations: Mapping[str, Activations] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def mtp(self) -> DrafterConfig:

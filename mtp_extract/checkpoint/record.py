@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType, to_builtins
 
 from mtp_extract.bundle import Shard
-from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.graph.roles import Activation
+from mtp_extract.checkpoint.checkpoint import Activations, Checkpoint
 from mtp_extract.io.typed import Bounds, Count, Excerpt, Positive, Record, Sha256, Tool
 
 FORMAT_VERSION = 5
@@ -25,8 +24,8 @@ FORMAT_VERSION = 5
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
 
-Pairs = dict[str, tuple[Activation | None, Activation | None]]
-"""By role of a matrix: static quantization of what goes into it, and of what comes out."""
+Pairs = dict[str, Activations]
+"""By role of a matrix."""
 
 _READ = 1 << 18
 

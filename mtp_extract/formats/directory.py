@@ -21,7 +21,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Activations, Checkpoint
 from mtp_extract.checkpoint.documents import AllowedKeys, at, read_object
 from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES
 from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
@@ -45,9 +45,6 @@ HEAD = "lm_head"
 
 EMBEDDING = "model.embed_tokens"
 """Module of the embedding, which is the head too where the two are tied."""
-
-Activations = tuple[Activation | None, Activation | None]
-"""The static quantization of what goes into a matrix and of what comes out."""
 
 _WEIGHT = ".weight"
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -97,7 +94,7 @@ class DirectoryFormat:
     floats_head_for: str = ""
     header: str = "pt"
     tolerated: AllowedKeys = field(default_factory=dict)
-    marker: str = reading.CONFIG
+    marker: str = "config.json"
     weights_file: str = "model.safetensors"
     further_files: tuple[str, ...] = (GENERATION_FILE,)
 

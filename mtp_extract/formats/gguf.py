@@ -45,7 +45,6 @@ _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
 # llama_ftype, of the type that most matrices have.
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
-_QUANTIZATION_VERSION = 2
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
 _EXACT_GELU = "The gate is an exact GELU, of which llama.cpp computes the tanh approximation."
 
@@ -157,7 +156,7 @@ class GgufFormat:
             **_origin(origin),
             **_name_parts(_base_of(origin)),
             "general.file_type": _FILE_TYPES[most],
-            "general.quantization_version": _QUANTIZATION_VERSION,
+            "general.quantization_version": 2,
             **metadata,
             f"{OWN}version": __version__,
             **{OWN + key: text for key, text in origin.items()},

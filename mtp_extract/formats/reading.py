@@ -17,9 +17,6 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
 from mtp_extract.io.typed import read
 
-CONFIG = "config.json"
-"""The configuration of most formats."""
-
 FLOATS = tuple(dtype.safetensors for dtype in DTYPES.values())
 """Names of the types that floats are stored in."""
 
