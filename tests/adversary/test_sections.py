@@ -23,9 +23,8 @@ def divided() -> tuple[bytes, bytes]:
     graph = sound("torch")
     tensor = graph.main.tensors[graph.roles[ROLE]]
     stored = bytes(graph.model.buffers[tensor.buffer].data)
-    group, entry = schema.ExternalBufferGroupT(), schema.ExternalBufferT()
-    group.name = b"tflite_weights"
-    entry.id, entry.group, entry.offset, entry.length, entry.packing = 7, 0, 0, len(stored), b""
+    group = schema.ExternalBufferGroupT(name=b"tflite_weights")
+    entry = schema.ExternalBufferT(id=7, group=0, offset=0, length=len(stored), packing=b"")
     graph.model.externalBufferGroups, graph.model.externalBuffers = [group], [entry]
     tensor.buffer, tensor.externalBuffer = 0, 7
     return graph.data(), stored

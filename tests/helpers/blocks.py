@@ -23,8 +23,8 @@ def blockwise_int2(block: int = 64, seed: int = 0, *, zeros: bool = False) -> by
     rng, main = np.random.default_rng(seed), model.subgraphs[0]
 
     def constant(values: np.ndarray, name: bytes, shape: tuple[int, ...], kind: int) -> int:
-        buffer, tensor = schema.BufferT(), schema.TensorT()
-        buffer.data = values.view(np.uint8).reshape(-1)
+        buffer = schema.BufferT(data=values.view(np.uint8).reshape(-1))
+        tensor = schema.TensorT()
         model.buffers.append(buffer)
         tensor.name, tensor.shape, tensor.type = name, list(shape), kind
         tensor.buffer = len(model.buffers) - 1
@@ -41,10 +41,13 @@ def blockwise_int2(block: int = 64, seed: int = 0, *, zeros: bool = False) -> by
         packed = packed[:, 0] | packed[:, 1] << 2 | packed[:, 2] << 4 | packed[:, 3] << 6
         model.buffers[tensor.buffer].data = packed.astype(np.uint8)
         tensor.type = schema.TensorType.INT2
-        details = schema.BlockwiseQuantizationT()
-        details.scales = constant(scales, tensor.name + b"_scales", scales.shape, schema.TensorType.FLOAT16)
-        details.zeroPoints, details.blockSize = -1, block
-        quantization = schema.QuantizationParametersT()
-        quantization.details, quantization.detailsType = details, schema.QuantizationDetails.BlockwiseQuantization
+        details = schema.BlockwiseQuantizationT(
+            scales=constant(scales, tensor.name + b"_scales", scales.shape, schema.TensorType.FLOAT16),
+            zeroPoints=-1,
+            blockSize=block,
+        )
+        quantization = schema.QuantizationParametersT(
+            details=details, detailsType=schema.QuantizationDetails.BlockwiseQuantization
+        )
         tensor.quantization = quantization
     return pack(model)

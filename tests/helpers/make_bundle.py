@@ -175,7 +175,6 @@ def kind(model: Any, op: Any) -> str:
 
 def set_buffer(model: Any, tensor: Any, data: bytes | Iterable[int]) -> None:
     """Give ``tensor`` a buffer of its own with ``data`` in it."""
-    buffer = schema.BufferT()
-    buffer.data = np.frombuffer(bytes(data), np.uint8)
+    buffer = schema.BufferT(data=np.frombuffer(bytes(data), np.uint8))
     model.buffers.append(buffer)
     tensor.buffer = len(model.buffers) - 1

@@ -43,9 +43,9 @@ class _Plain(Graph):
     def matrix(self, key: str, rows: int, width: int, bits: int) -> int:
         """INT8, with a scale a row."""
         index = self.constant(self.rng.integers(-127, 128, (rows, width)), "i8")
-        quantization = schema.QuantizationParametersT()
-        quantization.scale = self.rng.uniform(0.01, 0.02, rows).astype(np.float32)
-        quantization.zeroPoint = np.zeros(rows, np.int64)
+        quantization = schema.QuantizationParametersT(
+            scale=self.rng.uniform(0.01, 0.02, rows).astype(np.float32), zeroPoint=np.zeros(rows, np.int64)
+        )
         self.made.tensors[index].quantization = quantization
         return index
 
@@ -96,12 +96,10 @@ def _layer(
 
 def _attention(graph: Graph, spec: DrafterSpec, query: int, seen: int, kv: tuple[int, int]) -> int:
     front = graph.shape(query)[:-1]
-    transposed = schema.BatchMatMulOptionsT()
-    transposed.adjY = True
+    transposed = schema.BatchMatMulOptionsT(adjY=True)
     scores = graph.op("BATCH_MATMUL", [query, kv[0]], [*front, spec.cache], transposed)
     scores = graph.op("SELECT_V2", [seen, scores, graph.constant(-1e9)], [*front, spec.cache])
-    softmax = schema.SoftmaxOptionsT()
-    softmax.beta = 1.0
+    softmax = schema.SoftmaxOptionsT(beta=1.0)
     weights = graph.op("SOFTMAX", [scores], [*front, spec.cache], softmax)
     return graph.op("BATCH_MATMUL", [weights, kv[1]], [*front, spec.head_dim], schema.BatchMatMulOptionsT())
 

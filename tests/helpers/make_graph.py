@@ -62,22 +62,19 @@ class Model:
         self.tree.operatorCodes, self.tree.subgraphs, self.tree.signatureDefs = [], [], []
         self.tree.buffers = [schema.BufferT()]
         if self.external:
-            group = schema.ExternalBufferGroupT()
-            group.name = _GROUP.encode()
+            group = schema.ExternalBufferGroupT(name=_GROUP.encode())
             self.tree.externalBufferGroups, self.tree.externalBuffers = [group], []
 
     def graph(self, name: str) -> Graph:
         """A new subgraph."""
-        made = schema.SubGraphT()
-        made.name, made.tensors, made.operators, made.inputs, made.outputs = name.encode(), [], [], [], []
+        made = schema.SubGraphT(name=name.encode(), tensors=[], operators=[], inputs=[], outputs=[])
         self.tree.subgraphs.append(made)
         return Graph(self, made, len(self.tree.subgraphs) - 1)
 
     def code(self, name: str) -> int:
         """Index of the operator called ``name``."""
         if name not in self._codes:
-            code = schema.OperatorCodeT()
-            code.builtinCode = getattr(schema.BuiltinOperator, name)
+            code = schema.OperatorCodeT(builtinCode=getattr(schema.BuiltinOperator, name))
             code.deprecatedBuiltinCode = min(code.builtinCode, 127)
             self._codes[name] = len(self.tree.operatorCodes)
             self.tree.operatorCodes.append(code)
@@ -90,22 +87,24 @@ class Model:
         stored = self.stored[key] = Stored(size, data, self._end)
         self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self.external:
-            made = schema.ExternalBufferT()
-            made.id, made.group = 0x80000000 | len(self.tree.externalBuffers), 0
-            made.offset, made.length, made.packing = stored.at, size, b"unpacked"
+            made = schema.ExternalBufferT(
+                id=0x80000000 | len(self.tree.externalBuffers),
+                group=0,
+                offset=stored.at,
+                length=size,
+                packing=b"unpacked",
+            )
             self.tree.externalBuffers.append(made)
             self._places[key] = made.id
         else:
-            buffer = schema.BufferT()
-            buffer.offset, buffer.size = _LATER + stored.at, size
+            buffer = schema.BufferT(offset=_LATER + stored.at, size=size)
             self.tree.buffers.append(buffer)
             self._places[key] = len(self.tree.buffers) - 1
         return self._places[key]
 
     def inline(self, data: bytes) -> int:
         """A buffer of its own inside the flatbuffer."""
-        buffer = schema.BufferT()
-        buffer.data = np.frombuffer(data, np.uint8)
+        buffer = schema.BufferT(data=np.frombuffer(data, np.uint8))
         self.tree.buffers.append(buffer)
         return len(self.tree.buffers) - 1
 
@@ -151,9 +150,12 @@ class Graph:
 
     def tensor(self, shape: Sequence[int], kind: str = "f32", name: str = "") -> int:
         """A tensor without a buffer."""
-        tensor = schema.TensorT()
-        tensor.name = (name or f"v{len(self.made.tensors)}").encode()
-        tensor.shape, tensor.type, tensor.buffer = [int(size) for size in shape], _TYPES[kind], 0
+        tensor = schema.TensorT(
+            name=(name or f"v{len(self.made.tensors)}").encode(),
+            shape=[int(size) for size in shape],
+            type=_TYPES[kind],
+            buffer=0,
+        )
         self.made.tensors.append(tensor)
         return len(self.made.tensors) - 1
 
@@ -191,9 +193,9 @@ class Graph:
 
     def op(self, name: str, inputs: Sequence[int], shape: Sequence[int], options: Any = None, kind: str = "f32") -> int:
         """An operator of one result."""
-        made = schema.OperatorT()
-        made.opcodeIndex, made.inputs = self.model.code(name), list(inputs)
-        made.outputs = [self.tensor(shape, kind)]
+        made = schema.OperatorT(
+            opcodeIndex=self.model.code(name), inputs=list(inputs), outputs=[self.tensor(shape, kind)]
+        )
         if isinstance(options, schema.StableHLOCompositeOptionsT):
             made.builtinOptions2 = options
             made.builtinOptions2Type = schema.BuiltinOptions2.StableHLOCompositeOptions
@@ -218,8 +220,7 @@ class Graph:
 
     def joined(self, values: Sequence[int], axis: int, kind: str = "f32") -> int:
         """``values`` one after the other along ``axis``."""
-        options = schema.ConcatenationOptionsT()
-        options.axis = axis
+        options = schema.ConcatenationOptionsT(axis=axis)
         shape = self.shape(values[0])
         shape[axis] = sum(self.shape(value)[axis] for value in values)
         return self.op("CONCATENATION", values, shape, options, kind)
@@ -247,8 +248,7 @@ class Graph:
     def normed(self, x: int) -> int:
         """``x`` over the root of its mean square along the last axis."""
         shape = self.shape(x)
-        options = schema.ReducerOptionsT()
-        options.keepDims = True
+        options = schema.ReducerOptionsT(keepDims=True)
         squared = self.op("MUL", [x, x], shape)
         mean = self.op("MEAN", [squared, self.constant([len(shape) - 1], "i32")], [*shape[:-1], 1], options)
         above = self.op("ADD", [mean, self.constant(1e-6)], [*shape[:-1], 1])
@@ -265,16 +265,19 @@ class Graph:
             given.append(self.constant(weight, key=key))
             result = body.op("MUL", [result, body.input("weight", [shape[-1]])], shape)
         body.made.inputs, body.made.outputs = list(body.inputs.values()), [result]
-        composite = schema.StableHLOCompositeOptionsT()
-        composite.name, composite.decompositionSubgraphIndex, composite.version = b"odml.rms_norm", body.index, 1
-        composite.compositeAttributes = np.frombuffer(_ATTRIBUTES, np.uint8)
+        composite = schema.StableHLOCompositeOptionsT(
+            name=b"odml.rms_norm",
+            decompositionSubgraphIndex=body.index,
+            version=1,
+            compositeAttributes=np.frombuffer(_ATTRIBUTES, np.uint8),
+        )
         return self.op("STABLEHLO_COMPOSITE", given, shape, composite)
 
     def sign(self, key: str) -> None:
         """Make a signature of it."""
-        made = schema.SignatureDefT()
-        made.signatureKey, made.subgraphIndex = key.encode(), self.index
-        made.inputs, made.outputs = _maps(self.inputs), _maps(self.outputs)
+        made = schema.SignatureDefT(
+            signatureKey=key.encode(), subgraphIndex=self.index, inputs=_maps(self.inputs), outputs=_maps(self.outputs)
+        )
         self.made.inputs, self.made.outputs = list(self.inputs.values()), list(self.outputs.values())
         self.model.tree.signatureDefs.append(made)
 
@@ -282,16 +285,14 @@ class Graph:
 def _maps(names: Mapping[str, int]) -> list[Any]:
     entries = []
     for name, index in names.items():
-        entry = schema.TensorMapT()
-        entry.name, entry.tensorIndex = name.encode(), index
+        entry = schema.TensorMapT(name=name.encode(), tensorIndex=index)
         entries.append(entry)
     return entries
 
 
 def gelu(graph: Graph, value: int) -> int:
     """GELU as tanh approximates it."""
-    options = schema.GeluOptionsT()
-    options.approximate = True
+    options = schema.GeluOptionsT(approximate=True)
     return graph.op("GELU", [value], graph.shape(value), options)
 
 

@@ -60,15 +60,12 @@ class OneOp:
 
     def model(self, shapes: Sequence[Sequence[int]] = ()) -> bytes:
         """The model, packed; without ``shapes`` of results the runtime finds them, unless it asks for them."""
-        model = schema.ModelT()
-        model.version, model.description = 3, b"one op"
-        code = schema.OperatorCodeT()
-        code.builtinCode = getattr(schema.BuiltinOperator, self.kind)
+        model = schema.ModelT(version=3, description=b"one op")
+        code = schema.OperatorCodeT(builtinCode=getattr(schema.BuiltinOperator, self.kind))
         code.deprecatedBuiltinCode = min(code.builtinCode, 127)
         code.version = {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1)
         model.operatorCodes, model.buffers = [code], [schema.BufferT()]
-        graph = schema.SubGraphT()
-        graph.name, graph.tensors = b"main", []
+        graph = schema.SubGraphT(name=b"main", tensors=[])
         graph.inputs, op = [], schema.OperatorT()
         op.opcodeIndex, op.inputs = 0, []
         for position, operand in enumerate(self.operands):
@@ -80,8 +77,7 @@ class OneOp:
             grid = operand.grid if stored else self.input_grid if values.dtype.kind == "i" else None
             tensor = _tensor(f"i{position}", values.shape, str(values.dtype), grid)
             if stored:
-                buffer = schema.BufferT()
-                buffer.data = np.frombuffer(values.tobytes(), np.uint8)
+                buffer = schema.BufferT(data=np.frombuffer(values.tobytes(), np.uint8))
                 model.buffers.append(buffer)
                 tensor.buffer = len(model.buffers) - 1
             else:
@@ -98,10 +94,12 @@ class OneOp:
             op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
         graph.operators, graph.outputs = [op], op.outputs
         model.subgraphs = [graph]
-        signature = schema.SignatureDefT()
-        signature.signatureKey, signature.subgraphIndex = b"main", 0
-        signature.inputs = [_entry(graph.tensors[i].name, i) for i in graph.inputs]
-        signature.outputs = [_entry(graph.tensors[i].name, i) for i in graph.outputs]
+        signature = schema.SignatureDefT(
+            signatureKey=b"main",
+            subgraphIndex=0,
+            inputs=[_entry(graph.tensors[i].name, i) for i in graph.inputs],
+            outputs=[_entry(graph.tensors[i].name, i) for i in graph.outputs],
+        )
         model.signatureDefs = [signature]
         return pack(model)
 
@@ -147,18 +145,16 @@ def _real(values: npt.NDArray[Any], grid: Grid | None) -> npt.NDArray[Any]:
 
 
 def _tensor(name: str, shape: Sequence[int], kind: str, grid: Grid | None) -> Any:
-    tensor = schema.TensorT()
-    tensor.name, tensor.shape, tensor.type, tensor.buffer = name.encode(), list(shape), _TYPES[kind], 0
+    tensor = schema.TensorT(name=name.encode(), shape=list(shape), type=_TYPES[kind], buffer=0)
     if grid is not None:
-        quantization = schema.QuantizationParametersT()
-        quantization.scale = np.array(grid.scale, np.float32)
-        quantization.zeroPoint = np.array(grid.zero_point, np.int64)
-        quantization.quantizedDimension = grid.axis
+        quantization = schema.QuantizationParametersT(
+            scale=np.array(grid.scale, np.float32),
+            zeroPoint=np.array(grid.zero_point, np.int64),
+            quantizedDimension=grid.axis,
+        )
         tensor.quantization = quantization
     return tensor
 
 
 def _entry(name: bytes, index: int) -> Any:
-    entry = schema.TensorMapT()
-    entry.name, entry.tensorIndex = name, index
-    return entry
+    return schema.TensorMapT(name=name, tensorIndex=index)

@@ -325,9 +325,9 @@ class Graph:
     # Changes.
 
     def tensor(self, shape: Sequence[int], dtype: npt.DTypeLike = np.float32) -> int:
-        made = schema.TensorT()
-        made.name, made.shape, made.buffer = f"t{len(self.main.tensors)}".encode(), list(shape), 0
-        made.type = _TYPES[np.dtype(dtype)]
+        made = schema.TensorT(
+            name=f"t{len(self.main.tensors)}".encode(), shape=list(shape), buffer=0, type=_TYPES[np.dtype(dtype)]
+        )
         self.main.tensors.append(made)
         return len(self.main.tensors) - 1
 
@@ -338,8 +338,7 @@ class Graph:
         return made
 
     def buffer(self, data: bytes) -> int:
-        made = schema.BufferT()
-        made.data = np.frombuffer(data, np.uint8)
+        made = schema.BufferT(data=np.frombuffer(data, np.uint8))
         self.model.buffers.append(made)
         return len(self.model.buffers) - 1
 
@@ -354,15 +353,15 @@ class Graph:
         for index, code in enumerate(self.model.operatorCodes):
             if max(code.builtinCode, code.deprecatedBuiltinCode) == number:
                 return index
-        made = schema.OperatorCodeT()
-        made.builtinCode, made.deprecatedBuiltinCode, made.version = number, min(number, 127), _VERSIONS.get(name, 1)
+        made = schema.OperatorCodeT(
+            builtinCode=number, deprecatedBuiltinCode=min(number, 127), version=_VERSIONS.get(name, 1)
+        )
         self.model.operatorCodes.append(made)
         return len(self.model.operatorCodes) - 1
 
     def emit(self, name: str, inputs: Iterable[int], outputs: Iterable[int], **options: Any) -> Any:
         """Append the operator ``name``; its place in the order of execution is found when the model is packed."""
-        made = schema.OperatorT()
-        made.opcodeIndex, made.inputs, made.outputs = self.code(name), list(inputs), list(outputs)
+        made = schema.OperatorT(opcodeIndex=self.code(name), inputs=list(inputs), outputs=list(outputs))
         title = _OPTIONS.get(name) or "".join(part.capitalize() for part in name.split("_"))
         if hasattr(schema, f"{title}OptionsT") and hasattr(schema.BuiltinOptions, f"{title}Options"):
             made.builtinOptions = getattr(schema, f"{title}OptionsT")()

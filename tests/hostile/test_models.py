@@ -97,8 +97,7 @@ def _blockwise(scales: int = -2, zero_points: int = -1, size: int = 4) -> Callab
         tensors = model.subgraphs[0].tensors
         gate = weight(model, 3)
         if scales == -2:
-            made = schema.TensorT()
-            made.name, made.type, made.shape = b"s", FLOAT32, [16, 2]
+            made = schema.TensorT(name=b"s", type=FLOAT32, shape=[16, 2])
             set_buffer(model, made, floats(*[0.01] * 32))
             tensors.append(made)
         details = schema.BlockwiseQuantizationT()
@@ -134,11 +133,9 @@ def _sparse(model: Any) -> None:
 
 def _external(group: int = 0, listed: bool = True, packing: bytes = b"", offset: int = 0) -> Callable[[Any], None]:
     def change(model: Any) -> None:
-        name = schema.ExternalBufferGroupT()
-        name.name = b"tflite_weights"
+        name = schema.ExternalBufferGroupT(name=b"tflite_weights")
         model.externalBufferGroups = [name]
-        entry = schema.ExternalBufferT()
-        entry.id, entry.group, entry.offset, entry.length, entry.packing = 7, group, offset, 128, packing
+        entry = schema.ExternalBufferT(id=7, group=group, offset=offset, length=128, packing=packing)
         model.externalBuffers = [entry] if listed else []
         weight(model, 3).buffer, weight(model, 3).externalBuffer = 0, 7
 
@@ -193,8 +190,7 @@ def _options(field: str) -> Callable[[Any], None]:
 
 
 def _bias(model: Any) -> None:
-    tensor = schema.TensorT()
-    tensor.name, tensor.type, tensor.shape = b"bias", FLOAT32, [16]
+    tensor = schema.TensorT(name=b"bias", type=FLOAT32, shape=[16])
     set_buffer(model, tensor, floats(*[0.0] * 15, 1e-30))
     model.subgraphs[0].tensors.append(tensor)
     linear(model, 3).inputs[2] = len(model.subgraphs[0].tensors) - 1
@@ -386,15 +382,13 @@ def test_a_name_too_long(tmp_path: Path) -> None:
 
 
 def _new_tensor(model: Any, shape: list[int], graph: int = 0) -> int:
-    tensor = schema.TensorT()
-    tensor.name, tensor.type, tensor.shape, tensor.buffer = b"n", FLOAT32, shape, 0
+    tensor = schema.TensorT(name=b"n", type=FLOAT32, shape=shape, buffer=0)
     model.subgraphs[graph].tensors.append(tensor)
     return len(model.subgraphs[graph].tensors) - 1
 
 
 def _code(model: Any, name: str) -> int:
-    code = schema.OperatorCodeT()
-    code.builtinCode = getattr(schema.BuiltinOperator, name)
+    code = schema.OperatorCodeT(builtinCode=getattr(schema.BuiltinOperator, name))
     code.deprecatedBuiltinCode = min(code.builtinCode, 127)
     model.operatorCodes.append(code)
     return len(model.operatorCodes) - 1
@@ -402,9 +396,7 @@ def _code(model: Any, name: str) -> int:
 
 def _op(model: Any, code: int, inputs: list[int], shape: list[int], before: Any, graph: int = 0) -> int:
     """A new op ahead of the op ``before``; returns its output."""
-    made = schema.OperatorT()
-    made.opcodeIndex, made.inputs = code, inputs
-    made.outputs = [_new_tensor(model, shape, graph)]
+    made = schema.OperatorT(opcodeIndex=code, inputs=inputs, outputs=[_new_tensor(model, shape, graph)])
     operators = model.subgraphs[graph].operators
     operators.insert(operators.index(before), made)
     return int(made.outputs[0])
@@ -425,17 +417,15 @@ def test_a_tower_of_sums_in_the_mask() -> None:
 
 
 def _composite(model: Any, graph: int, body: int, inputs: list[int], outputs: list[int]) -> Any:
-    made, options = schema.OperatorT(), schema.StableHLOCompositeOptionsT()
-    made.opcodeIndex, made.inputs, made.outputs = _code(model, "STABLEHLO_COMPOSITE"), inputs, outputs
-    options.name, options.decompositionSubgraphIndex = b"odml.rms_norm", body
+    made = schema.OperatorT(opcodeIndex=_code(model, "STABLEHLO_COMPOSITE"), inputs=inputs, outputs=outputs)
+    options = schema.StableHLOCompositeOptionsT(name=b"odml.rms_norm", decompositionSubgraphIndex=body)
     made.builtinOptions2, made.builtinOptions2Type = options, schema.BuiltinOptions2.StableHLOCompositeOptions
     model.subgraphs[graph].operators.insert(0, made)
     return made
 
 
 def _subgraph(model: Any, tensors: int = 2) -> int:
-    graph = schema.SubGraphT()
-    graph.name, graph.tensors, graph.operators = b"body", [], []
+    graph = schema.SubGraphT(name=b"body", tensors=[], operators=[])
     model.subgraphs.append(graph)
     index = len(model.subgraphs) - 1
     for _ in range(tensors):
@@ -573,11 +563,9 @@ def test_layers_of_one_type_that_read_different_caches(tmp_path: Path) -> None:
     model = plain_model(DrafterSpec(windows=(None, None)))
     key = next(t for t in model.signatureDefs[0].inputs if t.name == b"kv_cache_k_1")
     tensors = model.subgraphs[0].tensors
-    other = schema.TensorT()
-    other.name, other.type, other.shape, other.buffer = b"k9", FLOAT32, tensors[key.tensorIndex].shape, 0
+    other = schema.TensorT(name=b"k9", type=FLOAT32, shape=tensors[key.tensorIndex].shape, buffer=0)
     tensors.append(other)
-    entry = schema.TensorMapT()
-    entry.name, entry.tensorIndex = b"kv_cache_k_9", len(tensors) - 1
+    entry = schema.TensorMapT(name=b"kv_cache_k_9", tensorIndex=len(tensors) - 1)
     model.signatureDefs[0].inputs.append(entry)
     model.subgraphs[0].inputs = [*model.subgraphs[0].inputs, entry.tensorIndex]
     op_of(model, "BATCH_MATMUL", 2).inputs[1] = entry.tensorIndex

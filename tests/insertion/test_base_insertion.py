@@ -218,10 +218,13 @@ def _tables(model: Any) -> None:
     code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.CONCATENATION
     code.version = 1
     model.operatorCodes.append(code)
-    join = schema.OperatorT()
-    join.opcodeIndex, join.inputs, join.outputs = len(model.operatorCodes) - 1, pieces, [lookup.outputs[0]]
-    join.builtinOptionsType = schema.BuiltinOptions.ConcatenationOptions
-    join.builtinOptions = schema.ConcatenationOptionsT()
+    join = schema.OperatorT(
+        opcodeIndex=len(model.operatorCodes) - 1,
+        inputs=pieces,
+        outputs=[lookup.outputs[0]],
+        builtinOptionsType=schema.BuiltinOptions.ConcatenationOptions,
+        builtinOptions=schema.ConcatenationOptionsT(),
+    )
     join.builtinOptions.axis = 1
     at = graph.operators.index(lookup)
     graph.operators[at : at + 1] = [*operators, join]

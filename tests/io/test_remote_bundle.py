@@ -117,8 +117,7 @@ def inline(count: int) -> tuple[bytes, int]:
     model = load(drafter_of(first_bundle()))
     structure = len(pack(model))
     for _ in range(count):
-        buffer = schema.BufferT()
-        buffer.data = np.zeros(MIB, np.uint8)
+        buffer = schema.BufferT(data=np.zeros(MIB, np.uint8))
         model.buffers.append(buffer)
     # A block around the length of each, and two where it crosses from one into the next.
     return pack(model), structure + count * 2 * BLOCK

@@ -287,8 +287,7 @@ CONSTANTS: dict[str, Change] = {
 
 def sparse(g: Graph) -> None:
     """A weight that says that it is sparse."""
-    made = schema.SparsityParametersT()
-    made.traversalOrder, made.blockMap = [0, 1], []
+    made = schema.SparsityParametersT(traversalOrder=[0, 1], blockMap=[])
     dense = [schema.DimensionMetadataT() for _ in range(2)]
     for dimension, size in zip(dense, g.shape(g.roles["layers.0.o_proj"]), strict=True):
         dimension.format, dimension.denseSize = schema.DimensionType.DENSE, size
@@ -311,9 +310,9 @@ def external(g: Graph) -> bool | None:
 def blocks_of_3(g: Graph) -> None:
     """Scales by block, of a size that does not divide the width."""
     tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
-    made = schema.BlockwiseQuantizationT()
-    made.scales = g.constant(np.full((64, 42), 0.01), np.float16)
-    made.zeroPoints, made.blockSize = -1, 3
+    made = schema.BlockwiseQuantizationT(
+        scales=g.constant(np.full((64, 42), 0.01), np.float16), zeroPoints=-1, blockSize=3
+    )
     tensor.quantization.details = made
     tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
 
@@ -323,8 +322,7 @@ def twice_named(g: Graph, name: str, which: str = "inputs") -> None:
     """The signature has ``name`` twice, once for a tensor of nobody's."""
     entries = getattr(g.model.signatureDefs[0], which)
     old = next(entry for entry in entries if entry.name.decode() == name)
-    made = schema.TensorMapT()
-    made.name = name.encode()
+    made = schema.TensorMapT(name=name.encode())
     if which == "inputs":
         made.tensorIndex = g.tensor(g.shape(old.tensorIndex), g.dtype(old.tensorIndex))
         g.main.inputs = [*map(int, g.main.inputs), made.tensorIndex]
