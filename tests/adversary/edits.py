@@ -110,9 +110,12 @@ def sized(style: str, layers: tuple[int, ...], slots: int) -> Graph:
     return graph
 
 
-def cases(family: str, changes: Mapping[str, Change], *shows: Sample, **others: Any) -> tuple[Case, ...]:
-    """A case for each of ``changes``, all told apart by the same inputs."""
-    return tuple(Case(family, name, change, shows=shows, **others) for name, change in changes.items())
+def cases(
+    family: str, changes: Mapping[str, Change | tuple[Change, str]], *shows: Sample, why: str = "", **others: Any
+) -> tuple[Case, ...]:
+    """A case for each of ``changes``, all told apart by the same inputs; with a change may stand its own ``why``."""
+    both = {name: change if isinstance(change, tuple) else (change, why) for name, change in changes.items()}
+    return tuple(Case(family, name, change, shows=shows, why=why, **others) for name, (change, why) in both.items())
 
 
 def at(g: Graph, place: str) -> int:

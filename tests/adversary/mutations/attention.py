@@ -10,7 +10,6 @@ from helpers.surgery import Graph
 from adversary.edits import (
     LOWEST,
     WINDOW,
-    Case,
     Change,
     Edit,
     Sample,
@@ -205,7 +204,7 @@ def windowed(g: Graph, scored: int, mixed: int, begin: int = REACH) -> bool | No
     return None
 
 
-WINDOWS: tuple[Case, ...] = cases(
+WINDOWS = cases(
     "windows of slots",
     {
         "fewer_scored_than_weighed": windowed(24, 32),
@@ -251,7 +250,7 @@ def by_numbers(g: Graph) -> None:
     )
 
 
-ALONG: tuple[Case, ...] = cases(
+ALONG = cases(
     "masks along another axis",
     {
         "mask_entry_0": by_one_entry(0),
@@ -392,3 +391,13 @@ SCORES: dict[str, Change] = {
     "probabilities_of_other_head": probabilities(lambda g, x: g.gather(x, [1, 0], 1)),
     "probabilities_of_other_query": probabilities(lambda g, x: g.gather(x, [1, 0], 2)),
 }
+
+
+CASES = (
+    *cases("masks", MASKS),
+    *cases("scores", SCORES),
+    *cases("heads and caches", HEADS),
+    *cases("order", ORDER),
+    *WINDOWS,
+    *ALONG,
+)

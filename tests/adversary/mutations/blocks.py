@@ -9,7 +9,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Change, a_change, add, at, chain, edge, halves, mul, put, unary
+from adversary.edits import Change, a_change, add, at, cases, chain, edge, halves, mul, put, unary
 
 NORM_ROLES = ("layers.0.pre_ffw_norm", "layers.0.q_norm", "layers.1.post_ffw_norm", "final_norm")
 
@@ -255,3 +255,11 @@ GELU: dict[str, Change] = {
     "on_up": gated(lambda g, p: g.mul(p.gate, gelu(g, p.up))),
     "product_relu": edge("0.product", unary("RELU")),
 }
+
+
+CASES = (
+    *cases("norms", NORMS),
+    *cases("residuals", RESIDUALS),
+    *cases("outputs", OUTPUTS),
+    *cases("gelu", GELU),
+)

@@ -9,7 +9,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, a_change, at, chain, edge, mul, unary
+from adversary.edits import Change, Edit, Sample, a_change, at, cases, chain, edge, mul, unary
 from adversary.mutations.attention import both, end_param, slots, visible
 
 
@@ -57,7 +57,7 @@ NAMES: dict[str, Change] = {
     "key_and_value": renamed({"kv_cache_k_2": "kv_cache_v_2", "kv_cache_v_2": "kv_cache_k_2"}),
     "no_mask": renamed({"mask": "attention_bias"}),
 }
-RUNTIME = "the runtime fills the signature by these names: it would pass something else, or nothing"
+_RUNTIME = "the runtime fills the signature by these names: it would pass something else, or nothing"
 
 
 def half(which: int, edit: Edit) -> Change:
@@ -134,25 +134,18 @@ def options_of(g: Graph, kind: str, other: str, edit: Callable[[Any], object] = 
 
 KEYS_AND_VALUES = [(f"kv_cache_k_{n}", f"kv_cache_v_{n}") for n in (2, 3)]
 
-_CHANGES: dict[str, Change] = {
+_BY_SHAPES = "LiteRT joins along axis 0, transposes nothing and drops axes, and finds shapes that do not fit"
+INTERFACES: dict[str, Change | tuple[Change, str]] = {
     "logits_before_cap": points_at("logits", lambda g: at(g, "lm_head")),
     "activations_not_read": decoy("activations", "activations_2"),
     "position_not_read": decoy("input_pos", "input_pos_2"),
     "mask_unmapped": unmapped("mask"),
     "value_unmapped": unmapped("kv_cache_v_3"),
     "gelu_without_its_options": options_of("GELU", "AddOptions"),
-    "joined_without_its_options": options_of("CONCATENATION", "AddOptions"),
-    "weights_without_their_options": options_of("FULLY_CONNECTED", "AddOptions"),
+    "joined_without_its_options": (options_of("CONCATENATION", "AddOptions"), _BY_SHAPES),
+    "weights_without_their_options": (options_of("FULLY_CONNECTED", "AddOptions"), _BY_SHAPES),
     "gelu_without_a_type": options_of("GELU", "NONE"),
 }
-_WHY = dict.fromkeys(
-    ("joined_without_its_options", "products_without_their_options", "weights_without_their_options"),
-    "LiteRT joins along axis 0, transposes nothing and drops axes, and finds shapes that do not fit",
-)
-INTERFACES = tuple(Case("interfaces", name, change, why=_WHY.get(name, "")) for name, change in _CHANGES.items())
-
-
-_NOT_RUN = "LiteRT refuses the file"
 
 
 @a_change
@@ -234,33 +227,35 @@ def mask_turned_around(g: Graph) -> None:
     visible(0, edit)(g)
 
 
-TYPES = ("FLOAT16", "BFLOAT16", "INT32", "FLOAT64", "INT8", "BOOL")
-DECLARED: tuple[Case, ...] = (
-    Case("declared", "mask_turned_around", mask_turned_around),
-    *(Case("declared", f"{which}_through_bool", through_bool(which), shows=(Sample(40),)) for which in "kv"),
-    *(Case("declared", f"{which}_of_halved_codes", through_fewer(which), shows=(Sample(40),)) for which in "kv"),
-    *(
-        Case(
-            "declared",
-            f"{kind}_of_{name}",
-            compared(kind, name),
-            why="LiteRT's kernels abort or take codes for numbers",
-        )
-        for kind, name in (("LESS_EQUAL", "INT8"), ("GREATER", "UINT8"), ("LESS_EQUAL", "INT16"))
-    ),
-    *(
-        Case("declared", f"{place}_as_{name}", typed(place, name), why="LiteRT writes what the type says")
-        for place in ("0.attended", "1.attended")
-        for name in ("FLOAT16", "INT8")
-    ),
-    *(
-        Case("declared", f"{place}_as_{name}", typed(place, name), why=_NOT_RUN)
-        for place, name in zip(("1.stream", "0.cos", "logits") * 2, TYPES, strict=True)
-    ),
-    *(Case("declared", f"third_operand_of_{n}", third_operand(n), why=_NOT_RUN) for n in ("ADD", "MUL")),
-    *(
-        Case("declared", f"cache_called_{name!r}", cache_called(name), why="no runtime fills it")
-        for name in (b"kv_cache_k_-1", b"keys")
-    ),
-    Case("declared", "bools_stored_as_2", visible(0, neither_true_nor_false), why="LiteRT's kernels do not agree"),
+_TYPES = ("FLOAT16", "BFLOAT16", "INT32", "FLOAT64", "INT8", "BOOL")
+DECLARED: dict[str, Change] = {
+    "mask_turned_around": mask_turned_around,
+    **{f"{which}_through_bool": through_bool(which) for which in "kv"},
+    **{f"{which}_of_halved_codes": through_fewer(which) for which in "kv"},
+}
+COMPARED: dict[str, Change] = {
+    f"{kind}_of_{name}": compared(kind, name)
+    for kind, name in (("LESS_EQUAL", "INT8"), ("GREATER", "UINT8"), ("LESS_EQUAL", "INT16"))
+}
+TYPED: dict[str, Change] = {
+    f"{place}_as_{name}": typed(place, name) for place in ("0.attended", "1.attended") for name in ("FLOAT16", "INT8")
+}
+NOT_RUN: dict[str, Change] = {
+    **{f"{p}_as_{name}": typed(p, name) for p, name in zip(("1.stream", "0.cos", "logits") * 2, _TYPES, strict=True)},
+    **{f"third_operand_of_{name}": third_operand(name) for name in ("ADD", "MUL")},
+}
+CALLED: dict[str, Change] = {f"cache_called_{name!r}": cache_called(name) for name in (b"kv_cache_k_-1", b"keys")}
+STORED: dict[str, Change] = {"bools_stored_as_2": visible(0, neither_true_nor_false)}
+
+CASES = (
+    *cases("inputs", INPUTS),
+    *cases("composites", COMPOSITES),
+    *cases("names", NAMES, why=_RUNTIME),
+    *cases("interfaces", INTERFACES),
+    *cases("declared", DECLARED, Sample(40)),
+    *cases("declared", COMPARED, why="LiteRT's kernels abort or take codes for numbers"),
+    *cases("declared", TYPED, why="LiteRT writes what the type says"),
+    *cases("declared", NOT_RUN, why="LiteRT refuses the file"),
+    *cases("declared", CALLED, why="no runtime fills it"),
+    *cases("declared", STORED, why="LiteRT's kernels do not agree"),
 )

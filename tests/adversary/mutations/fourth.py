@@ -172,15 +172,19 @@ STORED: dict[str, Change] = {
     "state": stored_for(lambda g: g.normed("final_norm"), lambda shape: np.ones(shape, np.float32)),
 }
 
-FOURTH: tuple[Case, ...] = (
+CACHES: dict[str, Change] = {
+    "two_of_four_heads": more_heads("k", "v"),
+    "last_two_of_four_heads": more_heads("k", "v", first=2),
+    "two_of_four_heads_of_values": more_heads("v"),
+}
+
+CASES = (
     *cases("fourth: kernels of codes", KERNELS, exact=True),
     *cases("fourth: shapes of another type", SHAPES),
     *cases("fourth: constants", CONSTANTS, exact=True),
     Case("fourth: constants", "infinite_epsilons", every_eps(np.inf)),
     *cases("fourth: grids of the interface", GRIDS, exact=True, why="runtimes hand over other numbers"),
-    *cases("fourth: caches", {"two_of_four_heads": more_heads("k", "v")}, why=NO_ENGINE),
-    *cases("fourth: caches", {"last_two_of_four_heads": more_heads("k", "v", first=2)}, why=NO_ENGINE),
-    *cases("fourth: caches", {"two_of_four_heads_of_values": more_heads("v")}, why=NO_ENGINE),
+    *cases("fourth: caches", CACHES, why=NO_ENGINE),
     *cases("fourth: caches", {"keys_in_two_batches": two_batches}, why="LiteRT refuses to run it"),
     *cases("fourth: caches", {"one_pair_for_both_types": one_pair_for_both}, layers=(0, 1), why=NO_ENGINE),
     *cases(

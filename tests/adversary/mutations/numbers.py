@@ -17,6 +17,7 @@ from adversary.edits import (
     Sample,
     a_change,
     an_edit,
+    cases,
     edge,
     grid,
     parameters,
@@ -217,17 +218,6 @@ OVERFLOW: dict[str, Change] = {
     "values_fp16_of_thousands": cache_edit("value", e.chain(e.mul(1000.0), e.through(np.float16), e.mul(0.001))),
 }
 
-NUMBER_TYPES = tuple(
-    Case("number types", name, change, shows=shows, rounding=rounding, exact=True)
-    for changes, shows, rounding in (
-        (POSITION, (Sample(37), Sample(230)), 0.0),
-        (MASK, (), 0.0),
-        (STATES, (), 0.02),
-        (OVERFLOW, (Sample(40, activations=1e3, values=1e3),), 0.02),
-    )
-    for name, change in changes.items()
-)
-
 
 def on_axis(name: str) -> Edit:
     """An operator that takes the axis it works along."""
@@ -247,8 +237,21 @@ OPERATORS: dict[str, Change] = {
     "length_of_1": edge("0.queries", unary("L2_NORMALIZATION")),
     "cosine_of_scores": edge("0.scores", unary("COS")),
     "sine_of_the_result": edge("0.attended", unary("SIN")),
+}
+CUSTOM: dict[str, Change] = {
     "custom": edge("1.stream", custom),
     "custom_in_attention": edge("0.queries", custom),
 }
 
-UNKNOWN = dict.fromkeys(("custom", "custom_in_attention"), "nobody knows what it computes")
+
+_EXACT = {"rounding": 0.02, "exact": True}
+CASES = (
+    *cases("casts and grids", GRIDS),
+    *(Case("weights", name, change, why=NOT_SEEN.get(name, "")) for name, change in WEIGHTS.items()),
+    *cases("operators", OPERATORS),
+    *cases("operators", CUSTOM, why="nobody knows what it computes"),
+    *cases("number types", POSITION, Sample(37), Sample(230), exact=True),
+    *cases("number types", MASK, exact=True),
+    *cases("number types", STATES, **_EXACT),
+    *cases("number types", OVERFLOW, Sample(40, activations=1e3, values=1e3), **_EXACT),
+)

@@ -10,13 +10,13 @@ from helpers.surgery import Graph
 
 from adversary.edits import (
     WINDOW,
-    Case,
     Change,
     Edit,
     Sample,
     a_change,
     add,
     an_edit,
+    cases,
     chosen,
     edge,
     halves,
@@ -159,10 +159,6 @@ def vanishing(g: Graph, x: int, rows: Sequence[int], height: float) -> int:
     return g.add(x, made)
 
 
-def whole(g: Graph, name: str, x: int, other: int) -> int:
-    return g.call(name, x, np.array([other], np.int32))
-
-
 def reset(size: int, shift: int) -> Edit:
     """The mask within a window of ``size`` that begins ``shift`` slots late."""
     return lambda g, x: both(
@@ -177,33 +173,23 @@ def hides(slot: int) -> Edit:
 SAMPLED = (1, 8, 15, 16, 111, 255)
 """Positions that an earlier release asked for in a drafter of 256 slots and a window of 16."""
 
-_ROWS: dict[int, dict[str, Change]] = {
-    37: {
-        "angle_at_37": angle(when(is_at(37), add(1.0))),
-        "cos_negated_at_37": edge("0.cos", when(is_at(37), unary("NEG"))),
-        "scores_halved_at_37": edge("1.scores", when(is_at(37), mul(0.5))),
-        "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
-        "window_late_at_37": visible(0, when(is_at(37), reset(WINDOW, 1))),
-    },
-    2: {},
-    0: {
-        "full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_))),
-    },
-    254: {
-        "query_at_254": edge("1.query_normed", when(is_at(254), unary("NEG"))),
-    },
-    140: {
-        "keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), mul(1.5))),
-    },
-    200: {
-        "polynomial_cos": edge("1.cos", vanishing(SAMPLED, 0.01)),
-    },
+AT_37: dict[str, Change] = {
+    "angle_at_37": angle(when(is_at(37), add(1.0))),
+    "cos_negated_at_37": edge("0.cos", when(is_at(37), unary("NEG"))),
+    "scores_halved_at_37": edge("1.scores", when(is_at(37), mul(0.5))),
+    "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
+    "window_late_at_37": visible(0, when(is_at(37), reset(WINDOW, 1))),
 }
-
+ELSEWHERE: dict[int, dict[str, Change]] = {
+    0: {"full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_)))},
+    254: {"query_at_254": edge("1.query_normed", when(is_at(254), unary("NEG")))},
+    140: {"keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), mul(1.5)))},
+    200: {"polynomial_cos": edge("1.cos", vanishing(SAMPLED, 0.01))},
+}
 POSITIONS = tuple(
-    Case("positions", name, change, shows=(Sample(row, mask="all"), Sample(min(row + 50, 254))))
-    for row, changes in _ROWS.items()
-    for name, change in changes.items()
+    case
+    for row, changes in ({37: AT_37} | ELSEWHERE).items()
+    for case in cases("positions", changes, Sample(row, mask="all"), Sample(min(row + 50, 254)))
 )
 
 
@@ -239,29 +225,12 @@ def first_shown(g: Graph, x: int) -> int:
 ORDINARY: dict[str, Change] = {
     "first_shown_favoured": edge("1.scores", first_shown),
     "last_slot_always": visible(1, or_slots(lambda s: s == 255)),
-}
-LIKE_RUNTIMES: dict[str, Change] = {
     "all_of_16_shown": edge(
         "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), mul(0.5))
     ),
 }
-LOUD: dict[str, Change] = {
-    "minus_100": masked_value(-100.0),
-}
-
-KINDS = tuple(
-    Case("mask kinds", name, change, shows=shows, rounding=rounding)
-    for changes, shows, rounding in (
-        (ORDINARY, (Sample(40, mask="past"), Sample(201, mask="past")), 0.0),
-        (LIKE_RUNTIMES, (Sample(40, mask="past"), Sample(201, mask="past")), 0.0),
-        (
-            LOUD,
-            (Sample(40, keys=40.0), Sample(40, keys=400.0), *(Sample(p, keys=400.0, mask="one") for p in (40, 41))),
-            0.01,
-        ),
-    )
-    for name, change in changes.items()
-)
+LOUD: dict[str, Change] = {"minus_100": masked_value(-100.0)}
+_LOUD = (Sample(40, keys=40.0), Sample(40, keys=400.0), *(Sample(p, keys=400.0, mask="one") for p in (40, 41)))
 
 
 Array = np.ndarray
@@ -381,25 +350,18 @@ def clear(first: int, last: int, distance: int) -> Callable[[Array, Array], Arra
     return edit
 
 
-_ROWS_OF_TABLES: dict[int, dict[str, Change]] = {
-    37: {
-        "row_37_of_cos_is_1": tabled(cos=rows(37, 37, np.ones_like)),
-        "one_entry_by_lookup": tabled(cos=one(37, 1, 0.5), how="EMBEDDING_LOOKUP"),
-        "row_37_not_a_number": tabled(cos=rows(37, 37, lambda t: t * np.nan)),
-        "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
-        "window_table_row_37": window_table(clear(37, 37, 3)),
-    },
-    180: {},
+TABLES: dict[str, Change] = {
+    "row_37_of_cos_is_1": tabled(cos=rows(37, 37, np.ones_like)),
+    "one_entry_by_lookup": tabled(cos=one(37, 1, 0.5), how="EMBEDDING_LOOKUP"),
+    "row_37_not_a_number": tabled(cos=rows(37, 37, lambda t: t * np.nan)),
+    "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
+    "window_table_row_37": window_table(clear(37, 37, 3)),
 }
 
-TABLES = tuple(
-    Case(
-        "tables",
-        name,
-        change,
-        shows=(Sample(position, mask="past"), Sample(position)),
-        rounding=0.02 if "int8" in name else 1e-3 if "fp16" in name else 0.0,
-    )
-    for position, changes in _ROWS_OF_TABLES.items()
-    for name, change in changes.items()
+CASES = (
+    *cases("rope", ROPE),
+    *POSITIONS,
+    *cases("mask kinds", ORDINARY, Sample(40, mask="past"), Sample(201, mask="past")),
+    *cases("mask kinds", LOUD, *_LOUD, rounding=0.01),
+    *cases("tables", TABLES, Sample(37, mask="past"), Sample(37)),
 )

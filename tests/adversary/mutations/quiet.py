@@ -9,13 +9,13 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary.edits import (
-    Case,
     Change,
     Edit,
     Sample,
     a_change,
     add,
     an_edit,
+    cases,
     chain,
     chosen,
     clamped,
@@ -24,7 +24,7 @@ from adversary.edits import (
     unary,
     with_number,
 )
-from adversary.mutations.attention import both, cache_edit, constant_mask, slots, softmax_spelled, visible
+from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
 from adversary.mutations.blocks import normed_by, recapped
 from adversary.mutations.positions import angle, hides, is_at, number, position, rest_is, slot, table, when
 
@@ -34,10 +34,6 @@ def one(size: int, index: int, value: float, axes: int = 3, axis: int = -1, othe
     shape = [1] * axes
     shape[axis] = size
     return np.where(np.arange(size) == index, value, other).reshape(shape)
-
-
-def within(bound: float) -> Edit:
-    return chain(with_number("MINIMUM", bound), with_number("MAXIMUM", -bound))
 
 
 def without_last(g: Graph, norm: object) -> None:
@@ -103,36 +99,6 @@ KEYS: dict[str, Change] = {
     "largest_score_above_80": edge("1.scores", when_loudest(80.0, mul(0.25))),
 }
 
-LOUDNESS = tuple(
-    Case("loudness", name, change, shows=shows, rounding=rounding)
-    for changes, shows, rounding in (
-        (PLAIN, (Sample(40, change=channel_77),), 0.0),
-        (KEYS, tuple(Sample(40, keys=loud) for loud in (40.0, 100.0, 400.0)), 1e-2),
-    )
-    for name, change in changes.items()
-)
-
-
-def minus(where: Callable[[Graph], int]) -> Change:
-    """The position less one where it holds, for the angles alone."""
-    return position(when(where, lambda g, x: g.sub(x, 1.0)))
-
-
-def lower(build: Callable[[Graph, int], int]) -> Edit:
-    """The mask from the slot ``build(g, input_pos)`` on."""
-    return lambda g, x: both(
-        g,
-        g.input("mask"),
-        g.reshape(
-            both(
-                g,
-                g.greater_equal(g.constant(slots(g), np.int32), build(g, g.input("input_pos"))),
-                g.less_equal(g.constant(slots(g), np.int32), g.input("input_pos")),
-            ),
-            g.shape(x),
-        ),
-    )
-
 
 @a_change
 def padded(g: Graph, value: float) -> None:
@@ -147,15 +113,15 @@ def padded(g: Graph, value: float) -> None:
     g.rewire(layer.probabilities, g.part(result, 0, count))
 
 
-_CHANGES = {
+def minus(where: Callable[[Graph], int]) -> Change:
+    """The position less one where it holds, for the angles alone."""
+    return position(when(where, lambda g, x: g.sub(x, 1.0)))
+
+
+MISTAKES: dict[str, Change] = {
     "even_positions_for_odd": minus(rest_is(2, 1)),
     "padded_with_0": padded(0.0),
 }
-
-MISTAKES = tuple(
-    Case("mistakes", name, change, shows=tuple(Sample(p, mask="past") for p in (5, 37, 64, 200, 222, 253)))
-    for name, change in _CHANGES.items()
-)
 
 
 def plus(*edits: Edit) -> Edit:
@@ -216,15 +182,12 @@ ROWS: dict[str, Change] = {
     "row_and_hole": visible(1, row_and_hole),
 }
 
-SMOOTH = tuple(
-    Case("smooth", name, change, shows=shows, rounding=rounding)
-    for changes, shows, rounding in (
-        (
-            LOUD,
-            (*(Sample(40, a, k, v) for a, k, v in ((1, 15, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))),),
-            1e-3,
-        ),
-        (ROWS, (Sample(37, mask="past"), Sample(37, change=hole_12), Sample(180)), 0.0),
-    )
-    for name, change in changes.items()
+_LOUD = ((1, 15, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))
+CASES = (
+    *cases("subtle", SUBTLE),
+    *cases("loudness", PLAIN, Sample(40, change=channel_77)),
+    *cases("loudness", KEYS, *(Sample(40, keys=loud) for loud in (40.0, 100.0, 400.0)), rounding=1e-2),
+    *cases("mistakes", MISTAKES, *(Sample(p, mask="past") for p in (5, 37, 64, 200, 222, 253))),
+    *cases("smooth", LOUD, *(Sample(40, *loud) for loud in _LOUD), rounding=1e-3),
+    *cases("smooth", ROWS, Sample(37, mask="past"), Sample(37, change=hole_12), Sample(180)),
 )

@@ -15,7 +15,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
 from adversary import edits as e
-from adversary.edits import Case, Change, Edit, Sample, a_change
+from adversary.edits import Change, Edit, Sample, a_change, cases
 from adversary.mutations.attention import cache_edit, visible
 from adversary.mutations.blocks import eps, normed_by, recapped
 from adversary.mutations.numbers import stored_weight
@@ -79,12 +79,6 @@ def set_parameter(index: int, value: int) -> Callable[[dict[str, Any]], None]:
         arrays["param_tensor"][..., index] = value
 
     return change
-
-
-def start(g: Graph, axis: int, index: int) -> int:
-    """Where a DYNAMIC_UPDATE_SLICE of four axes begins: at ``index`` [1] along ``axis``."""
-    zero = np.zeros(1, np.int32)
-    return g.join([index if i == axis else g.constant(zero, np.int32) for i in range(4)], 0)
 
 
 def exchanged(a: int, b: int) -> list[int]:
@@ -353,32 +347,23 @@ STORAGE: dict[str, tuple[Change, str]] = {
 }
 
 
-def _cases(
-    title: str, changes: dict[str, Change], *shows: Sample, rounding: float = 0.0, exact: bool = False
-) -> tuple[Case, ...]:
-    return tuple(
-        Case(f"second: {title}", name, change, shows=shows, rounding=rounding, exact=exact)
-        for name, change in changes.items()
-    )
-
-
 _AT_ROWS = (*(Sample(at_row, mask="past") for at_row in (37, 200, 254, 255)), Sample(254), Sample(253))
 
-SECOND: tuple[Case, ...] = (
-    *_cases(
-        "parameters",
+CASES = (
+    *cases(
+        "second: parameters",
         PARAM,
         Sample(40, change=set_parameter(5, 3)),
         Sample(40, change=set_parameter(1, 47)),
         Sample(40, change=set_parameter(0, 39)),
         Sample(40, change=set_parameter(4, 1)),
     ),
-    *_cases("mask as data", MASK, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
-    *_cases("caches", CACHE, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
-    *_cases("attention", ATTENTION, Sample(37), Sample(201, mask="past"), Sample(96), *_AT_ROWS),
-    *_cases("angles", ROPE, Sample(37), Sample(37, mask="past", keys=3.0), *_AT_ROWS),
-    *_cases(
-        "windows",
+    *cases("second: mask as data", MASK, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
+    *cases("second: caches", CACHE, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
+    *cases("second: attention", ATTENTION, Sample(37), Sample(201, mask="past"), Sample(96), *_AT_ROWS),
+    *cases("second: angles", ROPE, Sample(37), Sample(37, mask="past", keys=3.0), *_AT_ROWS),
+    *cases(
+        "second: windows",
         WINDOWS,
         Sample(16, mask="past"),
         Sample(40, mask="all"),
@@ -386,22 +371,22 @@ SECOND: tuple[Case, ...] = (
         Sample(180, mask="past"),
         *_AT_ROWS,
     ),
-    *_cases("quiet", QUIET, Sample(40, activations=1e-5), Sample(201, activations=1e-6)),
-    *_cases("quiet values", QUIET_VALUES, Sample(40, values=1e-3), Sample(201, values=1e-4)),
-    *_cases("loud", LOUD, Sample(40, activations=1e4), Sample(40, activations=1e5), rounding=2e-4),
-    *_cases("leaks", LEAKS, Sample(37, change=loud_hidden), Sample(100, change=loud_hidden), rounding=2e-4),
-    *_cases(
-        "leaks of keys",
+    *cases("second: quiet", QUIET, Sample(40, activations=1e-5), Sample(201, activations=1e-6)),
+    *cases("second: quiet values", QUIET_VALUES, Sample(40, values=1e-3), Sample(201, values=1e-4)),
+    *cases("second: loud", LOUD, Sample(40, activations=1e4), Sample(40, activations=1e5), rounding=2e-4),
+    *cases("second: leaks", LEAKS, Sample(37, change=loud_hidden), Sample(100, change=loud_hidden), rounding=2e-4),
+    *cases(
+        "second: leaks of keys",
         LEAKS_OF_KEYS,
         Sample(37, change=loud_hidden_keys),
         Sample(100, change=loud_hidden_keys),
         rounding=2e-4,
     ),
-    *_cases("rare", RARE, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=2e-4),
-    *_cases("fused", FUSED),
-    *_cases("constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
-    *_cases(
-        "cache codes",
+    *cases("second: rare", RARE, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=2e-4),
+    *cases("second: fused", FUSED),
+    *cases("second: constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
+    *cases(
+        "second: cache codes",
         {
             "codes_read_twice_as_large": caches_read_by_another_scale,
             "values_by_codes_off_centre": cache_edit("value", e.over_int(0.02, 100), 1),
@@ -409,5 +394,5 @@ SECOND: tuple[Case, ...] = (
         rounding=0.02,
         exact=True,
     ),
-    *(Case("second: storage", name, change, why=why) for name, (change, why) in STORAGE.items()),
+    *cases("second: storage", STORAGE),
 )

@@ -9,7 +9,7 @@ import numpy as np
 from flatbuffers import flexbuffers
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, a_change, add, an_edit, cases, chain, each, edge, over_int
+from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, each, edge, over_int
 from adversary.mutations.attention import both, slots, visible
 from adversary.mutations.numbers import scales, weight
 from adversary.mutations.positions import is_at, number, position, when
@@ -24,10 +24,6 @@ def with_buffer(g: Graph, name: str, values: Callable[[Graph, int], Array]) -> N
     tensor = g.input(name)
     made = np.ascontiguousarray(values(g, tensor), g.dtype(tensor))
     g.main.tensors[tensor].buffer = g.buffer(made.tobytes())
-
-
-def zeros(g: Graph, tensor: int) -> Array:
-    return np.zeros(g.shape(tensor))
 
 
 GIVEN_TWICE = "an input that has data of its own: whether the runtime's numbers are read, or these, is not said"
@@ -96,15 +92,6 @@ STUMBLES: dict[str, Change] = {
 NOT_RUN: dict[str, Change] = {
     "range_of_2_to_the_31": position(lambda g, x: g.reshape(span(g, 1), g.shape(x))),
 }
-
-THIRD_FILES: tuple[Case, ...] = (
-    *cases("third: inputs with data", INPUTS, why=GIVEN_TWICE),
-    *cases("third: huge numbers", HUGE, Sample(40, keys=100.0), rounding=0.02),
-    *cases("third: layer scalars", SCALARS),
-    *(Case("third: attributes", name, change, why=why) for name, (change, why) in ATTRIBUTES.items()),
-    *cases("third: stumbles", STUMBLES),
-    *cases("third: stumbles", NOT_RUN, why="no runtime computes it"),
-)
 
 
 # Tables of the position: how far a grid explains that they are off.
@@ -191,7 +178,13 @@ GATES: dict[str, Change] = {
 
 _AT = (*(Sample(p, mask="past") for p in (37, 201, 230, 254)), Sample(255), Sample(150, mask="past"))
 
-THIRD_READERS: tuple[Case, ...] = (
+CASES = (
+    *cases("third: inputs with data", INPUTS, why=GIVEN_TWICE),
+    *cases("third: huge numbers", HUGE, Sample(40, keys=100.0), rounding=0.02),
+    *cases("third: layer scalars", SCALARS),
+    *cases("third: attributes", ATTRIBUTES),
+    *cases("third: stumbles", STUMBLES),
+    *cases("third: stumbles", NOT_RUN, why="no runtime computes it"),
     *cases("third: doubts", ROTATIONS, *_AT, rounding=1e-4, exact=True),
     *cases("third: sums of floats", FLOATS, *_AT),
     *cases("third: gates", GATES, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=1e-4),

@@ -10,7 +10,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
 from adversary import edits as e
-from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit
+from adversary.edits import Change, Edit, Sample, a_change, an_edit
 from adversary.mutations.attention import both, slots, summed, visible
 from adversary.mutations.blocks import normed_by
 from adversary.mutations.positions import position
@@ -146,14 +146,6 @@ def constant(number: Any, edit: Edit) -> Build:
     return lambda g: edit(g, g.constant(np.asarray(number)))
 
 
-@a_change
-def stored(g: Graph, code: Any, dtype: Any, scale: float, zero_point: int = 0) -> int:
-    """A constant of codes, dequantized."""
-    made = g.constant(np.asarray(code), dtype)
-    g.main.tensors[made].quantization = e.parameters(scale, zero_point)
-    return g.call("DEQUANTIZE", made, dtype=np.float32)
-
-
 def recast(place: Callable[[Graph], int], edit: Edit) -> Change:
     """``edit`` of a constant."""
     return lambda g: g.insert(place(g), lambda x: edit(g, x))
@@ -192,7 +184,7 @@ GRIDS: dict[str, Change] = {
     },
 }
 
-THIRD_NUMBERS: tuple[Case, ...] = (
+CASES = (
     *e.cases("third: declared shapes", SHAPES, Sample(40, change=rare_activations)),
     *e.cases(
         "third: codes", CODES, Sample(40, keys=10.0, values=5.0), Sample(201, keys=6.0, values=3.0), rounding=0.05

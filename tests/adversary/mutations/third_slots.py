@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, Edit, Sample, add, an_edit, cases, edge, mul
+from adversary.edits import Change, Edit, Sample, add, an_edit, cases, edge, mul
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import is_at, rows, tabled, when
 from adversary.mutations.second import EVERY, next_mask, of_row
@@ -130,7 +130,7 @@ _LOUD = tuple(Sample(40, keys=loud) for loud in (40.0, 130.0, 400.0)) + tuple(
     Sample(p, keys=loud, mask="one") for p in (40, 41, 42, 43) for loud in (130.0, 400.0)
 )
 
-THIRD_SLOTS: tuple[Case, ...] = (
+CASES = (
     *cases("third: slots", SLOTS, *_AT),
     *cases("third: dimensions", DIMENSIONS, *_AT),
     *cases("third: slopes", SLOPES, *_AT),

@@ -8,21 +8,7 @@ from typing import Any
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    Case,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    add,
-    an_edit,
-    cases,
-    chain,
-    edge,
-    mul,
-    unary,
-    with_number,
-)
+from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, edge, mul, unary, with_number
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import floats
 from adversary.mutations.quiet import plus
@@ -150,12 +136,6 @@ def bound(name: str, number: float, by: Callable[[Graph], int] = floats) -> Edit
     return lambda g, x: g.call(name, x, formally(number, by)(g, x))
 
 
-def positions(g: Graph) -> int:
-    """The position as floats, for every slot."""
-    there = g.cast(g.input("input_pos"), np.float32)
-    return g.add(there, g.constant(np.zeros([1, 1, 1, 256])))
-
-
 BOUNDS: dict[str, Change] = {
     "keys_at_most_40": cache_edit("key", bound("MINIMUM", 40.0), 1),
     "keys_at_least_-40_in_sliding": cache_edit("key", bound("MAXIMUM", -40.0)),
@@ -188,7 +168,7 @@ def hidden_is_loud(arrays: dict[str, Any]) -> None:
 
 _HIDDEN = (Sample(37, change=hidden_is_loud), Sample(100, change=hidden_is_loud))
 
-THIRD_WEIGHTS: tuple[Case, ...] = (
+CASES = (
     *cases("third: weights of a softmax", WEIGHTS, *_SHARP, *_HIDDEN),
     *cases("third: sum of a softmax", TOTALS, *_SHARP, *_HIDDEN),
     *cases("third: largest score", LARGEST, *_LOUD, *_HIDDEN, rounding=1e-2),

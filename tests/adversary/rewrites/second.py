@@ -9,20 +9,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    LOWEST,
-    Case,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    cases,
-    each,
-    edge,
-    mul,
-    parameters,
-    with_number,
-)
+from adversary.edits import LOWEST, Change, Edit, Sample, a_change, cases, each, edge, mul, parameters, with_number
 from adversary.mutations.attention import summed
 from adversary.mutations.files import KEYS_AND_VALUES, names_crossed
 from adversary.mutations.positions import angle, tabled
@@ -164,32 +151,15 @@ EXACT: dict[str, dict[str, Change]] = {
     },
     "kinds": {"composites_of_other_names": composite_called(b"some.function"), "asymmetric_inputs": asymmetric},
 }
-ROUNDED: dict[float, dict[str, Change]] = {
-    # Numbers of half precision that a converter made floats: read, and said to be coarse.
-    0.05: {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)},
-    2e-3: {
-        "caches_fp16": caches(np.float16, 1.0),
-        "caches_int16": caches(np.int16, 80 / 32767),
-        "caches_int16_cast_and_scaled": caches(
-            np.int16, 80 / 32767, back=lambda g, x: g.mul(g.cast(x, np.float32), np.float32(80 / 32767))
-        ),
-    },
-    0.1: {},
+# Numbers of half precision that a converter made floats: read, and said to be coarse.
+COARSE: dict[str, Change] = {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)}
+ROUNDED: dict[str, Change] = {
+    "caches_fp16": caches(np.float16, 1.0),
+    "caches_int16": caches(np.int16, 80 / 32767),
+    "caches_int16_cast_and_scaled": caches(
+        np.int16, 80 / 32767, back=lambda g, x: g.mul(g.cast(x, np.float32), np.float32(80 / 32767))
+    ),
 }
-
-SECOND = (
-    *(
-        Case(f"same: second {family}", name, change, exact=True, shows=(Sample(230, mask="past"),))
-        for family, changes in EXACT.items()
-        for name, change in changes.items()
-    ),
-    *(
-        Case("same: second rounded", name, change, exact=True, rounding=rounding)
-        for rounding, changes in ROUNDED.items()
-        for name, change in changes.items()
-    ),
-)
-
 
 LAYERS = (0, 1)
 
@@ -274,12 +244,6 @@ NAMES: dict[str, Change] = {
 
 _SHOWS = (Sample(230, mask="past"), Sample(40, keys=3.0))
 
-THIRD = (
-    *cases("same: third softmaxes", SOFTMAXES, *_SHOWS),
-    *cases("same: third constants", CONSTANTS, *_SHOWS),
-    *cases("same: third names", NAMES),
-)
-
 
 def second_options(g: Graph) -> bool | None:
     """An ADD carries a composite's options in its second field."""
@@ -299,3 +263,17 @@ INTERFACES: dict[str, Change] = {
     "mask_called_position": names_crossed(("mask", "input_pos")),
     "second_options_on_a_sum": second_options,
 }
+
+CASES = (
+    *cases("same: interfaces", INTERFACES),
+    *(
+        case
+        for family, changes in EXACT.items()
+        for case in cases(f"same: second {family}", changes, Sample(230, mask="past"), exact=True)
+    ),
+    *cases("same: second rounded", COARSE, exact=True, rounding=0.05),
+    *cases("same: second rounded", ROUNDED, exact=True, rounding=2e-3),
+    *cases("same: third softmaxes", SOFTMAXES, *_SHOWS),
+    *cases("same: third constants", CONSTANTS, *_SHOWS),
+    *cases("same: third names", NAMES),
+)

@@ -11,12 +11,12 @@ from helpers.surgery import Graph
 from adversary.edits import (
     LOWEST,
     WINDOW,
-    Case,
     Change,
     Edit,
     Sample,
     a_change,
     at,
+    cases,
     chain,
     each,
     edge,
@@ -139,7 +139,6 @@ def exact(role: str) -> Change:
 WEIGHTS: dict[str, Change] = {
     "dequantized_by_an_operator": every_weight(lambda role: real_weight(role, lambda g, w: w)),
     "floats_of_one": exact("layers.0.o_proj"),
-    "fp16_norms": half_norms,
     "quantized_scalar": scalar_quantized,
 }
 
@@ -374,22 +373,22 @@ EXACT: dict[str, Change] = {
     "window_table": window_table(lambda seen, far: seen),
     "mask_by_floats": visible(1, lambda g, x: g.greater(g.cast(x, np.float32), 0.5)),
 }
-ROUNDED: dict[float, dict[str, Change]] = {
-    2e-3: {
-        "fp16_rope_tables": tabled(kind="fp16"),
-        "logits_by_int16_codes": edge("logits", over_int(30 / 32767, 0, np.int16)),
-    },
-    0.04: {},
+ROUNDED: dict[str, Change] = {
+    "fp16_rope_tables": tabled(kind="fp16"),
+    "logits_by_int16_codes": edge("logits", over_int(30 / 32767, 0, np.int16)),
 }
 
-SPELLED = (
-    *(
-        Case("same: spelled", name, change, exact=True, shows=(Sample(230, mask="past"),))
-        for name, change in EXACT.items()
-    ),
-    *(
-        Case("same: rounded", name, change, exact=True, rounding=rounding)
-        for rounding, changes in ROUNDED.items()
-        for name, change in changes.items()
-    ),
+CASES = (
+    *cases("same: masks", MASKS),
+    *cases("same: caches", CACHES),
+    *cases("same: scores and rope", SCORES),
+    *cases("same: norms", NORMS),
+    *cases("same: blocks", BLOCKS),
+    *cases("same: detours", DETOURS),
+    *cases("same: weights", WEIGHTS),
+    *cases("same: weights", {"fp16_norms": half_norms}, rounds=True),
+    *cases("same: weights", {"layer_twice": layer_twice}, layers=(0, 1, 3), rounds=True),
+    *cases("same: absorbed", ABSORBED),
+    *cases("same: spelled", EXACT, Sample(230, mask="past"), exact=True),
+    *cases("same: rounded", ROUNDED, exact=True, rounding=2e-3),
 )
