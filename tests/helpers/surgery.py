@@ -59,7 +59,6 @@ _OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
 class Norm:
     """One RMSNorm in plain operators.
 
@@ -70,66 +69,68 @@ class Norm:
         weight: the constant.
     """
 
-    x: int
-    out: int
-    square: Any
-    average: Any
-    add: Any
-    root: Any
-    scale: Any
-    weigh: Any
-    weight: int
+    def __init__(self, g: Graph, role: str) -> None:
+        self.weight = weight = g.roles[role]
+        if g.kind(g.reader(weight)) == "STABLEHLO_COMPOSITE":
+            g.open(g.reader(weight))
+        self.weigh = g.reader(weight)
+        self.out, self.scale = int(self.weigh.outputs[0]), g.producer(_other(self.weigh, weight))
+        made = (op for op in map(g.producer, self.scale.inputs) if op is not None)
+        (self.root,) = [op for op in made if g.kind(op) in ("RSQRT", "POW")]
+        self.x = _other(self.scale, int(self.root.outputs[0]))
+        # The nearest ADD, mean and square before the root are its own; what is further back is not.
+        back = list(g.before(int(self.root.inputs[0])))
+        self.add = next(op for op in back if g.kind(op) == "ADD")
+        self.average = next(op for op in back if g.kind(op) in ("MEAN", "SUM"))
+        self.square = g.producer(int(self.average.inputs[0]))
 
 
-@dataclass(frozen=True)
 class Layer:
-    """The places of one layer: tensors, in the order in which they are computed.
+    """The places of one layer: tensors, and operators where it says so.
 
     Attributes:
-        visible: the mask that it selects by, bool; ``masker`` the operator that applies it to the scores.
+        visible: the mask that ``select``, an operator, selects by, bool; ``masker`` the operator that applies it to the
+            scores, which makes them ``masked``.
         rotated: the query after RoPE; ``cos`` and ``sin`` of its ``angle``, ``position`` in floats times ``table``.
         queries: the same, grouped by KV heads.
         softmax, score, mix: operators: the softmax, and the two products.
-        first, second: the two residual additions; ``scaler``: the product with the layer's scalar.
+        first, second: operators: the two residual additions; ``scaler``: the product with the layer's scalar.
+        stream, middle, summed, out: what goes through the layer: before it, between, and with and without its scalar.
     """
 
-    stream: int
-    query_in: int
-    query: int
-    query_normed: int
-    angle: int
-    cos: int
-    sin: int
-    rotated: int
-    queries: int
-    score: Any
-    key: int
-    scores: int
-    visible: int
-    select: Any
-    masker: Any
-    masked: int
-    softmax: Any
-    probabilities: int
-    mix: Any
-    value: int
-    attended: int
-    merged: int
-    attention_out: int
-    attention_branch: int
-    first: Any
-    middle: int
-    ffw_in: int
-    gate: int
-    activated: int
-    up: int
-    product: int
-    down: int
-    ffw_branch: int
-    second: Any
-    summed: int
-    scaler: Any
-    out: int
+    def __init__(self, g: Graph, index: int) -> None:
+        name = f"layers.{index}"
+        factor = g.roles[f"{name}.layer_scalar"]
+        self.scaler = g.reader(factor)
+        self.out, self.summed = int(self.scaler.outputs[0]), _other(self.scaler, factor)
+        self.second, self.ffw_branch = g.producer(self.summed), g.normed(f"{name}.post_ffw_norm")
+        self.middle = _other(self.second, self.ffw_branch)
+        self.first, self.attention_branch = g.producer(self.middle), g.normed(f"{name}.post_attention_norm")
+        self.stream = _other(self.first, self.attention_branch)
+        attend, query = g.linear(f"{name}.o_proj"), g.linear(f"{name}.q_proj")
+        self.merged, self.attention_out = int(attend.inputs[0]), int(attend.outputs[0])
+        self.attended = int(g.producer(self.merged).inputs[0])
+        self.mix = g.producer(self.attended)
+        self.probabilities, self.value = (int(operand) for operand in self.mix.inputs)
+        self.softmax = g.producer(self.probabilities)
+        self.masked = int(self.softmax.inputs[0])
+        self.masker = g.producer(self.masked)
+        self.scores = int(self.masker.inputs[1 if g.kind(self.masker) == "SELECT_V2" else 0])
+        self.score = g.producer(self.scores)
+        self.queries, self.key = (int(operand) for operand in self.score.inputs)
+        grouping = g.producer(self.queries)
+        self.rotated = int(grouping.inputs[0]) if g.kind(grouping) == "RESHAPE" else self.queries
+        self.query_in, self.query = int(query.inputs[0]), int(query.outputs[0])
+        self.query_normed = g.normed(f"{name}.q_norm")
+        self.select = next(op for op in g.before(self.masked, self.scores) if g.kind(op) == "SELECT_V2")
+        self.visible = int(self.select.inputs[0])
+        turning = list(g.before(self.rotated, self.query_normed))
+        self.cos, self.sin = (next(int(op.outputs[0]) for op in turning if g.kind(op) == k) for k in ("COS", "SIN"))
+        self.angle = int(g.producer(self.cos).inputs[0])
+        gate, up, down = (g.linear(f"{name}.{role}_proj") for role in ("gate", "up", "down"))
+        self.ffw_in, self.gate, self.up = int(gate.inputs[0]), int(gate.outputs[0]), int(up.outputs[0])
+        self.product, self.down = int(down.inputs[0]), int(down.outputs[0])
+        self.activated = _other(g.producer(self.product), self.up)
 
 
 @dataclass
@@ -237,90 +238,11 @@ class Graph:
 
     def norm(self, role: str) -> Norm:
         """The operators of the norm whose weight is ``role``; its composite is opened."""
-        weight = self.roles[role]
-        if self.kind(self.reader(weight)) == "STABLEHLO_COMPOSITE":
-            self.open(self.reader(weight))
-        weigh = self.reader(weight)
-        scale = self.producer(_other(weigh, weight))
-        (root,) = [
-            op for op in map(self.producer, scale.inputs) if op is not None and self.kind(op) in ("RSQRT", "POW")
-        ]
-        x = _other(scale, int(root.outputs[0]))
-        # The nearest ADD, mean and square before the root are its own; what is further back is not.
-        back = list(self.before(int(root.inputs[0])))
-        add = next(op for op in back if self.kind(op) == "ADD")
-        average = next(op for op in back if self.kind(op) in ("MEAN", "SUM"))
-        square = self.producer(int(average.inputs[0]))
-        return Norm(x, int(weigh.outputs[0]), square, average, add, root, scale, weigh, weight)
+        return Norm(self, role)
 
     def layer(self, index: int) -> Layer:
         """The places of layer ``index``."""
-        name = f"layers.{index}"
-        scaler = self.reader(self.roles[f"{name}.layer_scalar"])
-        summed = _other(scaler, self.roles[f"{name}.layer_scalar"])
-        second = self.producer(summed)
-        ffw_branch = self.normed(f"{name}.post_ffw_norm")
-        middle = _other(second, ffw_branch)
-        first = self.producer(middle)
-        attention_branch = self.normed(f"{name}.post_attention_norm")
-        attend = self.linear(f"{name}.o_proj")
-        merged = int(attend.inputs[0])
-        attended = int(self.producer(merged).inputs[0])
-        mix = self.producer(attended)
-        probabilities = int(mix.inputs[0])
-        softmax = self.producer(probabilities)
-        masked = int(softmax.inputs[0])
-        masker = self.producer(masked)
-        scores = int(masker.inputs[1 if self.kind(masker) == "SELECT_V2" else 0])
-        score = self.producer(scores)
-        queries = int(score.inputs[0])
-        grouping = self.producer(queries)
-        rotated = int(grouping.inputs[0]) if self.kind(grouping) == "RESHAPE" else queries
-        query_normed = self.normed(f"{name}.q_norm")
-        select = next(op for op in self.before(masked, scores) if self.kind(op) == "SELECT_V2")
-        turning = list(self.before(rotated, query_normed))
-        cos, sin = (next(int(op.outputs[0]) for op in turning if self.kind(op) == k) for k in ("COS", "SIN"))
-        gate, up, down = (self.linear(f"{name}.{role}_proj") for role in ("gate", "up", "down"))
-        activated = next(t for t in map(int, self.producer(int(down.inputs[0])).inputs) if t != int(up.outputs[0]))
-        return Layer(
-            stream=_other(first, attention_branch),
-            query_in=int(self.linear(f"{name}.q_proj").inputs[0]),
-            query=int(self.linear(f"{name}.q_proj").outputs[0]),
-            query_normed=query_normed,
-            angle=int(self.producer(cos).inputs[0]),
-            cos=cos,
-            sin=sin,
-            rotated=rotated,
-            queries=queries,
-            score=score,
-            key=int(score.inputs[1]),
-            scores=scores,
-            visible=int(select.inputs[0]),
-            select=select,
-            masker=masker,
-            masked=masked,
-            softmax=softmax,
-            probabilities=probabilities,
-            mix=mix,
-            value=int(mix.inputs[1]),
-            attended=attended,
-            merged=merged,
-            attention_out=int(attend.outputs[0]),
-            attention_branch=attention_branch,
-            first=first,
-            middle=middle,
-            ffw_in=int(gate.inputs[0]),
-            gate=int(gate.outputs[0]),
-            activated=activated,
-            up=int(up.outputs[0]),
-            product=int(down.inputs[0]),
-            down=int(down.outputs[0]),
-            ffw_branch=ffw_branch,
-            second=second,
-            summed=summed,
-            scaler=scaler,
-            out=int(scaler.outputs[0]),
-        )
+        return Layer(self, index)
 
     # Changes.
 
@@ -448,21 +370,22 @@ class Graph:
         for op in self.readers(old) if into is None else into:
             op.inputs = [new if i == old else int(i) for i in op.inputs]
         if into is None:
-            self.main.outputs = [new if i == old else int(i) for i in self.main.outputs]
-            for entry in self.model.signatureDefs[0].outputs:
-                entry.tensorIndex = new if entry.tensorIndex == old else entry.tensorIndex
+            self._hand_out(old, new)
 
     def insert(self, tensor: int, change: Change, into: Iterable[Any] | None = None) -> int:
         """Let the readers of ``tensor`` (or only those of ``into``) read ``change(tensor)``; returns that."""
         readers = self.readers(tensor) if into is None else list(into)
-        is_output = into is None and tensor in list(self.main.outputs)
         new = change(tensor)
         self.rewire(tensor, new, readers)
-        if is_output:
-            self.main.outputs = [new if i == tensor else int(i) for i in self.main.outputs]
-            for entry in self.model.signatureDefs[0].outputs:
-                entry.tensorIndex = new if entry.tensorIndex == tensor else entry.tensorIndex
+        if into is None:
+            self._hand_out(tensor, new)
         return new
+
+    def _hand_out(self, old: int, new: int) -> None:
+        """Let the signature's outputs be ``new`` where they were ``old``."""
+        self.main.outputs = [new if i == old else int(i) for i in self.main.outputs]
+        for entry in self.model.signatureDefs[0].outputs:
+            entry.tensorIndex = new if entry.tensorIndex == old else entry.tensorIndex
 
     def recode(self, op: Any, name: str) -> None:
         """Make ``op`` another operator, with that one's default options."""
