@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.counting_server import played
+from helpers.loop_server import played
 from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts

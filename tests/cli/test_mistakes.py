@@ -138,7 +138,7 @@ def page() -> Iterator[tuple[str, str]]:
     """A server of something else."""
     with model_server("unknown") as running:
         for path in ("/v1/models", "/gemma.litertlm"):
-            running.overrides[path] = lambda handler: handler.send(b"<html>Not Found</html>", "text/html", 404)
+            running.overrides[path] = lambda handler: handler.answer(404, b"<html>Not Found</html>")
         yield running.url, SERVER
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.counting_server import played
+from helpers.loop_server import played
 
 from mtp_extract.doctor.counts import expected_counts
 from mtp_extract.doctor.faults import broken

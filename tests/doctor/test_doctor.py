@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers.bases import base_with
 from helpers.commands import run_here
-from helpers.counting_server import counting_server, played
 from helpers.first_pair import first_base, first_bundle
+from helpers.loop_server import counting_server, played
 from helpers.model_server import Written
 from helpers.planted_faults import PLANTED
 from helpers.prompt_files import write_prompts

@@ -11,16 +11,16 @@ import hashlib
 import json
 import mmap
 import os
-import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from helpers.loopback import Handler, Listener
 
 TOKEN = "hf_SecretTokenThatMustNotLeak"
 SIGNATURE = "SecretSignatureThatMustNotLeak"
@@ -110,38 +110,20 @@ class HubServer:
         self.bad_card = False
         self.keep = True
         """False: an uploaded file is stored with one bit flipped."""
-        self.errors: list[BaseException | None] = []
-        """What went wrong in here."""
         self.lock = threading.Lock()
-        self._servers = {name: self._start(name) for name in ("hub", "storage")}
-
-    def _start(self, name: str) -> ThreadingHTTPServer:
-        owner = self
-
-        class Handler(_Handler):
-            server_name = name
-            state = owner
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *args: Any) -> None:
-                # Clients hang up when they have seen enough; anything else is a bug of this file.
-                error = sys.exc_info()[1]
-                if not isinstance(error, ConnectionError):
-                    owner.errors.append(error)
-
-        server = Server(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        return server
+        self._servers = {name: Listener(_Handler, server_name=name, state=self) for name in ("hub", "storage")}
 
     def url(self, name: str = "hub") -> str:
-        return f"http://127.0.0.1:{self._servers[name].server_address[1]}"
+        return self._servers[name].url
+
+    @property
+    def errors(self) -> list[BaseException | None]:
+        """What went wrong in here."""
+        return [error for server in self._servers.values() for error in server.errors]
 
     def close(self) -> None:
         for server in self._servers.values():
-            server.shutdown()
-            server.server_close()
+            server.close()
 
     def add(self, repo: str, path: str, data: bytes | Content, lfs: bool = True) -> Content:
         content = data if isinstance(data, Content) else Content.of(data)
@@ -177,27 +159,11 @@ class HubServer:
         return entries
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server_name: str
     state: HubServer
 
-    def log_message(self, *args: Any) -> None:
-        return
-
     # --- answers
-
-    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def json(self, data: Any, status: int = 200, **headers: str) -> None:
-        self.answer(status, json.dumps(data).encode(), Content_Type="application/json", **headers)
 
     def refuse(self, status: int, code: str, message: str = "no") -> None:
         self.json({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
@@ -429,8 +395,5 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
     """A running pair of servers."""
-    server = HubServer()
-    try:
+    with closing(HubServer()) as server:
         yield server
-    finally:
-        server.close()

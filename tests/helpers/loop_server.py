@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from helpers.model_server import ModelServer, Written, model_server
+from helpers.model_server import ModelServer, Written, model_server, prompt_of
 from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.codec import Codec
-from mtp_extract.speculate.loop import Round, SpeculativeGenerator
+from mtp_extract.speculate.loop import Generation, Round, SpeculativeGenerator
 
 
 def account_of(tokens: int, rounds: Sequence[Round]) -> Mapping[str, int]:
@@ -78,4 +78,22 @@ def loop_server(
     """``generator``, served as ``kind`` would; 0 drafts for the base alone."""
     with model_server(kind, drafts=drafts > 0) as server:
         server.write = writer(generator, drafts=drafts, ids=ids)
+        yield server
+
+
+def played(result: Generation, *, ids: bool = False) -> Written:
+    """What a loop made, counted as a server does; ``ids``: whether it can tell tokens."""
+    tokens, told = len(result.tokens), [result.tokens] if ids else None
+    counted, given = account_of(tokens, result.rounds), len(result.prompt_tokens)
+    prompt = result.prompt_tokens if ids else None
+    return Written([result.text or ""], [tokens], counted, ids=told, prompt_tokens=given, prompt_ids=prompt)
+
+
+@contextmanager
+def counting_server(answers: Mapping[str, Written], kind: str = "vLLM") -> Iterator[ModelServer]:
+    """Of ``answers`` by prompt, made before it listens. A llama-server is one without ``--metrics``, by default."""
+    with model_server(kind) as server:
+        server.write = lambda asked: answers[prompt_of(asked)]
+        if kind == "llama-server":
+            server.overrides["/metrics"] = lambda handler: handler.json({}, 501)
         yield server

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from helpers.loopback import Handler, Listener
 
 KEY = "sk-SecretKeyThatMustNotLeak"
 MODEL = "google/gemma-4-E4B-it"
@@ -44,18 +45,19 @@ class Manner:
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
 
 
+def _moves(prefix: str, **others: str) -> tuple[tuple[str, str], ...]:
+    """Counters that vLLM and llama-server both call so, and ``others``."""
+    drafts = (("drafts", "rounds"), ("draft_tokens", "drafted"), ("accepted_tokens", "accepted"))
+    both = ((f"spec_decode_num_{name}_total", what) for name, what in drafts)
+    return tuple((f"{prefix}:{name}", what) for name, what in (*((n, w) for w, n in others.items()), *both))
+
+
 MANNERS = {
     "vLLM": Manner(
         {"owned_by": "vllm"},
         version=("/version", {"version": "0.33.0"}),
         page="vllm-0.33.0.txt",
-        moves=(
-            ("vllm:request_success_total", "requests"),
-            ("vllm:generation_tokens_total", "tokens"),
-            ("vllm:spec_decode_num_drafts_total", "rounds"),
-            ("vllm:spec_decode_num_draft_tokens_total", "drafted"),
-            ("vllm:spec_decode_num_accepted_tokens_total", "accepted"),
-        ),
+        moves=_moves("vllm", requests="request_success_total", tokens="generation_tokens_total"),
     ),
     "SGLang": Manner(
         {"owned_by": "sglang"},
@@ -72,12 +74,7 @@ MANNERS = {
         header="llama.cpp",
         version=("/props", {"build_info": "b1-0c1e570"}),
         page="llama-server-0c1e57098.txt",
-        moves=(
-            ("llamacpp:tokens_predicted_total", "tokens"),
-            ("llamacpp:spec_decode_num_drafts_total", "rounds"),
-            ("llamacpp:spec_decode_num_draft_tokens_total", "drafted"),
-            ("llamacpp:spec_decode_num_accepted_tokens_total", "accepted"),
-        ),
+        moves=_moves("llamacpp", tokens="tokens_predicted_total"),
     ),
     "mlx-vlm": Manner({"loaded": True}, header="mlx_vlm/0.7.10", paths=("/v1/chat/completions",)),
     "unknown": Manner({}),
@@ -97,13 +94,8 @@ def prompt_of(asked: dict[str, Any]) -> Any:
 def account(tokens: int) -> dict[str, int]:
     """What drafting four at a time comes to, of which two are accepted where so many are left."""
     rounds = -(-(tokens - 1) // 3)
-    return {
-        "requests": 1,
-        "tokens": tokens,
-        "rounds": rounds,
-        "drafted": 4 * rounds,
-        "accepted": tokens - 1 - rounds,
-    }
+    drafts = {"rounds": rounds, "drafted": 4 * rounds, "accepted": tokens - 1 - rounds}
+    return {"requests": 1, "tokens": tokens, **drafts}
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,6 @@ class ModelServer:
         drafts: whether it has a drafter.
         key: asked for, if any.
         told: whether vLLM tells counters in its answers, as it does when it is started so.
-        burst: tokens of the first event.
         others: requests of somebody else that are counted with each of ours.
         lies: prompt → how many tokens its answer is said to have.
         overrides: path → what answers instead, with the handler at hand.
@@ -148,7 +139,7 @@ class ModelServer:
     def __init__(self, kind: str, *, drafts: bool = True) -> None:
         self.kind, self.manner, self.drafts = kind, MANNERS[kind], drafts
         self.key: str | None = None
-        self.told, self.burst, self.others = False, 1, 0
+        self.told, self.others = False, 0
         self.lies: dict[str, int] = {}
         self.models = [{"id": MODEL, **self.manner.listed}]
         self.answer: Callable[[str, int], list[str]] = words_of
@@ -157,82 +148,40 @@ class ModelServer:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.seen: list[tuple[str, str | None]] = []
         self.moved: Counter[str] = Counter()
-        self.errors: list[BaseException | None] = []
         self.lock = threading.Lock()
-        owner = self
-
-        class Handler(_Handler):
-            state = owner
-
-        class Listener(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 1024  # many come at once
-
-            def handle_error(self, *args: Any) -> None:
-                error = sys.exc_info()[1]
-                if not isinstance(error, ConnectionError):
-                    owner.errors.append(error)
-
-        self._server = Listener(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.listener = Listener(_Handler, state=self)
+        self.url = self.listener.url
 
     def plain(self, asked: dict[str, Any]) -> Written:
-        """Of what ``answer`` gives, ``burst`` tokens in the first event and one in each other."""
+        """Of what ``answer`` gives, a token in each event."""
         tokens = self.answer(prompt_of(asked), asked["max_tokens"])
-        groups = [tokens[: self.burst], *([token] for token in tokens[self.burst :])]
-        pieces, sizes = ["".join(group) for group in groups], [len(group) for group in groups]
-        return Written(pieces, sizes, account(len(tokens)))
+        return Written(tokens, [1] * len(tokens), account(len(tokens)))
 
     def page(self) -> str:
         """The page of counters: as it was, and what was asked since."""
         text = (PAGES / self.manner.page).read_text(encoding="utf-8")
-        for name, what in self.manner.moves:
-            if not self.drafts and what in ("rounds", "drafted", "accepted"):
+        by_position = [(rf'.*_per_pos_total\{{.*position="{n}"\}}', f"accepted_{n}") for n in range(4)]
+        for name, what in (*self.manner.moves, *by_position):
+            if self.drafts or what in ("requests", "tokens"):
+                moved = partial(_moved, self.moved[what])
+                text, found = re.subn(rf"^({name}(?:\{{.*\}})? )(\S+)$", moved, text, count=1, flags=re.MULTILINE)
+                assert found or what.startswith("accepted_")
+            else:
                 text = re.sub(rf"^.*{name}.*\n", "", text, flags=re.MULTILINE)
-                continue
-            found = re.search(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
-            assert found is not None
-            value = float(found[2]) + self.moved[what]
-            text = text[: found.start(2)] + f"{value}" + text[found.end(2) :]
-        for what in [what for what in self.moved if what.startswith("accepted_")]:
-            found = re.search(rf'^.*_per_pos_total\{{.*position="{what[9:]}"\}} (\S+)$', text, re.MULTILINE)
-            if self.drafts and found is not None:
-                text = text[: found.start(1)] + f"{float(found[1]) + self.moved[what]}" + text[found.end(1) :]
         return text
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    state: ModelServer
+def _moved(by: int, line: re.Match[str]) -> str:
+    return f"{line[1]}{float(line[2]) + by}"
 
-    def log_message(self, *args: Any) -> None:
-        return
+
+class _Handler(Handler):
+    state: ModelServer
 
     def version_string(self) -> str:
         return self.state.manner.header
 
-    def send(self, body: bytes, kind: str = "application/json", status: int = 200, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def json(self, data: Any, status: int = 200) -> None:
-        self.send(json.dumps(data).encode(), status=status)
-
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         if self.begin(b""):
             return
         state = self.state
@@ -242,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == page:
             self.json(version)
         elif self.path == "/metrics" and state.manner.page:
-            self.send(state.page().encode(), "text/plain; version=0.0.4")
+            self.answer(200, state.page().encode(), Content_Type="text/plain; version=0.0.4")
         else:
             self.json({"detail": "Not Found"}, 404)
 
@@ -259,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         return False
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.begin(body):
             return
@@ -346,8 +295,6 @@ class _Handler(BaseHTTPRequestHandler):
 def model_server(kind: str, *, drafts: bool = True) -> Iterator[ModelServer]:
     """A running one."""
     server = ModelServer(kind, drafts=drafts)
-    try:
+    with closing(server.listener):
         yield server
-        assert server.errors == []
-    finally:
-        server.close()
+        assert server.listener.errors == []

@@ -251,12 +251,12 @@ def status(number: int, message: str = "because") -> Callable[[Any], None]:
 
 
 def body(data: bytes, kind: str = "application/json") -> Callable[[Any], None]:
-    return lambda handler: handler.send(data, kind)
+    return lambda handler: handler.answer(200, data, Content_Type=kind)
 
 
 def stream(*events: Any, end: bool = True) -> Callable[[Any], None]:
     data = written(*events) + (b"data: [DONE]\n\n" if end else b"")
-    return lambda handler: handler.send(data, "text/event-stream")
+    return lambda handler: handler.answer(200, data, Content_Type="text/event-stream")
 
 
 def cut(handler: Any) -> None:

@@ -152,7 +152,7 @@ def test_thoughts_without_tokens_are_no_text(
             {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}]},
         ]
         data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-        handler.send(data + b"data: [DONE]\n\n", "text/event-stream")
+        handler.answer(200, data + b"data: [DONE]\n\n", Content_Type="text/event-stream")
 
     served.overrides["/v1/completions"] = thinking
     with pytest.raises(MtpExtractError, match=r"expected (at least . )?texts of more than 3 tokens"):
