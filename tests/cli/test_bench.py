@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,24 +175,11 @@ def test_a_server_that_tells_nothing(prompts: Path) -> None:
     assert report["notes"] == [f"{server.url} (unknown) reports no draft counters for 5 of 5 answers."]
 
 
-def test_others_that_use_the_server(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counters that moved by other than what was asked here are nobody's; what answers tell is still theirs."""
-    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
-    server, _ = pair
-    server.others = 1
-    found = run_benchmark(plan(prompts, server))
-    report = checked(found)
-    assert drafts_of(found.total.sides["server"]) == (0, None, None, None)
-    assert "moved by more than these requests 5 of 5 times" in report["notes"][0]
-    server.told = True
-    assert run_benchmark(plan(prompts, server)).total.sides["server"].drafted == summed("drafted")
-
-
 @pytest.mark.parametrize(
     "moves",
     [
+        {"requests": 1, **account(8)},  # somebody else's request
+        {"tokens": 3, "rounds": 1, "drafted": 4, "accepted": 2},  # one that has not ended
         {"told": True, "drafted": 1},  # other than the answers say
         {"rounds": -20},
         {"drafted": -20},
@@ -203,44 +190,24 @@ def test_others_that_use_the_server(
         {"tokens": 1 << 40},
     ],
 )
-def test_counters_that_move_as_none_can(
-    pair: tuple[ModelServer, ModelServer],
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    moves: dict[str, int],
+def test_counters_that_others_moved_or_that_move_as_none_can(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, moves: dict[str, int]
 ) -> None:
-    """As many requests as were asked, and drafts that these cannot have: nothing is computed with the page."""
+    """Nothing is computed with the page; what answers tell is right, and is used."""
     monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
     server, own = pair[0], pair[0].answer
     server.told = told = "told" in moves
 
-    def twisted(prompt: str, most: int) -> list[str]:
+    def moving(prompt: str, most: int) -> list[str]:
         server.moved.update(moves)
         return own(prompt, most)
 
-    server.answer = twisted
+    server.answer = moving
     found = run_benchmark(plan(prompts, server, warm_up=0))
     assert all(window.disturbed for window in found.windows["server"])
-    # What the answers count is right, and is used.
+    assert "moved by more than these requests 5 of 5 times" in checked(found)["notes"][0]
     side = found.total.sides["server"]
     assert (side.tokens, side.drafted) == (summed("tokens"), summed("drafted") if told else None)
-
-
-def test_a_request_of_others_that_has_not_ended(
-    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It moves tokens and drafts, and is not among the requests yet."""
-    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
-    server, own = pair[0], pair[0].answer
-
-    def shared(prompt: str, most: int) -> list[str]:
-        server.moved.update({"tokens": 3, "rounds": 1, "drafted": 4, "accepted": 2})
-        return own(prompt, most)
-
-    server.answer = shared
-    found = run_benchmark(BenchPlan(server.url, None, prompts, max_tokens=32, warm_up=0))
-    assert all(window.disturbed for window in found.windows["server"])
-    assert found.total.sides["server"].drafted is None
 
 
 def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
@@ -294,25 +261,20 @@ def test_a_baseline_that_is_none(prompts: Path) -> None:
     assert [note for note in report["notes"] if note.endswith("google/gemma-4-E4B-it and vLLM 0.33.0 another.")]
 
 
-def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5) -> Request:
-    return Request("code", 0, Answer("text", tokens, 1, first_s, seconds, "length"))
+def windows(*answers: tuple[int | None, float, float | None]) -> list[Window]:
+    """A window for each answer of so many tokens, seconds, and seconds to its first text."""
+    asked = (
+        Request("code", n, Answer("text", tokens, 1, first, took)) for n, (tokens, took, first) in enumerate(answers)
+    )
+    return [Window([one], 4.0, Counters(), False) for one in asked]
 
 
-def window(asked: Request) -> Window:
-    return Window([asked], 4.0, Counters(), False)
-
-
-def windows(*answers: Request) -> list[Window]:
-    return [window(replace(one, prompt=index)) for index, one in enumerate(answers)]
-
-
-def side(*done: Window) -> Side:
+def side(done: Sequence[Window]) -> Side:
     return side_of(done, {"code"})
 
 
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
-    fast = windows(answer(11, 1.0), answer(21, 1.0, first_s=0.1))
-    slow = windows(answer(11, 4.0), answer(41, 6.0))
+    fast, slow = windows((11, 1.0, 0.5), (21, 1.0, 0.1)), windows((11, 4.0, 0.5), (41, 6.0, 0.5))
     found = figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
     server, baseline = found.sides["server"], found.sides["baseline"]
     assert server.tokens_per_s.value == pytest.approx((10 + 20) / 2)
@@ -323,32 +285,27 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     # The first text: 4 s for as many tokens; the second: 6 s for 40, so 3 for 20.
     assert found.speedup.value == pytest.approx((4 + 3) / (1 + 1))
     assert (found.speedup.n, found.speedup.ci95) == (2, None), "two texts"
-    more = [windows(*(answer(11, seconds * time) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
+    more = [windows(*((11, seconds * time, 0.5) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
     faster = figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
-    assert faster.value == pytest.approx(2)
-    assert faster.ci95 == pytest.approx([2, 2])
+    assert (faster.value, faster.ci95) == (pytest.approx(2), pytest.approx([2, 2]))
+
+
+ALL_AT_ONCE = Window([Request("code", 0, Answer("text", 4, 4, 0.5, 1.0))], 4.0, Counters(), False)
 
 
 @pytest.mark.parametrize(
-    "odd",
-    [
-        answer(1, 0.0),
-        answer(0, 0.0, None),
-        answer(None, 1.0),
-        answer(9, 0.0),
-        Request("code", 0, Answer("text", 4, 4, 0.5, 1.0)),
-    ],
+    "odd", [windows(one)[0] for one in ((1, 0.0, 0.5), (0, 0.0, None), (None, 1.0, 0.5), (9, 0.0, 0.5))] + [ALL_AT_ONCE]
 )
-def test_answers_without_a_speed(odd: Request) -> None:
-    alone = side(*windows(odd))
+def test_answers_without_a_speed(odd: Window) -> None:
+    alone = side([odd])
     assert (alone.tokens_per_s, alone.tpot_ms) == (Figure(None, 0), None)
-    beside = side(*windows(answer(11, 2.0), odd))
-    assert beside.tokens_per_s.value == 5
+    odd = replace(odd, requests=[replace(odd.requests[0], prompt=1)])
+    assert side([*windows((11, 2.0, 0.5)), odd]).tokens_per_s.value == 5
 
 
 def test_latency_is_as_vllm_has_it() -> None:
     """By NumPy's percentiles, of what the definitions of `vllm bench serve` come to."""
-    found = side(*windows(*(answer(count, 0.4 * count, 0.5 + count) for count in (2, 3, 5))))
+    found = side(windows(*((count, 0.4 * count, 0.5 + count) for count in (2, 3, 5))))
     expected = {"ttft_ms": np.array([2500, 3500, 5500]), "tpot_ms": np.array([800 / 1, 1200 / 2, 2000 / 4])}
     for name, values in expected.items():
         latency = getattr(found, name)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from time import sleep
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from helpers.bounds import HANG
@@ -42,8 +42,7 @@ def read(kind: str, *pieces: tuple[float, bytes], asked: int = 9) -> Answer:
     return read_answer((piece for _, piece in pieces), KIND[kind], 10.0, asked, clock.__next__)
 
 
-class Connect(Protocol):
-    def __call__(self, url: str, **arguments: Any) -> Server: ...
+Connect = Callable[..., Server]
 
 
 @pytest.fixture
@@ -65,34 +64,28 @@ def vllm() -> Iterator[ModelServer]:
         yield server
 
 
-def test_each_kind_is_recognised(connect: Connect, any_server: ModelServer) -> None:
-    found = connect(any_server.url + "/v1/")
-    assert (found.kind.name, found.model, found.name) == (any_server.kind, MODEL, any_server.url)
-    assert found.version == {
-        "vLLM": "0.33.0",
-        "SGLang": "0.5.23",
-        "llama-server": "b1-0c1e570",
-        "mlx-vlm": "0.7.10",
-    }.get(any_server.kind)
-
-
-def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
-    answer = ask(connect(any_server.url), most=6, chat=True, temperature=0)
-    (path, asked), tokens = any_server.asked[-1], words_of(PROMPT, 6)
+def test_each_kind_is_recognised_and_answers(connect: Connect, any_server: ModelServer) -> None:
+    found, kind, tokens, counted = connect(any_server.url + "/v1/"), any_server.kind, words_of(PROMPT, 6), account(6)
+    versions = {"vLLM": "0.33.0", "SGLang": "0.5.23", "llama-server": "b1-0c1e570", "mlx-vlm": "0.7.10"}
+    assert (found.kind.name, found.model, found.name, found.version) == (
+        kind,
+        MODEL,
+        any_server.url,
+        versions.get(kind),
+    )
+    answer = ask(found, most=6, chat=True, temperature=0)
+    path, asked = any_server.asked[-1]
     assert (path, asked["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": PROMPT}])
     assert (asked["model"], asked["max_tokens"], asked["temperature"], asked["stream"]) == (MODEL, 6, 0, True)
     assert (answer.text, answer.finish_reason, answer.first_tokens) == ("".join(tokens), "length", 1)
-    assert answer.tokens == (None if any_server.kind == "unknown" else 6)
-    assert answer.first_s is not None
-    assert answer.first_s > 0
-    assert answer.prompt_tokens == (None if any_server.kind == "unknown" else 5)
-    counted = account(6)
+    assert (answer.tokens, answer.prompt_tokens) == ((None, None) if kind == "unknown" else (6, 5))
+    assert answer.first_s is not None and answer.first_s > 0
     drafts = {name: counted[name] for name in ("drafted", "accepted")}
     assert answer.counted == {
         "llama-server": Counters(tokens=6, **drafts),
         "mlx-vlm": Counters(tokens=6, rounds=counted["rounds"], **drafts),
         "SGLang": Counters(rounds=counted["rounds"], **drafts),
-    }.get(any_server.kind)
+    }.get(kind)
 
 
 def test_a_completion_is_not_a_chat(connect: Connect, vllm: ModelServer) -> None:
@@ -259,12 +252,16 @@ def stream(*events: Any, end: bool = True) -> Callable[[Any], None]:
     return lambda handler: handler.answer(200, data, Content_Type="text/event-stream")
 
 
+def begun(handler: Any, kind: str, length: int) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Type", kind)
+    handler.send_header("Content-Length", str(length))
+    handler.end_headers()
+
+
 def cut(handler: Any) -> None:
     """The connection ends in the middle of what was announced."""
-    handler.send_response(200)
-    handler.send_header("Content-Type", "text/event-stream")
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
+    begun(handler, "text/event-stream", 1000)
     handler.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
     handler.close_connection = True
 
@@ -273,10 +270,7 @@ def endless(line: bytes, kind: str, pause: float = 0.0) -> Callable[[Any], None]
     """So much of one line that no answer or page has it, with ``pause`` seconds before each."""
 
     def answer(handler: Any) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Type", kind)
-        handler.send_header("Content-Length", str(1 << 34))
-        handler.end_headers()
+        begun(handler, kind, 1 << 34)
         while True:
             sleep(pause)
             handler.wfile.write(line)
@@ -294,6 +288,12 @@ def used(tokens: Any) -> dict[str, Any]:
 
 def told(**counters: Any) -> dict[str, Any]:
     return {"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 2, **counters}}}
+
+
+NO_EVENTS: tuple[Any, ...] = (
+    *({"choices": choices} for choices in ([{"text": 5}], "none", [None], [{"delta": {"content": ["a"]}}])),
+    *({"usage": usage} for usage in ({"completion_tokens": "many"}, [])),
+)
 
 
 @pytest.mark.parametrize(
@@ -315,12 +315,7 @@ def told(**counters: Any) -> dict[str, Any]:
         (stream(b'{"usage": {"completion_tokens": ' + b"9" * 5000 + b"}}"), "expected an event of an answer"),
         (stream(TEXT, {"error": {"message": "out of\nmemory"}}), r"ended in an error: out of\\nmemory"),
         (stream(TEXT, {"error": "gone"}), "ended in an error: gone"),
-        (stream({"choices": [{"text": 5}]}, FINISHED), "expected an event of an answer as JSON"),
-        (stream({"choices": "none"}, FINISHED), "expected an event of an answer as JSON"),
-        (stream({"choices": [None]}, FINISHED), "expected an event of an answer as JSON"),
-        (stream({"choices": [{"delta": {"content": ["a"]}}]}, FINISHED), "expected an event of an answer as JSON"),
-        (stream({"usage": {"completion_tokens": "many"}}, FINISHED), "expected an event of an answer as JSON"),
-        (stream({"usage": []}, FINISHED), "expected an event of an answer as JSON"),
+        *((stream(event, FINISHED), "expected an event of an answer as JSON") for event in NO_EVENTS),
         (stream(TEXT, told(num_draft_tokens=-1)), "expected a count for num_draft_tokens, found -1"),
         (stream(TEXT, told(num_draft_tokens=1.5)), "expected a count for num_draft_tokens, found 1.5"),
         (stream(TEXT, told(num_spec_steps="7")), "expected a count for num_spec_steps, found 7"),
@@ -347,10 +342,7 @@ def test_answers_that_are_none(
     with pytest.raises(ServerError, match=message) as caught:
         ask(server)
     text = str(caught.value)
-    assert text.startswith(f"{vllm.url}: ")
-    assert text.endswith(".")
-    assert text.isprintable()
-    assert len(text) < 600
+    assert text.startswith(f"{vllm.url}: ") and text.endswith(".") and text.isprintable() and len(text) < 600
 
 
 @pytest.mark.parametrize(
@@ -447,25 +439,21 @@ RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "tokens", "first_tokens", "told", "text"),
+    ("name", "tokens", "given", "ends", "told", "text"),
     [
-        ("chat_stream", 24, 12, 1, Counters(rounds=8, drafted=24, accepted=5), "1 Foro(Coro):"),
-        ("completions_stream", 24, 24, 1, Counters(rounds=13, drafted=39, accepted=11), "\n        return Not a p"),
+        ("chat_stream", 12, 25, "stop", Counters(rounds=8, drafted=24, accepted=5), "1 Foro(Coro):"),
+        ("completions_stream", 24, 13, "length", Counters(rounds=13, drafted=39, accepted=11), "\n        return Not "),
     ],
 )
-def test_answers_of_a_real_vllm(
-    name: str, asked: int, tokens: int, first_tokens: int, told: Counters, text: str
-) -> None:
+def test_answers_of_a_real_vllm(name: str, tokens: int, given: int, ends: str, told: Counters, text: str) -> None:
     """As vLLM 0.32.0 sent them from a CPU, in pieces of any size."""
     data = (RECORDED / f"{name}.txt").read_bytes().partition(b"\r\n\r\n")[2]
     for size in (1, 100, len(data)):
         pieces = [(11.0 + number, data[at : at + size]) for number, at in enumerate(range(0, len(data), size))]
-        answer = read("vLLM", *pieces, asked=asked)
-        assert (answer.tokens, answer.first_tokens, answer.counted) == (tokens, first_tokens, told)
-        assert answer.text.startswith(text)
-        assert len(answer.token_ids or ()) == tokens
-    assert answer.prompt_tokens == len(answer.prompt_ids or ()) == {"chat_stream": 25, "completions_stream": 13}[name]
-    assert answer.finish_reason == {"chat_stream": "stop", "completions_stream": "length"}[name]
+        answer = read("vLLM", *pieces, asked=24)
+        assert (answer.tokens, answer.first_tokens, answer.counted, answer.finish_reason) == (tokens, 1, told, ends)
+        assert answer.text.startswith(text) and len(answer.token_ids or ()) == tokens
+        assert answer.prompt_tokens == len(answer.prompt_ids or ()) == given
 
 
 def test_counters_of_a_real_vllm() -> None:
