@@ -6,12 +6,10 @@ counted in a greedy loop without caches, intervals are a bootstrap over texts.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -49,30 +47,18 @@ class Evaluator:
     """A base and its drafter.
 
     Args:
-        base_dir: a transformers checkpoint with its tokenizer.
-        drafter_dir: a ``Gemma4AssistantForCausalLM``.
-        litert: queries stand as newer LiteRT-LM puts them (at the last verified token, the window as it is), not as
-            transformers does (at the pending token, one slot more). Slots of rejected drafts are seen in neither.
+        base_dir: a transformers checkpoint.
+        drafter_dir: a ``Gemma4AssistantForCausalLM``. Queries stand as newer LiteRT-LM puts them: at the last verified
+            token, with the window as it is. Slots of rejected drafts are not seen.
     """
 
-    def __init__(self, base_dir: str | Path, drafter_dir: str | Path, k: int = 3, *, litert: bool = True) -> None:
+    def __init__(self, base_dir: str | Path, drafter_dir: str | Path, k: int = 3) -> None:
         config = transformers.AutoConfig.from_pretrained(base_dir)
         kind = getattr(transformers, config.architectures[0])
         self.base = kind.from_pretrained(base_dir, dtype=torch.float32).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(base_dir)
         self.drafter = transformers.Gemma4AssistantForCausalLM.from_pretrained(drafter_dir, dtype=torch.float32).eval()
         self.embed = self.base.get_input_embeddings()
-        self.k, self.offset = k, -1 if litert else 0
-        self.window = int(self.drafter.config.get_text_config().sliding_window) + (0 if litert else 1)
-
-    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
-        """Tokens of a text, taken as it is, or of messages by the chat template; tokens stay what they are."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        if prompt and isinstance(prompt[0], dict):
-            written = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        self.k, self.window = k, int(self.drafter.config.get_text_config().sliding_window)
 
     @torch.inference_mode()
     def write(self, prompt: list[int], new_tokens: int) -> list[int]:
@@ -103,7 +89,7 @@ class Evaluator:
             shared[name] = tuple(part[0][:, rows].transpose(0, 1) for part in (keys, values))
         mask = None if bool(real.all()) else real.long()
         token, state = torch.tensor(list(tokens))[place][:, None], hidden[place - 1][:, None]
-        position = place[:, None] + self.offset
+        position = place[:, None] - 1
         drafts = []
         for _ in range(self.k):
             both = torch.cat((self.embed(token), state), dim=-1)
@@ -140,14 +126,13 @@ class Evaluator:
             path.append(accepted)
         return known, tuple(path)
 
-    def found(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], new_tokens: int) -> Found:
+    def found(self, prompt: Sequence[int], new_tokens: int) -> Found:
         """Raises AssertionError where the loop does not write the base's own text."""
-        start = self.encode(prompt)
-        text = self.write(start, new_tokens)
-        known, path = self.loop(start, len(text))
+        text = self.write(list(prompt), new_tokens)
+        known, path = self.loop(prompt, len(text))
         shorter = min(len(known), len(text))
         assert known[:shorter] == text[:shorter], "the loop wrote another text than the base"
-        return Found(tuple(start), tuple(text[len(start) :]), self.positions(text, len(start)), path, self.k)
+        return Found(tuple(prompt), tuple(text[len(prompt) :]), self.positions(text, len(prompt)), path, self.k)
 
 
 def _agreeing(drafts: Sequence[int], following: Sequence[int]) -> int:
@@ -158,16 +143,10 @@ def _agreeing(drafts: Sequence[int], following: Sequence[int]) -> int:
 
 
 def evaluate(
-    base_dir: str | Path,
-    drafter_dir: str | Path,
-    prompts: Sequence[str | Sequence[int] | Sequence[dict[str, Any]]],
-    new_tokens: int,
-    k: int = 3,
-    *,
-    litert: bool = True,
+    base_dir: str | Path, drafter_dir: str | Path, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> list[Found]:
-    """Each of ``prompts`` (text as it is, tokens, or messages), continued by ``new_tokens`` at most."""
-    evaluator = Evaluator(base_dir, drafter_dir, k, litert=litert)
+    """Each of ``prompts``, in tokens, continued by ``new_tokens`` at most."""
+    evaluator = Evaluator(base_dir, drafter_dir)
     return [evaluator.found(prompt, new_tokens) for prompt in prompts]
 
 
@@ -193,33 +172,3 @@ def bootstrap(
         ordered = sorted(row[index] for row in drawn)
         found[name] = (changes(pairs)[index], ordered[int(0.025 * draws)], ordered[int(0.975 * draws)])
     return found
-
-
-def main(base: str, prompts: str, new_tokens: str, *drafters: str) -> None:
-    """``python evaluator.py BASE PROMPTS.jsonl NEW_TOKENS BEFORE [AFTER …]``: a row a drafter, changes to the first."""
-    with open(prompts, encoding="utf-8") as file:
-        given = [json.loads(line)["prompt"] for line in file if line.strip()]
-    first: list[Found] = []
-    for drafter in drafters:
-        found = evaluate(base, drafter, given, int(new_tokens))
-        counted = [one for one in found if one.accepted]
-        first = first or found
-        row: dict[str, Any] = {
-            "drafter": drafter,
-            "teacher_forced": 1 + sum(sum(one.accepted) for one in counted) / sum(len(one.accepted) for one in counted),
-            "rounds": sum(one.rounds for one in counted),
-            "tokens": sum(one.tokens for one in counted),
-            "change": bootstrap(first, found),
-            "worst": sorted(
-                (round(new.teacher_forced / old.teacher_forced, 3), number)
-                for number, (old, new) in enumerate(zip(first, found, strict=True))
-                if old.accepted
-            )[:5],
-        }
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(*sys.argv[1:])

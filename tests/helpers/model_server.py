@@ -129,7 +129,6 @@ class ModelServer:
         drafts: whether it has a drafter.
         key: asked for, if any.
         told: whether vLLM tells counters in its answers, as it does when it is started so.
-        others: requests of somebody else that are counted with each of ours.
         lies: prompt → how many tokens its answer is said to have.
         overrides: path → what answers instead, with the handler at hand.
         asked: path and body of every request for text.
@@ -139,7 +138,7 @@ class ModelServer:
     def __init__(self, kind: str, *, drafts: bool = True) -> None:
         self.kind, self.manner, self.drafts = kind, MANNERS[kind], drafts
         self.key: str | None = None
-        self.told, self.others = False, 0
+        self.told = False
         self.lies: dict[str, int] = {}
         self.models = [{"id": MODEL, **self.manner.listed}]
         self.answer: Callable[[str, int], list[str]] = words_of
@@ -258,7 +257,6 @@ class _Handler(Handler):
         counted = {**written.counted} if state.drafts else {**written.counted, **none}
         with state.lock:
             state.moved.update(counted)
-            state.moved.update({name: value * state.others for name, value in counted.items()})
         if state.kind == "SGLang" and asked.get("return_spec_tokens_details") and state.drafts:
             details = {
                 "spec_verify_ct": counted["rounds"],
