@@ -27,8 +27,6 @@ from adversary.edits import Case, Sample, sized
 from mtp_extract import extract
 from mtp_extract.drafter.load import load_drafter
 
-__all__ = ["APART", "SAME", "Verdict", "apart", "changed", "computed", "inputs_of", "original", "try_case", "written"]
-
 SAME = 2e-5
 """Largest difference, as a share of the range of the outputs, between two that are the same."""
 APART = 5e-5

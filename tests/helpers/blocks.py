@@ -8,8 +8,6 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.make_bundle import pack
 from helpers.make_drafter import DrafterSpec, plain_model
 
-__all__ = ["blockwise_int2"]
-
 _SPEC = DrafterSpec(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, backbone=128, windows=(4, None))
 
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["HANG", "SPIN", "TooLongError", "bounded", "cpu_limit", "spin"]
-
 _MEMORY = 1 << 30
 HANG = 1800
 """Seconds after which another process that neither works nor ends is given up. Work is never what takes so long."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["chi_square"]
-
 
 def chi_square(observed: Sequence[int], expected: Sequence[float]) -> tuple[float, float]:
     """The statistic, and the chance of one at least as great when the probabilities are right.

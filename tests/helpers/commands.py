@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
-__all__ = ["run", "run_here"]
-
 
 def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """``mtp-NAME`` with ``arguments``."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-__all__ = ["ROOT", "Block", "Command", "anchors", "blocks", "commands", "links", "parts_from", "unlike"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)

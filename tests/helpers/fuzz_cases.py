@@ -29,8 +29,6 @@ from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import extract
 from mtp_extract.checkpoint.arranged import arrange
 
-__all__ = ["KINDS", "Outcome", "run"]
-
 SPECS = (DrafterSpec(), DrafterSpec(windows=(4, None)))
 WRITTEN = 25
 """One case in so many is written to disk as well."""

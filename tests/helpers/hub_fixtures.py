@@ -13,8 +13,6 @@ import pytest
 
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer, hub_server
 
-__all__ = ["Patient", "hub", "no_secrets", "patience"]
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:

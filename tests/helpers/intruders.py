@@ -13,8 +13,6 @@ from typing import Any
 
 from helpers.record_document import TUNING
 
-__all__ = ["ENGINES_READ", "FILES", "GGUF_KEYS", "HARMLESS", "LIES", "add_file", "altered", "put", "resum"]
-
 _INDEX = {"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}
 _WEIGHTS = (
     "a.safetensors model-00002-of-00002.safetensors adapter_model.safetensors sub/x.safetensors codes.safetensors "

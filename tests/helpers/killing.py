@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["killed_at", "killed_everywhere"]
-
 _CALLS = (
     *("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync", "utime", "truncate"),
     *("posix_fallocate", "ftruncate", "pwrite", "write", "copy_file_range"),

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import flatbuffers
 import numpy as np
@@ -26,25 +26,11 @@ from ai_edge_litert import schema_py_generated as schema
 import mtp_extract
 from mtp_extract.io.source import BytesSource
 
-__all__ = [
-    "ALIGNMENT",
-    "DRAFTER",
-    "Memory",
-    "Part",
-    "bundle",
-    "code_names",
-    "drafter_of",
-    "kind",
-    "load",
-    "pack",
-    "parts_of",
-    "set_buffer",
-]
-
 ALIGNMENT = 16384
 DRAFTER = {"model_type": "tf_lite_mtp_drafter"}
 """Items of a drafter's section."""
 
+P = ParamSpec("P")
 _HEADER_START = 32
 _STRING_VALUE = 9
 
@@ -160,6 +146,11 @@ def pack(model: Any) -> bytes:
     builder = flatbuffers.Builder(1 << 19)
     builder.Finish(model.Pack(builder), b"TFL3")
     return bytes(builder.Output())
+
+
+def on_model(function: Callable[Concatenate[Any, P], object]) -> Callable[P, Callable[[Any], object]]:
+    """``function`` called without what it changes: a change that is still to be made."""
+    return lambda *given, **named: lambda model: function(model, *given, **named)
 
 
 def code_names() -> dict[int, str]:

@@ -16,8 +16,6 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.make_bundle import pack
 from helpers.make_graph import Graph, Model, fed_forward, rotated, windowed
 
-__all__ = ["DrafterSpec", "plain_drafter", "plain_model"]
-
 
 @dataclass(frozen=True)
 class DrafterSpec:

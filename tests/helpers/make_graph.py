@@ -18,8 +18,6 @@ from ai_edge_litert import schema_py_generated as schema
 
 from helpers.make_bundle import pack
 
-__all__ = ["Graph", "Model", "fed_forward", "gelu", "rotated", "windowed"]
-
 _BITS = {2: schema.TensorType.INT2, 4: schema.TensorType.INT4, 8: schema.TensorType.INT8}
 _TYPES = {
     "f32": schema.TensorType.FLOAT32,

@@ -14,8 +14,6 @@ from seam import FlatGraph, evaluate, flat
 
 from helpers.make_bundle import pack
 
-__all__ = ["Grid", "OneOp", "const"]
-
 _TYPES = {
     "float32": schema.TensorType.FLOAT32,
     "float16": schema.TensorType.FLOAT16,

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from helpers.make_bundle import on_model
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.checkpoint.stored import StoredTensor
-
-__all__ = ["CONFIG_FAULTS", "FILE_FAULTS", "TENSOR_FAULTS", "ConfigFault", "edit_config", "fill", "forge", "tensor"]
 
 WEIGHTS = "model.safetensors"
 
@@ -158,18 +157,14 @@ def _header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
-def _swap(one: str, other: str) -> Callable[[dict[str, Any]], None]:
-    def change(header: dict[str, Any]) -> None:
-        header[one], header[other] = header[other], header[one]
-
-    return change
+@on_model
+def _swap(header: dict[str, Any], one: str, other: str) -> None:
+    header[one], header[other] = header[other], header[one]
 
 
-def _renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
-    def change(header: dict[str, Any]) -> None:
-        header[new] = header.pop(old)
-
-    return change
+@on_model
+def _renamed(header: dict[str, Any], old: str, new: str) -> None:
+    header[new] = header.pop(old)
 
 
 def _set(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:

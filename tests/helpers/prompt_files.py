@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mtp_extract.evaluation.prompts import Prompt
 
-__all__ = ["few_of", "write_prompts"]
-
 
 def write_prompts(path: Path, prompts: Mapping[str, Iterable[str]]) -> Path:
     """A ``.jsonl`` file of the prompts of each workload."""

@@ -14,8 +14,6 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.formats.eagle3 import EAGLE, SPECULATORS
 
-__all__ = ["LAYOUTS", "asked_for", "edit", "head_config", "random_head", "write_head"]
-
 LAYOUTS = {layout.name: layout.document for layout in (EAGLE, SPECULATORS)}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["RECORD", "TUNING", "ordered_head", "tuning"]
-
 
 def tuning(name: str) -> dict[str, Any]:
     """What a card reads of a tuning; every text in it is ``name``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["REPORT"]
-
 _RATE = {"value": 0.7, "n": 100, "ci95": [0.6, 0.95]}
 _STEP = {"step": 1, "top1": _RATE, "top5": {**_RATE, "value": 0.9}, "conditional": _RATE}
 _WORKLOAD = {

