@@ -9,12 +9,14 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
-from helpers.surgery import Graph, sound
+from helpers.surgery import Graph, Norm, sound
 
 Change = Callable[[Graph], object]
 """Changes a graph in place; returns ``False`` where it does not apply to this graph."""
 Edit = Callable[[Graph, int], int]
 """Computes a new value from one."""
+NormEdit = Callable[[Graph, Norm], object]
+"""Changes a norm in place."""
 
 P = ParamSpec("P")
 
@@ -27,6 +29,11 @@ def a_change(function: Callable[Concatenate[Graph, P], object]) -> Callable[P, C
 def an_edit(function: Callable[Concatenate[Graph, int, P], int]) -> Callable[P, Edit]:
     """``function`` called without its graph and value: an edit that is still to be made."""
     return lambda *given, **named: lambda g, x: function(g, x, *given, **named)
+
+
+def a_norm_edit(function: Callable[Concatenate[Graph, Norm, P], object]) -> Callable[P, NormEdit]:
+    """``function`` called without its graph and norm: an edit of any norm that is still to be made."""
+    return lambda *given, **named: lambda g, norm: function(g, norm, *given, **named)
 
 
 WINDOW = 16

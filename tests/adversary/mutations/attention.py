@@ -7,22 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    LOWEST,
-    WINDOW,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    an_edit,
-    cases,
-    edge,
-    halves,
-    mul,
-    put,
-    unary,
-    with_number,
-)
+from adversary import edits as e
+from adversary.edits import Change, Edit, Sample, a_change, an_edit, cases, edge
 
 
 def slots(g: Graph) -> np.ndarray:
@@ -101,7 +87,7 @@ def summed(g: Graph, build: Callable[[Graph, int], int], layers: Sequence[int] =
 
 def hidden_sum(g: Graph, mask: int) -> int:
     """(1 − mask) · (−1e9)."""
-    return g.mul(g.sub(1.0, g.cast(mask, np.float32)), LOWEST)
+    return g.mul(g.sub(1.0, g.cast(mask, np.float32)), e.LOWEST)
 
 
 @a_change
@@ -135,9 +121,9 @@ def end_param(g: Graph) -> int:
 
 
 MASKS: dict[str, Change] = {
-    "window_plus_1": window(WINDOW + 1),
-    "window_on_full_layer": window(WINDOW, layer=1),
-    "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -WINDOW)),
+    "window_plus_1": window(e.WINDOW + 1),
+    "window_on_full_layer": window(e.WINDOW, layer=1),
+    "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -e.WINDOW)),
     "window_xor_mask": visible(0, lambda g, x: g.not_equal(x, g.input("mask"))),
     "mask_ignored_full": visible(1, lambda g, _: compare("GREATER_EQUAL", 0)(g)),
     "mask_negated_full": visible(1, lambda g, x: g.logical_not(x)),
@@ -336,10 +322,10 @@ HEADS: dict[str, Change] = {
     ],
     "first_key_head_twice": cache_edit("key", lambda g, x: g.gather(x, [0, 0], 1)),
     "query_heads_averaged": edge("0.rotated", lambda g, x: g.add(g.reduce("MEAN", x, 2), g.mul(x, 0.0))),
-    "query_halves_swapped": edge("0.query", lambda g, x: g.join(halves(g, x)[::-1])),
+    "query_halves_swapped": edge("0.query", lambda g, x: g.join(e.halves(g, x)[::-1])),
     "key_slots_reversed": cache_edit("key", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
     "value_slots_reversed": cache_edit("value", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
-    "key_halves_swapped": cache_edit("key", lambda g, x: g.join(halves(g, x)[::-1])),
+    "key_halves_swapped": cache_edit("key", lambda g, x: g.join(e.halves(g, x)[::-1])),
     "value_plus_key": cache_edit("value", lambda g, x: g.add(x, g.input("kv_cache_k_2"))),
     "newest_key_overwritten": updated_slot,
     "result_minus_query": edge("0.attended", lambda g, x: g.sub(x, g.layer(0).queries)),
@@ -359,7 +345,7 @@ ORDER: dict[str, Change] = {
     "gate_reversed": permuted("0.gate", reverse),
     "up_halves_swapped": permuted("0.up", swap_halves),
     "state_reversed": permuted("state", reverse),
-    "state_for_head_rolled": put(
+    "state_for_head_rolled": e.put(
         "state", lambda g, x: g.join([g.part(x, 1, 63), g.part(x, 0, 1)]), lambda g: g.linear("lm_head")
     ),
     "logits_reversed": permuted("logits", reverse),
@@ -378,11 +364,11 @@ scores = lambda edit, layer=0: edge(f"{layer}.scores", edit)  # noqa: E731
 probabilities = lambda edit, layer=0: edge(f"{layer}.probabilities", edit)  # noqa: E731
 
 SCORES: dict[str, Change] = {
-    "by_root_of_width": scores(mul(32**-0.5)),
+    "by_root_of_width": scores(e.mul(32**-0.5)),
     "doubled": scores(lambda g, x: g.add(x, x)),
-    "divided_by_2": scores(with_number("DIV", 2.0)),
-    "query_scaled": edge("0.queries", mul(0.25)),
-    "minus": scores(unary("NEG")),
+    "divided_by_2": scores(e.with_number("DIV", 2.0)),
+    "query_scaled": edge("0.queries", e.mul(0.25)),
+    "minus": scores(e.unary("NEG")),
     "leaky": scores(lambda g, x: g.maximum(x, g.mul(x, 0.1))),
     "minus_mean": scores(lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),
     "softmax_base_2": softmax_spelled(lambda g, x: g.pow(2.0, x)),

@@ -7,23 +7,35 @@ from typing import Any
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
-from helpers.surgery import Graph
+from helpers.surgery import Graph, Norm
 
-from adversary.edits import Change, a_change, add, at, cases, chain, edge, halves, mul, put, unary
+from adversary.edits import (
+    Change,
+    NormEdit,
+    a_change,
+    a_norm_edit,
+    add,
+    at,
+    cases,
+    chain,
+    edge,
+    halves,
+    mul,
+    put,
+    unary,
+)
 
 NORM_ROLES = ("layers.0.pre_ffw_norm", "layers.0.q_norm", "layers.1.post_ffw_norm", "final_norm")
 
 
-def normed_by(role: str, edit: Callable[[Graph, Any], object]) -> Change:
+def normed_by(role: str, edit: NormEdit) -> Change:
     return lambda g: edit(g, g.norm(role))
 
 
-def eps(number: float) -> Callable[[Graph, Any], object]:
-    def edit(g: Graph, norm: Any) -> None:
-        constant = next(int(i) for i in norm.add.inputs if g.is_constant(int(i)))
-        g.set_input(norm.add, list(norm.add.inputs).index(constant), g.constant(np.full(g.shape(constant), number)))
-
-    return edit
+@a_norm_edit
+def eps(g: Graph, norm: Norm, number: float) -> None:
+    constant = next(int(i) for i in norm.add.inputs if g.is_constant(int(i)))
+    g.set_input(norm.add, list(norm.add.inputs).index(constant), g.constant(np.full(g.shape(constant), number)))
 
 
 @a_change
@@ -32,55 +44,51 @@ def every_eps(g: Graph, number: float) -> None:
         eps(number)(g, g.norm(role))
 
 
-def power(number: float) -> Callable[[Graph, Any], object]:
-    def edit(g: Graph, norm: Any) -> None:
-        g.rewire(int(norm.root.outputs[0]), g.pow(int(norm.root.inputs[0]), np.float32(number)))
-
-    return edit
+@a_norm_edit
+def power(g: Graph, norm: Norm, number: float) -> None:
+    g.rewire(int(norm.root.outputs[0]), g.pow(int(norm.root.inputs[0]), np.float32(number)))
 
 
-def averaged(edit: Callable[[Graph, int], int]) -> Callable[[Graph, Any], object]:
+def averaged(edit: Callable[[Graph, int], int]) -> NormEdit:
     """``edit`` of the mean (JAX style: the sum) of squares."""
     return lambda g, norm: g.insert(int(norm.average.outputs[0]), lambda x: edit(g, x))
 
 
-def rooted(edit: Callable[[Graph, int], int]) -> Callable[[Graph, Any], object]:
+def rooted(edit: Callable[[Graph, int], int]) -> NormEdit:
     """``edit`` of one over the root."""
     return lambda g, norm: g.insert(int(norm.root.outputs[0]), lambda x: edit(g, x))
 
 
-def from_squares(edit: Callable[[Graph, int], int]) -> Callable[[Graph, Any], object]:
+def from_squares(edit: Callable[[Graph, int], int]) -> NormEdit:
     """``edit`` of x in place of x·x."""
     return lambda g, norm: g.rewire(int(norm.square.outputs[0]), edit(g, norm.x))
 
 
-def centred(g: Graph, norm: Any) -> None:
+def centred(g: Graph, norm: Norm) -> None:
     """A layer norm: the mean is subtracted first."""
     axis = len(g.shape(norm.x)) - 1
     less = g.sub(norm.x, g.reduce("MEAN", norm.x, axis))
     g.rewire(norm.x, less, [norm.square, norm.scale])
 
 
-def weighted(edit: Callable[[Graph, int], int]) -> Callable[[Graph, Any], object]:
+def weighted(edit: Callable[[Graph, int], int]) -> NormEdit:
     """``edit`` of the weight."""
     return lambda g, norm: g.insert(norm.weight, lambda w: edit(g, w), [norm.weigh])
 
 
-def weight_of(role: str) -> Callable[[Graph, Any], object]:
-    def edit(g: Graph, norm: Any) -> None:
-        other = g.roles[role]
-        g.rewire(norm.weight, g.reshape(other, g.shape(norm.weight)), [norm.weigh])
-
-    return edit
+@a_norm_edit
+def weight_of(g: Graph, norm: Norm, role: str) -> None:
+    other = g.roles[role]
+    g.rewire(norm.weight, g.reshape(other, g.shape(norm.weight)), [norm.weigh])
 
 
-def over_heads(g: Graph, norm: Any) -> None:
+def over_heads(g: Graph, norm: Norm) -> None:
     """The q norm's mean is that of all heads."""
     axes = [i for i, size in enumerate(g.shape(int(norm.average.outputs[0]))) if size == 4]
     g.insert(int(norm.average.outputs[0]), lambda x: g.add(g.reduce("MEAN", x, axes[0]), g.mul(x, 0.0)))
 
 
-def in_halves(g: Graph, norm: Any) -> None:
+def in_halves(g: Graph, norm: Norm) -> None:
     """Each half is normed by itself."""
     squares = int(norm.square.outputs[0])
     parts = [g.reduce("MEAN", half, len(g.shape(squares)) - 1) for half in halves(g, squares)]
@@ -90,25 +98,25 @@ def in_halves(g: Graph, norm: Any) -> None:
     g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), inverse)
 
 
-def skipped(g: Graph, norm: Any) -> None:
+def skipped(g: Graph, norm: Norm) -> None:
     g.rewire(norm.out, g.reshape(norm.x, g.shape(norm.out)))
 
 
-def unweighted(g: Graph, norm: Any) -> None:
+def unweighted(g: Graph, norm: Norm) -> None:
     g.rewire(norm.out, int(norm.scale.outputs[0]))
 
 
-def only_weighted(g: Graph, norm: Any) -> None:
+def only_weighted(g: Graph, norm: Norm) -> None:
     g.set_input(norm.weigh, list(norm.weigh.inputs).index(int(norm.scale.outputs[0])), norm.x)
 
 
-def largest(g: Graph, norm: Any) -> None:
+def largest(g: Graph, norm: Norm) -> None:
     """Divided by the largest element instead of the root of the mean of squares."""
     top = g.reduce("REDUCE_MAX", g.abs(norm.x), len(g.shape(norm.x)) - 1)
     g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), g.div(1.0, top))
 
 
-NORM_EDITS: dict[str, Callable[[Graph, Any], object]] = {
+NORM_EDITS: dict[str, NormEdit] = {
     "eps_0.01": eps(1e-2),
     "eps_1": eps(1.0),
     "power_0.4": power(-0.4),

@@ -8,22 +8,8 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    Case,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    an_edit,
-    cases,
-    chain,
-    edge,
-    over_bfloat,
-    parameters,
-    quantized,
-    through,
-    unary,
-)
+from adversary import edits as e
+from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, cases, edge
 from adversary.mutations.attention import both, slots, visible
 from adversary.mutations.blocks import every_eps
 
@@ -33,19 +19,19 @@ Array = np.ndarray
 @an_edit
 def of_codes(g: Graph, x: int, name: str, *others: int, scale: float = 0.05) -> int:
     """An operator on codes, which LiteRT's kernel computes without their scales."""
-    operands = [quantized(g, x, scale)]
+    operands = [e.quantized(g, x, scale)]
     for code in others:
         operands.append(g.constant(np.array([code]), np.int8))
-        g.main.tensors[operands[-1]].quantization = parameters(2.1e29)
+        g.main.tensors[operands[-1]].quantization = e.parameters(2.1e29)
     made = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
-    g.main.tensors[made].quantization = parameters(2 * scale if name == "NEG" else scale)
+    g.main.tensors[made].quantization = e.parameters(2 * scale if name == "NEG" else scale)
     return g.call("DEQUANTIZE", made, dtype=np.float32)
 
 
 KERNELS: dict[str, Change] = {
     "smaller_of_codes": edge("state", of_codes("MINIMUM", 5)),
     "larger_of_codes": edge("state", of_codes("MAXIMUM", -5)),
-    "negative_of_codes": edge("state", chain(of_codes("NEG"), unary("NEG"))),
+    "negative_of_codes": edge("state", e.chain(of_codes("NEG"), e.unary("NEG"))),
 }
 
 
@@ -74,8 +60,8 @@ def by_dequantize(g: Graph, w: int) -> int:
 
 
 CONSTANTS: dict[str, Change] = {
-    "norm_weight_cast_fp16": rounded_weight(through(np.float16)),
-    "norm_weight_cast_bf16": rounded_weight(over_bfloat),
+    "norm_weight_cast_fp16": rounded_weight(e.through(np.float16)),
+    "norm_weight_cast_bf16": rounded_weight(e.over_bfloat),
     "norm_weight_cast_fp16_and_dequantized": rounded_weight(by_dequantize),
 }
 
@@ -85,7 +71,7 @@ def activations_as_codes(g: Graph, scale: float) -> None:
     """The input itself is INT8."""
     tensor = g.input("activations")
     readers = g.readers(tensor)
-    g.main.tensors[tensor].type, g.main.tensors[tensor].quantization = schema.TensorType.INT8, parameters(scale)
+    g.main.tensors[tensor].type, g.main.tensors[tensor].quantization = schema.TensorType.INT8, e.parameters(scale)
     g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
     g.adapt["activations"] = lambda a: np.clip(np.round(a / scale), -128, 127).astype(np.int8)
 
@@ -94,7 +80,7 @@ def activations_as_codes(g: Graph, scale: float) -> None:
 def keys_as_codes(g: Graph, scale: float, zero_point: int = 0) -> None:
     tensor = g.input("kv_cache_k_3")
     readers, described = g.readers(tensor), g.main.tensors[tensor]
-    described.type, described.quantization = schema.TensorType.INT8, parameters(scale, zero_point)
+    described.type, described.quantization = schema.TensorType.INT8, e.parameters(scale, zero_point)
     g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
     finite = scale or 1.0
     g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / finite) + zero_point, -128, 127).astype(np.int8)
@@ -103,8 +89,8 @@ def keys_as_codes(g: Graph, scale: float, zero_point: int = 0) -> None:
 GRIDS: dict[str, Change] = {
     "activations_cut_off_at_0.6": activations_as_codes(0.005),
     "activations_in_steps_of_1.5": activations_as_codes(1.5),
-    "logits_as_codes": edge("logits", lambda g, x: quantized(g, x, 6 / 127)),
-    "projected_as_codes": edge("projected_activations", lambda g, x: quantized(g, x, 0.1)),
+    "logits_as_codes": edge("logits", lambda g, x: e.quantized(g, x, 6 / 127)),
+    "projected_as_codes": edge("projected_activations", lambda g, x: e.quantized(g, x, 0.1)),
     "keys_by_a_scale_of_0": keys_as_codes(0.0),
     "keys_by_a_zero_point_that_is_no_code": keys_as_codes(0.02, 1000),
 }

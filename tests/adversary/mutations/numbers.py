@@ -10,21 +10,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import (
-    Case,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    an_edit,
-    cases,
-    edge,
-    grid,
-    parameters,
-    quantized,
-    through,
-    unary,
-)
+from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, cases, edge
 from adversary.mutations.attention import cache_edit, hidden_sum, summed
 from adversary.mutations.positions import position
 
@@ -163,9 +149,9 @@ NOT_SEEN = {
 @an_edit
 def rescaled(g: Graph, x: int, scale: float, back: float) -> int:
     """QUANTIZE to INT8 with ``scale``; a RESHAPE hands the codes on as if their scale were ``back``; DEQUANTIZE."""
-    codes = quantized(g, x, scale)
+    codes = e.quantized(g, x, scale)
     shifted = g.call("RESHAPE", codes, np.array(g.shape(x), np.int32), shape=g.shape(x))
-    g.main.tensors[shifted].quantization = parameters(back)
+    g.main.tensors[shifted].quantization = e.parameters(back)
     return g.call("DEQUANTIZE", shifted, dtype=np.float32)
 
 
@@ -173,16 +159,16 @@ GRIDS: dict[str, Change] = {
     **{
         f"{place}_{name}": edge(place, edit)
         for place, edits in {
-            "activations": {"int32": through(np.int32), "floor": unary("FLOOR"), "quarters": grid(0.25)},
-            "pre_projection": {"int8": through(np.int8)},
-            "0.query": {"ceil": unary("CEIL"), "int16": through(np.int16)},
-            "0.angle": {"fp16": through(np.float16)},
-            "0.query_normed": {"sign": unary("SIGN")},
-            "0.scores": {"int32": through(np.int32), "halves": grid(0.5)},
-            "0.probabilities": {"round": unary("ROUND")},
-            "0.product": {"uint8": through(np.uint8)},
-            "1.stream": {"bool": through(np.bool_)},
-            "logits": {"halves": grid(0.5)},
+            "activations": {"int32": e.through(np.int32), "floor": e.unary("FLOOR"), "quarters": e.grid(0.25)},
+            "pre_projection": {"int8": e.through(np.int8)},
+            "0.query": {"ceil": e.unary("CEIL"), "int16": e.through(np.int16)},
+            "0.angle": {"fp16": e.through(np.float16)},
+            "0.query_normed": {"sign": e.unary("SIGN")},
+            "0.scores": {"int32": e.through(np.int32), "halves": e.grid(0.5)},
+            "0.probabilities": {"round": e.unary("ROUND")},
+            "0.product": {"uint8": e.through(np.uint8)},
+            "1.stream": {"bool": e.through(np.bool_)},
+            "logits": {"halves": e.grid(0.5)},
         }.items()
         for name, edit in edits.items()
     },
@@ -209,7 +195,7 @@ MASK: dict[str, Change] = {
 STATES: dict[str, Change] = {
     "query_int8_within_a_half": e.edge("0.queries", e.over_int(0.5 / 127)),
     "values_int16_to_0": cache_edit(
-        "value", e.chain(e.with_number("SUB", 3.0), e.over_int(3 / 32767, 0, int16), e.with_number("ADD", 3.0))
+        "value", e.chain(e.with_number("SUB", 3.0), e.over_int(3 / 32767, 0, int16), e.add(3.0))
     ),
     "activations_int8_within_1": e.edge("activations", e.over_int(1 / 127)),
 }
@@ -234,9 +220,9 @@ def custom(g: Graph, x: int) -> int:
 
 OPERATORS: dict[str, Change] = {
     "reversed": edge("1.stream", on_axis("REVERSE_V2")),
-    "length_of_1": edge("0.queries", unary("L2_NORMALIZATION")),
-    "cosine_of_scores": edge("0.scores", unary("COS")),
-    "sine_of_the_result": edge("0.attended", unary("SIN")),
+    "length_of_1": edge("0.queries", e.unary("L2_NORMALIZATION")),
+    "cosine_of_scores": edge("0.scores", e.unary("COS")),
+    "sine_of_the_result": edge("0.attended", e.unary("SIN")),
 }
 CUSTOM: dict[str, Change] = {
     "custom": edge("1.stream", custom),

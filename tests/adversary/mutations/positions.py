@@ -8,23 +8,8 @@ from typing import Any
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    WINDOW,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    add,
-    an_edit,
-    cases,
-    chosen,
-    edge,
-    halves,
-    mul,
-    parameters,
-    turn,
-    unary,
-)
+from adversary import edits as e
+from adversary.edits import Change, Edit, Sample, a_change, an_edit, cases, edge
 from adversary.mutations.attention import both, compare, masked_value, slots, visible
 
 
@@ -65,14 +50,14 @@ def rotated_by(g: Graph, build: Callable[[Graph, int, int, int], int], layer: in
 def interleaved(g: Graph, q: int, cos: int, sin: int) -> int:
     width = g.shape(q)[-1]
     even, odd = (g.gather(q, range(start, width, 2), -1) for start in (0, 1))
-    left, right = turn(g, even, odd, cos, sin)
+    left, right = e.turn(g, even, odd, cos, sin)
     order = [i // 2 + (i % 2) * width // 2 for i in range(width)]
     return g.gather(g.join([left, right]), order, -1)
 
 
 def heads_rotated(g: Graph, q: int, cos: int, sin: int) -> int:
     """The first two heads alone are rotated."""
-    full = g.join(turn(g, *halves(g, q), cos, sin))
+    full = g.join(e.turn(g, *e.halves(g, q), cos, sin))
     return g.join([g.part(full, 0, 2, 2), g.part(q, 2, 2, 2)], 2)
 
 
@@ -99,17 +84,19 @@ ROPE: dict[str, Change] = {
     "theta_of_full_layer_in_sliding": table(lambda t: 1e6 ** (-np.arange(16) / 16)),
     "half_of_the_head": table(lambda t: np.where(np.arange(t.size) < 8, t, 0)),
     "table_one_frequency": table(lambda t: np.where(np.arange(t.size) == 3, t * 1.5, t)),
-    "angle_doubled": angle(mul(2.0)),
+    "angle_doubled": angle(e.mul(2.0)),
     "no_rotation": rotated_by(lambda g, q, cos, sin: q),
     "interleaved": rotated_by(interleaved),
     "first_half_only": rotated_by(
-        lambda g, q, cos, sin: g.join([turn(g, *halves(g, q), cos, sin)[0], halves(g, q)[1]])
+        lambda g, q, cos, sin: g.join([e.turn(g, *e.halves(g, q), cos, sin)[0], e.halves(g, q)[1]])
     ),
     "reflected": rotated_by(
-        lambda g, q, cos, sin: g.join([turn(g, *halves(g, q), cos, sin)[0], g.neg(turn(g, *halves(g, q), cos, sin)[1])])
+        lambda g, q, cos, sin: g.join(
+            [e.turn(g, *e.halves(g, q), cos, sin)[0], g.neg(e.turn(g, *e.halves(g, q), cos, sin)[1])]
+        )
     ),
     "two_heads_only": rotated_by(heads_rotated),
-    "twice": rotated_by(lambda g, q, cos, sin: g.join(turn(g, *turn(g, *halves(g, q), cos, sin), cos, sin))),
+    "twice": rotated_by(lambda g, q, cos, sin: g.join(e.turn(g, *e.turn(g, *e.halves(g, q), cos, sin), cos, sin))),
     "sin_doubled": cos_and_sin(lambda g, cos, sin: (cos, g.mul(sin, 2.0))),
     "both_scaled": cos_and_sin(lambda g, cos, sin: (g.mul(cos, 1.1), g.mul(sin, 1.1))),
     "cos_is_1": cos_and_sin(lambda g, cos, sin: (g.constant(np.ones(g.shape(cos))), sin)),
@@ -147,7 +134,7 @@ def rest_is(size: int, rest: int) -> Where:
 
 def when(where: Where, then: Edit) -> Edit:
     """``then`` of a value at some positions, and the value itself at others."""
-    return chosen(lambda g, x: where(g), then)
+    return e.chosen(lambda g, x: where(g), then)
 
 
 @an_edit
@@ -174,16 +161,16 @@ SAMPLED = (1, 8, 15, 16, 111, 255)
 """Positions that an earlier release asked for in a drafter of 256 slots and a window of 16."""
 
 AT_37: dict[str, Change] = {
-    "angle_at_37": angle(when(is_at(37), add(1.0))),
-    "cos_negated_at_37": edge("0.cos", when(is_at(37), unary("NEG"))),
-    "scores_halved_at_37": edge("1.scores", when(is_at(37), mul(0.5))),
+    "angle_at_37": angle(when(is_at(37), e.add(1.0))),
+    "cos_negated_at_37": edge("0.cos", when(is_at(37), e.unary("NEG"))),
+    "scores_halved_at_37": edge("1.scores", when(is_at(37), e.mul(0.5))),
     "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
-    "window_late_at_37": visible(0, when(is_at(37), reset(WINDOW, 1))),
+    "window_late_at_37": visible(0, when(is_at(37), reset(e.WINDOW, 1))),
 }
 ELSEWHERE: dict[int, dict[str, Change]] = {
     0: {"full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_)))},
-    254: {"query_at_254": edge("1.query_normed", when(is_at(254), unary("NEG")))},
-    140: {"keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), mul(1.5)))},
+    254: {"query_at_254": edge("1.query_normed", when(is_at(254), e.unary("NEG")))},
+    140: {"keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), e.mul(1.5)))},
     200: {"polynomial_cos": edge("1.cos", vanishing(SAMPLED, 0.01))},
 }
 POSITIONS = tuple(
@@ -208,7 +195,7 @@ def slot(g: Graph, at: int) -> int:
 
 
 def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
-    return chosen(lambda g, x: g.reshape(condition(g), [1] * len(g.shape(x))), then)
+    return e.chosen(lambda g, x: g.reshape(condition(g), [1] * len(g.shape(x))), then)
 
 
 def or_slots(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
@@ -226,7 +213,7 @@ ORDINARY: dict[str, Change] = {
     "first_shown_favoured": edge("1.scores", first_shown),
     "last_slot_always": visible(1, or_slots(lambda s: s == 255)),
     "all_of_16_shown": edge(
-        "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), mul(0.5))
+        "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), e.mul(0.5))
     ),
 }
 LOUD: dict[str, Change] = {"minus_100": masked_value(-100.0)}
@@ -272,11 +259,11 @@ def stored(g: Graph, values: Array, kind: str) -> Callable[[str], int]:
         return lambda how: g.cast(row(g, half, how), np.float32)
     largest = np.iinfo(dtype).max
     codes = g.constant(np.round(values * largest), dtype)
-    g.main.tensors[codes].quantization = parameters(1 / largest)
+    g.main.tensors[codes].quantization = e.parameters(1 / largest)
 
     def read(how: str) -> int:
         picked = row(g, codes, how)
-        g.main.tensors[picked].quantization = parameters(1 / largest)
+        g.main.tensors[picked].quantization = e.parameters(1 / largest)
         return g.call("DEQUANTIZE", picked, dtype=np.float32)
 
     return read
@@ -322,7 +309,7 @@ def order(pick: Callable[[Array], Array]) -> Rows:
 def windows(g: Graph, edit: Callable[[Array, Array], Array]) -> int:
     """The window as a table of bool, a row a position."""
     p, s = np.arange(256)[:, None], np.arange(256)[None]
-    table = edit((s <= p) & (s > p - WINDOW), p - s + 0 * s)
+    table = edit((s <= p) & (s > p - e.WINDOW), p - s + 0 * s)
     return g.reshape(row(g, g.constant(table, np.bool_)), g.shape(g.input("mask")))
 
 

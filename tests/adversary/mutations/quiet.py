@@ -8,22 +8,8 @@ from typing import Any
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import (
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    add,
-    an_edit,
-    cases,
-    chain,
-    chosen,
-    clamped,
-    edge,
-    mul,
-    unary,
-    with_number,
-)
+from adversary import edits as e
+from adversary.edits import Change, Edit, Sample, a_change, an_edit, cases, edge
 from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
 from adversary.mutations.blocks import normed_by, recapped
 from adversary.mutations.positions import angle, hides, is_at, number, position, rest_is, slot, table, when
@@ -44,16 +30,16 @@ def without_last(g: Graph, norm: object) -> None:
 
 
 def one_slot(which: str, value: float) -> Change:
-    return cache_edit(which, mul(one(256, 2, value, 4, 2)), 1)
+    return cache_edit(which, e.mul(one(256, 2, value, 4, 2)), 1)
 
 
 SUBTLE: dict[str, Change] = {
-    "scores_by_slot": edge("1.scores", add(1e-3 * np.arange(256).reshape(1, 1, 1, 256))),
+    "scores_by_slot": edge("1.scores", e.add(1e-3 * np.arange(256).reshape(1, 1, 1, 256))),
     "key_of_one_slot": one_slot("key", 2.0),
     "slot_2_hidden": visible(1, constant_mask(lambda s: s != 2)),
-    "one_channel_of_the_embedding": edge("activations", mul(one(128, 5, 1.05))),
-    "one_channel_of_the_projected": edge("projected_activations", add(one(64, 0, 0.01, other=0.0))),
-    "one_token_before_cap": edge("lm_head", mul(one(512, 11, 1.1))),
+    "one_channel_of_the_embedding": edge("activations", e.mul(one(128, 5, 1.05))),
+    "one_channel_of_the_projected": edge("projected_activations", e.add(one(64, 0, 0.01, other=0.0))),
+    "one_token_before_cap": edge("lm_head", e.mul(one(512, 11, 1.1))),
     "cap_of_30.05": recapped(1 / 30, 30.05),
     "mean_without_last_channel": normed_by("layers.0.pre_ffw_norm", without_last),
     "theta_10100": table(lambda t: 10100 ** (-np.arange(t.size) / t.size)),
@@ -61,12 +47,12 @@ SUBTLE: dict[str, Change] = {
 
 
 def above(bound: float) -> Edit:
-    return with_number("GREATER", bound)
+    return e.with_number("GREATER", bound)
 
 
 def pieces(name: str, scale: float, shift: float) -> Edit:
     """A bounded activation, stretched."""
-    return chain(mul(1 / scale), with_number("ADD", shift), unary(name), with_number("SUB", shift), mul(scale))
+    return e.chain(e.mul(1 / scale), e.add(shift), e.unary(name), e.with_number("SUB", shift), e.mul(scale))
 
 
 def led(g: Graph, x: int) -> int:
@@ -82,21 +68,21 @@ def channel_77(arrays: dict[str, Any]) -> None:
 
 def when_loudest(bound: float, then: Edit) -> Edit:
     """``then`` where the largest score is above ``bound``."""
-    return chosen(lambda g, x: above(bound)(g, g.reduce("REDUCE_MAX", x, 3)), then)
+    return e.chosen(lambda g, x: above(bound)(g, g.reduce("REDUCE_MAX", x, 3)), then)
 
 
 PLAIN: dict[str, Change] = {
     "largest_channel_favours_a_token": edge("lm_head", led),
     "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.exp(g.maximum(x, -9.0))),
     "largest_score_favoured": edge(
-        "1.scores", chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), with_number("ADD", 0.5))
+        "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), e.add(0.5))
     ),
 }
 KEYS: dict[str, Change] = {
-    "keys_within_30": cache_edit("key", clamped(30.0)),
+    "keys_within_30": cache_edit("key", e.clamped(30.0)),
     "keys_by_tanh": cache_edit("key", pieces("TANH", 100.0, 0.0)),
-    "scores_within_100": edge("1.scores", clamped(100.0)),
-    "largest_score_above_80": edge("1.scores", when_loudest(80.0, mul(0.25))),
+    "scores_within_100": edge("1.scores", e.clamped(100.0)),
+    "largest_score_above_80": edge("1.scores", when_loudest(80.0, e.mul(0.25))),
 }
 
 
@@ -126,24 +112,24 @@ MISTAKES: dict[str, Change] = {
 
 def plus(*edits: Edit) -> Edit:
     """x plus the chained ``edits`` of it."""
-    return lambda g, x: g.add(x, chain(*edits)(g, x))
+    return lambda g, x: g.add(x, e.chain(*edits)(g, x))
 
 
 def times(*edits: Edit) -> Edit:
-    return lambda g, x: g.mul(x, chain(*edits)(g, x))
+    return lambda g, x: g.mul(x, e.chain(*edits)(g, x))
 
 
 def less(bound: float) -> Edit:
-    return with_number("SUB", bound)
+    return e.with_number("SUB", bound)
 
 
 def length(name: str) -> Edit:
     """|x| as the root of a square."""
     return {
-        "SQRT": chain(unary("SQUARE"), unary("SQRT")),
-        "POW": chain(unary("SQUARE"), with_number("POW", 0.5)),
+        "SQRT": e.chain(e.unary("SQUARE"), e.unary("SQRT")),
+        "POW": e.chain(e.unary("SQUARE"), e.with_number("POW", 0.5)),
         "RSQRT": lambda g, x: g.div(1.0, g.rsqrt(g.square(x))),
-        "LOG": chain(unary("SQUARE"), unary("LOG"), mul(0.5), unary("EXP")),
+        "LOG": e.chain(e.unary("SQUARE"), e.unary("LOG"), e.mul(0.5), e.unary("EXP")),
     }[name]
 
 
@@ -173,9 +159,9 @@ def hole_12(arrays: dict[str, Any]) -> None:
 
 
 LOUD: dict[str, Change] = {
-    "activations_plus_exp": edge("activations", plus(less(110.0), unary("EXP"))),
+    "activations_plus_exp": edge("activations", plus(less(110.0), e.unary("EXP"))),
     "activations_at_most_150_by_root": edge("activations", at_most(150.0, "SQRT")),
-    "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), unary("LOGISTIC"), mul(-0.9)))),
+    "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), e.unary("LOGISTIC"), e.mul(-0.9)))),
 }
 ROWS: dict[str, Change] = {
     "angle_between_two_sigmoids": angle(smooth_rows),

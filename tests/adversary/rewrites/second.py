@@ -7,9 +7,22 @@ from typing import Any
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
-from helpers.surgery import Graph
+from helpers.surgery import Graph, Norm
 
-from adversary.edits import LOWEST, Change, Edit, Sample, a_change, cases, each, edge, mul, parameters, with_number
+from adversary.edits import (
+    LOWEST,
+    Change,
+    Edit,
+    Sample,
+    a_change,
+    a_norm_edit,
+    cases,
+    each,
+    edge,
+    mul,
+    parameters,
+    with_number,
+)
 from adversary.mutations.attention import summed
 from adversary.mutations.files import KEYS_AND_VALUES, names_crossed
 from adversary.mutations.positions import angle, tabled
@@ -195,12 +208,10 @@ SOFTMAXES: dict[str, Change] = {"safe_by_scores": safe(all_lowest)}
 # Constants, ones, and bounds that are none.
 
 
-def eps_by(build: Callable[[Graph], int]) -> Callable[[Graph, Any], object]:
-    def edit(g: Graph, norm: Any) -> None:
-        index = next(n for n, i in enumerate(norm.add.inputs) if g.is_constant(int(i)))
-        g.set_input(norm.add, index, build(g))
-
-    return edit
+@a_norm_edit
+def eps_by(g: Graph, norm: Norm, build: Callable[[Graph], int]) -> None:
+    index = next(n for n, i in enumerate(norm.add.inputs) if g.is_constant(int(i)))
+    g.set_input(norm.add, index, build(g))
 
 
 def every_eps(build: Callable[[Graph], int]) -> Change:

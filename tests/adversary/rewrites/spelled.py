@@ -6,28 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from helpers.surgery import Graph
+from helpers.surgery import Graph, Norm
 
-from adversary.edits import (
-    LOWEST,
-    WINDOW,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    at,
-    cases,
-    chain,
-    each,
-    edge,
-    halves,
-    over_int,
-    parameters,
-    quantized,
-    turn,
-    unary,
-    with_number,
-)
+from adversary import edits as e
+from adversary.edits import Change, Edit, NormEdit, Sample, a_change, a_norm_edit, cases, edge
 from adversary.mutations.attention import both, bounded, compare, hidden_sum, laid_out, slots, summed, visible
 from adversary.mutations.blocks import normed_by
 from adversary.mutations.numbers import real_weight, stored_weight
@@ -35,35 +17,33 @@ from adversary.mutations.positions import cos_and_sin, frequencies, position, ta
 
 
 @a_change
-def every_norm(g: Graph, edit: Callable[[Graph, Any], object]) -> None:
+def every_norm(g: Graph, edit: NormEdit) -> None:
     for role in [role for role in g.roles if role.endswith("_norm")]:
         normed_by(role, edit)(g)
 
 
-def axis_of(g: Graph, norm: Any) -> int:
+def axis_of(g: Graph, norm: Norm) -> int:
     return len(g.shape(norm.x)) - 1
 
 
-def variance(g: Graph, norm: Any) -> int:
+def variance(g: Graph, norm: Norm) -> int:
     return g.add(g.reduce("MEAN", g.mul(norm.x, norm.x), axis_of(g, norm)), 1e-6)
 
 
-def rebuilt(build: Callable[[Graph, Any], int]) -> Callable[[Graph, Any], object]:
+def rebuilt(build: Callable[[Graph, Any], int]) -> NormEdit:
     """x over its root, written otherwise; the product with the weight stays."""
     return lambda g, norm: g.rewire(int(norm.scale.outputs[0]), build(g, norm))
 
 
-def squares_by(name: str) -> Callable[[Graph, Any], object]:
-    def edit(g: Graph, norm: Any) -> None:
-        old = int(norm.square.outputs[0])
-        x = norm.x if g.shape(norm.x) == g.shape(old) else g.reshape(norm.x, g.shape(old))
-        numbers = {"POW": [2.0], "SQUARED_DIFFERENCE": [0.0], "MUL": [g.abs(x)]}
-        g.rewire(old, g.call(name, g.abs(x) if name == "MUL" else x, *numbers.get(name, [])))
-
-    return edit
+@a_norm_edit
+def squares_by(g: Graph, norm: Norm, name: str) -> None:
+    old = int(norm.square.outputs[0])
+    x = norm.x if g.shape(norm.x) == g.shape(old) else g.reshape(norm.x, g.shape(old))
+    numbers = {"POW": [2.0], "SQUARED_DIFFERENCE": [0.0], "MUL": [g.abs(x)]}
+    g.rewire(old, g.call(name, g.abs(x) if name == "MUL" else x, *numbers.get(name, [])))
 
 
-def root_times_weight(g: Graph, norm: Any) -> None:
+def root_times_weight(g: Graph, norm: Norm) -> None:
     root = int(norm.root.outputs[0])
     factor = g.mul(root, norm.weight)
     g.rewire(norm.out, g.mul(norm.x, factor, shape=g.shape(norm.out)))
@@ -79,7 +59,7 @@ NORMS: dict[str, Change] = {
 
 
 def capped(build: Callable[[Graph, int], int]) -> Change:
-    return lambda g: g.rewire(g.output("logits"), build(g, at(g, "lm_head")))
+    return lambda g: g.rewire(g.output("logits"), build(g, e.at(g, "lm_head")))
 
 
 BLOCKS: dict[str, Change] = {
@@ -92,9 +72,9 @@ BLOCKS: dict[str, Change] = {
 
 
 ABSORBED: dict[str, Change] = {
-    "result_doubled": edge("0.attended", with_number("MUL", 2.0)),
-    "attention_out_halved": edge("0.attention_out", with_number("MUL", 0.5)),
-    "up_scaled": edge("0.up", with_number("MUL", 3.0)),
+    "result_doubled": edge("0.attended", e.mul(2.0)),
+    "attention_out_halved": edge("0.attention_out", e.mul(0.5)),
+    "up_scaled": edge("0.up", e.mul(3.0)),
 }
 
 
@@ -119,7 +99,7 @@ def scalar_quantized(g: Graph) -> None:
     scalar = g.roles["layers.0.layer_scalar"]
     value = float(g.value(scalar).reshape(-1)[0])
     stored = g.constant(np.full(g.shape(scalar), 127), np.int8)
-    g.main.tensors[stored].quantization = parameters(value / 127)
+    g.main.tensors[stored].quantization = e.parameters(value / 127)
     real = g.tensor(g.shape(scalar))
     g.emit("DEQUANTIZE", [stored], [real])
     g.rewire(scalar, real)
@@ -164,19 +144,19 @@ def strided_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
     for start in (0, half):
         begin, end = np.array([0, 0, 0, start], np.int32), np.array([*shape[:3], start + half], np.int32)
         parts.append(g.call("STRIDED_SLICE", q, begin, end, np.ones(4, np.int32), shape=[*shape[:3], half]))
-    return g.join(turn(g, *parts, cos, sin))
+    return g.join(e.turn(g, *parts, cos, sin))
 
 
 def split_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
     shape = [*g.shape(q)[:-1], g.shape(q)[-1] // 2]
     parts = [g.tensor(shape), g.tensor(shape)]
     g.emit("SPLIT", [g.constant(np.array(3), np.int32), q], parts, numSplits=2)
-    return g.join(turn(g, *parts, cos, sin))
+    return g.join(e.turn(g, *parts, cos, sin))
 
 
 SCORES: dict[str, Change] = {
-    "scale_and_back": each(edge("0.queries", with_number("MUL", 0.25)), edge("0.scores", with_number("MUL", 4.0))),
-    "key_scaled_and_back": each(edge("0.queries", with_number("DIV", 8.0)), edge("0.scores", with_number("MUL", 8.0))),
+    "scale_and_back": e.each(edge("0.queries", e.mul(0.25)), edge("0.scores", e.mul(4.0))),
+    "key_scaled_and_back": e.each(edge("0.queries", e.with_number("DIV", 8.0)), edge("0.scores", e.mul(8.0))),
     "rope_strided": rotated(strided_rotation),
     "rope_split": rotated(split_rotation),
 }
@@ -189,7 +169,7 @@ def repeated_heads(g: Graph) -> bool | None:
     wide = [g.gather(t, [0, 0, 1, 1], 1) for t in (key, value)]
     query = g.reshape(layer.queries, [1, 4, 1, 32])
     scores = g.call("BATCH_MATMUL", query, wide[0], shape=[1, 4, 1, 256], adjY=True)
-    hidden = g.call("SELECT_V2", layer.visible, scores, LOWEST, shape=[1, 4, 1, 256])
+    hidden = g.call("SELECT_V2", layer.visible, scores, e.LOWEST, shape=[1, 4, 1, 256])
     weights = g.call("SOFTMAX", hidden, beta=1.0)
     mixed = g.call("BATCH_MATMUL", weights, wide[1], shape=[1, 4, 1, 32], adjY=True)
     g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
@@ -236,7 +216,7 @@ def floats(g: Graph) -> int:
 
 
 MASKS: dict[str, Change] = {
-    "float_sum": summed(lambda g, m: g.call("SELECT_V2", m, 0.0, LOWEST, shape=g.shape(m))),
+    "float_sum": summed(lambda g, m: g.call("SELECT_V2", m, 0.0, e.LOWEST, shape=g.shape(m))),
     "one_minus_mask": summed(hidden_sum),
     "mask_minus_one": summed(lambda g, m: g.mul(g.sub(g.cast(m, np.float32), 1.0), 1e9)),
     "mask_spread_over_heads": selected(
@@ -244,13 +224,15 @@ MASKS: dict[str, Change] = {
             "SELECT_V2",
             g.call("BROADCAST_TO", p.visible, np.array(g.shape(p.scores), np.int32), shape=g.shape(p.scores)),
             p.scores,
-            g.constant(np.full(g.shape(p.scores), LOWEST)),
+            g.constant(np.full(g.shape(p.scores), e.LOWEST)),
         )
     ),
-    "not_or": within(lambda g: g.logical_not(g.logical_or(compare("LESS", 0)(g), compare("GREATER_EQUAL", WINDOW)(g)))),
-    "strict": bounded(compare("GREATER", -1), compare("LESS_EQUAL", WINDOW - 1)),
-    "two_sided": within(lambda g: g.less(g.abs(distance(g)), np.array([WINDOW], np.int32))),
-    "two_sided_by_bounds": bounded(compare("GREATER", -WINDOW), compare("LESS", WINDOW)),
+    "not_or": within(
+        lambda g: g.logical_not(g.logical_or(compare("LESS", 0)(g), compare("GREATER_EQUAL", e.WINDOW)(g)))
+    ),
+    "strict": bounded(compare("GREATER", -1), compare("LESS_EQUAL", e.WINDOW - 1)),
+    "two_sided": within(lambda g: g.less(g.abs(distance(g)), np.array([e.WINDOW], np.int32))),
+    "two_sided_by_bounds": bounded(compare("GREATER", -e.WINDOW), compare("LESS", e.WINDOW)),
     "two_sums": summed(lambda g, m: g.add(hidden_sum(g, g.input("mask")), hidden_sum(g, m)), (0,)),
 }
 
@@ -271,7 +253,7 @@ def squeezed(g: Graph, x: int) -> int:
 
 
 def cut_and_joined(g: Graph, x: int) -> int:
-    return g.join(halves(g, x))
+    return g.join(e.halves(g, x))
 
 
 def reversed_twice(g: Graph, x: int) -> int:
@@ -281,7 +263,7 @@ def reversed_twice(g: Graph, x: int) -> int:
 
 def on_a_grid(scale: float, zero_point: int = 0) -> Edit:
     """INT8 activations, statically quantized: what the numbers are meant to be does not change."""
-    return lambda g, x: g.call("DEQUANTIZE", quantized(g, x, scale, zero_point), dtype=np.float32)
+    return lambda g, x: g.call("DEQUANTIZE", e.quantized(g, x, scale, zero_point), dtype=np.float32)
 
 
 PLACES = (
@@ -296,12 +278,12 @@ PLACES = (
     "logits",
 )
 NOTHING: dict[str, Edit] = {
-    "times_1": with_number("MUL", 1.0),
-    "plus_0": with_number("ADD", 0.0),
-    "minus_0": with_number("SUB", 0.0),
-    "over_1": with_number("DIV", 1.0),
-    "negated_twice": chain(unary("NEG"), unary("NEG")),
-    "bounded_far_out": with_number("MAXIMUM", -3e38),
+    "times_1": e.mul(1.0),
+    "plus_0": e.add(0.0),
+    "minus_0": e.with_number("SUB", 0.0),
+    "over_1": e.with_number("DIV", 1.0),
+    "negated_twice": e.chain(e.unary("NEG"), e.unary("NEG")),
+    "bounded_far_out": e.with_number("MAXIMUM", -3e38),
     "turned_twice": turned_twice,
     "reshaped_and_back": there_and_back,
     "squeezed": squeezed,
@@ -326,7 +308,7 @@ LAYERS = (0, 1)
 
 def softmax_of(*layers: int, build: Callable[[Graph, int], int] = spelled) -> Change:
     """The softmax in other operators in these layers alone."""
-    return each(
+    return e.each(
         *(
             lambda g, index=index: g.rewire(g.layer(index).probabilities, build(g, g.layer(index).masked))
             for index in layers
@@ -364,7 +346,7 @@ def position_through(*types: Any) -> Change:
 EXACT: dict[str, Change] = {
     "cos_by_sine_in_one": by_sine(0),
     "softmax_spelled_in_sliding": softmax_of(0),
-    "never_below_lowest_float": edge("0.attended", with_number("MAXIMUM", float(np.finfo(np.float32).min))),
+    "never_below_lowest_float": edge("0.attended", e.with_number("MAXIMUM", float(np.finfo(np.float32).min))),
     "angles_by_outer_product": outer_product,
     "position_by_int64": position_through(np.int64),
     "rope_tables": tabled(),
@@ -375,7 +357,7 @@ EXACT: dict[str, Change] = {
 }
 ROUNDED: dict[str, Change] = {
     "fp16_rope_tables": tabled(kind="fp16"),
-    "logits_by_int16_codes": edge("logits", over_int(30 / 32767, 0, np.int16)),
+    "logits_by_int16_codes": edge("logits", e.over_int(30 / 32767, 0, np.int16)),
 }
 
 CASES = (
