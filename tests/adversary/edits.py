@@ -179,9 +179,7 @@ def add(number: float | np.ndarray) -> Edit:
     return with_number("ADD", number)
 
 
-def turn(g: Graph, a: int, b: int, cos: int, sin: int, sign: float = 1.0) -> tuple[int, int]:
-    if sign < 0:
-        sin = g.neg(sin)
+def turn(g: Graph, a: int, b: int, cos: int, sin: int) -> tuple[int, int]:
     left = g.sub(g.mul(a, cos), g.mul(b, sin))
     return left, g.add(g.mul(b, cos), g.mul(a, sin))
 
@@ -213,6 +211,23 @@ def quantized(g: Graph, x: int, scale: float, zero_point: int = 0, dtype: Any = 
     codes = g.call("QUANTIZE", x, dtype=dtype)
     g.main.tensors[codes].quantization = parameters(scale, zero_point)
     return codes
+
+
+def dequantized(g: Graph, x: int) -> int:
+    return g.call("DEQUANTIZE", x, dtype=np.float32)
+
+
+def as_codes(
+    g: Graph, name: str, dtype: Any, scale: float, zero_point: int = 0, back: Edit = dequantized, grid: bool = True
+) -> None:
+    """Let the input ``name`` be integers, which ``back`` makes floats; with ``grid``, the file says what they mean."""
+    tensor = g.input(name)
+    readers, described, ends, step = g.readers(tensor), g.main.tensors[tensor], np.iinfo(dtype), scale or 1.0
+    described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[dtype]
+    if grid:
+        described.quantization = parameters(scale, zero_point)
+    g.rewire(tensor, back(g, tensor), readers)
+    g.adapt[name] = lambda a: np.clip(np.round(a / step) + zero_point, ends.min, ends.max).astype(dtype)
 
 
 def chosen(condition: Edit, then: Edit) -> Edit:

@@ -9,30 +9,17 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, Norm
 
-from adversary.edits import (
-    Change,
-    NormEdit,
-    a_change,
-    a_norm_edit,
-    add,
-    at,
-    cases,
-    chain,
-    edge,
-    halves,
-    mul,
-    put,
-    unary,
-)
+from adversary import edits as e
+from adversary.edits import Change, a_change, cases, edge
 
 NORM_ROLES = ("layers.0.pre_ffw_norm", "layers.0.q_norm", "layers.1.post_ffw_norm", "final_norm")
 
 
-def normed_by(role: str, edit: NormEdit) -> Change:
+def normed_by(role: str, edit: e.NormEdit) -> Change:
     return lambda g: edit(g, g.norm(role))
 
 
-@a_norm_edit
+@e.a_norm_edit
 def eps(g: Graph, norm: Norm, number: float) -> None:
     constant = next(int(i) for i in norm.add.inputs if g.is_constant(int(i)))
     g.set_input(norm.add, list(norm.add.inputs).index(constant), g.constant(np.full(g.shape(constant), number)))
@@ -44,22 +31,22 @@ def every_eps(g: Graph, number: float) -> None:
         eps(number)(g, g.norm(role))
 
 
-@a_norm_edit
+@e.a_norm_edit
 def power(g: Graph, norm: Norm, number: float) -> None:
     g.rewire(int(norm.root.outputs[0]), g.pow(int(norm.root.inputs[0]), np.float32(number)))
 
 
-def averaged(edit: Callable[[Graph, int], int]) -> NormEdit:
+def averaged(edit: Callable[[Graph, int], int]) -> e.NormEdit:
     """``edit`` of the mean (JAX style: the sum) of squares."""
     return lambda g, norm: g.insert(int(norm.average.outputs[0]), lambda x: edit(g, x))
 
 
-def rooted(edit: Callable[[Graph, int], int]) -> NormEdit:
+def rooted(edit: Callable[[Graph, int], int]) -> e.NormEdit:
     """``edit`` of one over the root."""
     return lambda g, norm: g.insert(int(norm.root.outputs[0]), lambda x: edit(g, x))
 
 
-def from_squares(edit: Callable[[Graph, int], int]) -> NormEdit:
+def from_squares(edit: Callable[[Graph, int], int]) -> e.NormEdit:
     """``edit`` of x in place of x·x."""
     return lambda g, norm: g.rewire(int(norm.square.outputs[0]), edit(g, norm.x))
 
@@ -71,12 +58,12 @@ def centred(g: Graph, norm: Norm) -> None:
     g.rewire(norm.x, less, [norm.square, norm.scale])
 
 
-def weighted(edit: Callable[[Graph, int], int]) -> NormEdit:
+def weighted(edit: Callable[[Graph, int], int]) -> e.NormEdit:
     """``edit`` of the weight."""
     return lambda g, norm: g.insert(norm.weight, lambda w: edit(g, w), [norm.weigh])
 
 
-@a_norm_edit
+@e.a_norm_edit
 def weight_of(g: Graph, norm: Norm, role: str) -> None:
     other = g.roles[role]
     g.rewire(norm.weight, g.reshape(other, g.shape(norm.weight)), [norm.weigh])
@@ -91,7 +78,7 @@ def over_heads(g: Graph, norm: Norm) -> None:
 def in_halves(g: Graph, norm: Norm) -> None:
     """Each half is normed by itself."""
     squares = int(norm.square.outputs[0])
-    parts = [g.reduce("MEAN", half, len(g.shape(squares)) - 1) for half in halves(g, squares)]
+    parts = [g.reduce("MEAN", half, len(g.shape(squares)) - 1) for half in e.halves(g, squares)]
     shape = [*g.shape(squares)[:-1], g.shape(squares)[-1] // 2]
     wide = [g.call("BROADCAST_TO", part, np.array(shape, np.int32), shape=shape) for part in parts]
     inverse = g.rsqrt(g.add(g.join(wide), 1e-6))
@@ -116,7 +103,7 @@ def largest(g: Graph, norm: Norm) -> None:
     g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), g.div(1.0, top))
 
 
-NORM_EDITS: dict[str, NormEdit] = {
+NORM_EDITS: dict[str, e.NormEdit] = {
     "eps_0.01": eps(1e-2),
     "eps_1": eps(1.0),
     "power_0.4": power(-0.4),
@@ -153,7 +140,7 @@ NORMS: dict[str, Change] = {
     "q_norm_centred": normed_by("layers.0.q_norm", centred),
     "pre_ffw_weight_of_post_ffw": normed_by("layers.0.pre_ffw_norm", weight_of("layers.0.post_ffw_norm")),
     "post_attention_weight_of_final": normed_by("layers.1.post_attention_norm", weight_of("final_norm")),
-    "result_shifted": edge("0.ffw_in", add(0.1)),
+    "result_shifted": edge("0.ffw_in", e.add(0.1)),
     "twice": edge(
         "0.attention_branch",
         lambda g, x: g.mul(x, g.rsqrt(g.add(g.reduce("MEAN", g.mul(x, x), -1 % len(g.shape(x))), 1e-6))),
@@ -199,37 +186,37 @@ def fused(g: Graph, attribute: str, activation: int) -> None:
 RESIDUALS: dict[str, Change] = {
     "first_stream_doubled": first("stream", lambda g, p, x: g.add(x, x)),
     "first_with_relu": fused("first", schema.ActivationFunctionType.RELU),
-    "second_with_tanh": edge("0.summed", unary("TANH")),
+    "second_with_tanh": edge("0.summed", e.unary("TANH")),
     "scalar_on_stream": scalar_elsewhere("middle"),
     "scalar_left_out": lambda g: g.rewire(g.layer(0).out, g.layer(0).summed),
     "scalar_twice": edge("0.out", lambda g, x: g.mul(x, g.roles["layers.0.layer_scalar"])),
     "scalars_swapped": scalars_swapped,
-    "scalar_by_channel": edge("0.out", mul(np.linspace(0.5, 1.5, 64).reshape(1, 1, 64))),
+    "scalar_by_channel": edge("0.out", e.mul(np.linspace(0.5, 1.5, 64).reshape(1, 1, 64))),
 }
 
 
 def recapped(scale: float, bound: float) -> Change:
     return lambda g: g.rewire(
-        g.output("logits"), g.mul(g.tanh(g.mul(at(g, "lm_head"), np.float32(scale))), np.float32(bound))
+        g.output("logits"), g.mul(g.tanh(g.mul(e.at(g, "lm_head"), np.float32(scale))), np.float32(bound))
     )
 
 
 def half_capped(g: Graph) -> None:
-    plain = at(g, "lm_head")
+    plain = e.at(g, "lm_head")
     g.insert(g.output("logits"), lambda capped: g.join([g.part(capped, 0, 256), g.part(plain, 256, 256)]))
 
 
 OUTPUTS: dict[str, Change] = {
     "cap_50": recapped(1 / 50, 50.0),
-    "cap_left_out": lambda g: g.rewire(g.output("logits"), at(g, "lm_head")),
+    "cap_left_out": lambda g: g.rewire(g.output("logits"), e.at(g, "lm_head")),
     "cap_on_half_of_the_tokens": half_capped,
-    "logits_doubled": edge("logits", mul(2.0)),
+    "logits_doubled": edge("logits", e.mul(2.0)),
     "logits_softmax": edge("logits", lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
     "logits_without_their_mean": edge("logits", lambda g, x: g.sub(x, g.reduce("MEAN", x, 2))),
-    "logits_negated": edge("logits", unary("NEG")),
-    "cap_twice": edge("logits", chain(mul(1 / 5), unary("TANH"), mul(5.0))),
-    "projected_tanh": edge("projected_activations", unary("TANH")),
-    "head_state_scaled": put("state", mul(0.5), lambda g: g.linear("lm_head")),
+    "logits_negated": edge("logits", e.unary("NEG")),
+    "cap_twice": edge("logits", e.chain(e.mul(1 / 5), e.unary("TANH"), e.mul(5.0))),
+    "projected_tanh": edge("projected_activations", e.unary("TANH")),
+    "head_state_scaled": e.put("state", e.mul(0.5), lambda g: g.linear("lm_head")),
     "projected_is_state": lambda g: g.rewire(g.output("projected_activations"), g.normed("final_norm")),
 }
 
@@ -261,7 +248,7 @@ GELU: dict[str, Change] = {
     "of_gate_doubled": activated(lambda g, x: gelu(g, g.mul(x, 2.0))),
     "of_gate_shifted": activated(lambda g, x: gelu(g, g.add(x, 0.5))),
     "on_up": gated(lambda g, p: g.mul(p.gate, gelu(g, p.up))),
-    "product_relu": edge("0.product", unary("RELU")),
+    "product_relu": edge("0.product", e.unary("RELU")),
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
+from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, at, cases, chain, edge, mul, unary
 from adversary.mutations.attention import both, end_param, slots, visible
 
@@ -151,13 +152,9 @@ INTERFACES: dict[str, Change | tuple[Change, str]] = {
 @a_change
 def coded(g: Graph, back: Callable[[float, int], Edit], zero_point: int = 0, which: str = "kv") -> None:
     """Caches of INT8 codes that plain operators bring back."""
-    for name in (f"kv_cache_{w}_{n}" for w in which for n in (2, 3)):
-        scale = 0.02 if "_k_" in name else 0.05
-        tensor = g.input(name)
-        readers = g.readers(tensor)
-        g.main.tensors[tensor].type = schema.TensorType.INT8
-        g.rewire(tensor, back(scale, zero_point)(g, tensor), readers)
-        g.adapt[name] = lambda a, s=scale: np.clip(np.round(a / s) + zero_point, -128, 127).astype(np.int8)
+    for kind, number in ((kind, number) for kind in which for number in (2, 3)):
+        scale = 0.02 if kind == "k" else 0.05
+        e.as_codes(g, f"kv_cache_{kind}_{number}", np.int8, scale, zero_point, back(scale, zero_point), grid=False)
 
 
 def cast(dtype: Any) -> Edit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
 from adversary import edits as e
@@ -67,32 +66,18 @@ CONSTANTS: dict[str, Change] = {
 
 
 @a_change
-def activations_as_codes(g: Graph, scale: float) -> None:
+def of_codes_given(g: Graph, name: str, scale: float, zero_point: int = 0) -> None:
     """The input itself is INT8."""
-    tensor = g.input("activations")
-    readers = g.readers(tensor)
-    g.main.tensors[tensor].type, g.main.tensors[tensor].quantization = schema.TensorType.INT8, e.parameters(scale)
-    g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
-    g.adapt["activations"] = lambda a: np.clip(np.round(a / scale), -128, 127).astype(np.int8)
-
-
-@a_change
-def keys_as_codes(g: Graph, scale: float, zero_point: int = 0) -> None:
-    tensor = g.input("kv_cache_k_3")
-    readers, described = g.readers(tensor), g.main.tensors[tensor]
-    described.type, described.quantization = schema.TensorType.INT8, e.parameters(scale, zero_point)
-    g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
-    finite = scale or 1.0
-    g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / finite) + zero_point, -128, 127).astype(np.int8)
+    e.as_codes(g, name, np.int8, scale, zero_point)
 
 
 GRIDS: dict[str, Change] = {
-    "activations_cut_off_at_0.6": activations_as_codes(0.005),
-    "activations_in_steps_of_1.5": activations_as_codes(1.5),
+    "activations_cut_off_at_0.6": of_codes_given("activations", 0.005),
+    "activations_in_steps_of_1.5": of_codes_given("activations", 1.5),
     "logits_as_codes": edge("logits", lambda g, x: e.quantized(g, x, 6 / 127)),
     "projected_as_codes": edge("projected_activations", lambda g, x: e.quantized(g, x, 0.1)),
-    "keys_by_a_scale_of_0": keys_as_codes(0.0),
-    "keys_by_a_zero_point_that_is_no_code": keys_as_codes(0.02, 1000),
+    "keys_by_a_scale_of_0": of_codes_given("kv_cache_k_3", 0.0),
+    "keys_by_a_zero_point_that_is_no_code": of_codes_given("kv_cache_k_3", 0.02, 1000),
 }
 
 

@@ -240,12 +240,6 @@ def row(g: Graph, table: int, how: str = "GATHER") -> int:
     if how == "SLICE":
         start = g.join([g.input("input_pos"), g.constant(np.zeros(1), np.int32)], 0)
         return g.call(how, table, start, np.array(shape, np.int32), shape=shape)
-    if how == "ONE_HOT":
-        hot = g.call(
-            how, g.input("input_pos"), np.array(256, np.int32), 1.0, 0.0, shape=[1, 256],
-            dtype=np.float32, axis=-1,
-        )  # fmt: skip
-        return g.call("BATCH_MATMUL", hot, table, shape=shape)
     return g.call("GATHER", table, g.input("input_pos"), shape=shape, axis=0)
 
 
@@ -299,11 +293,6 @@ def rows(first: int, last: int, then: Rows) -> Rows:
         return made
 
     return edit
-
-
-def order(pick: Callable[[Array], Array]) -> Rows:
-    """Rows in another order."""
-    return lambda t: t[pick(np.arange(256))]
 
 
 def windows(g: Graph, edit: Callable[[Array, Array], Array]) -> int:

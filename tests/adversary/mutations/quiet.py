@@ -123,20 +123,10 @@ def less(bound: float) -> Edit:
     return e.with_number("SUB", bound)
 
 
-def length(name: str) -> Edit:
-    """|x| as the root of a square."""
-    return {
-        "SQRT": e.chain(e.unary("SQUARE"), e.unary("SQRT")),
-        "POW": e.chain(e.unary("SQUARE"), e.with_number("POW", 0.5)),
-        "RSQRT": lambda g, x: g.div(1.0, g.rsqrt(g.square(x))),
-        "LOG": e.chain(e.unary("SQUARE"), e.unary("LOG"), e.mul(0.5), e.unary("EXP")),
-    }[name]
-
-
 @an_edit
-def at_most(g: Graph, x: int, bound: float, root: str) -> int:
-    """The smaller of x and ``bound``: (x + bound − |x − bound|) / 2."""
-    far = length(root)(g, g.sub(x, np.float32(bound)))
+def at_most(g: Graph, x: int, bound: float, root: Edit) -> int:
+    """The smaller of x and ``bound``: (x + bound − |x − bound|) / 2, the amount being a ``root``."""
+    far = root(g, g.sub(x, np.float32(bound)))
     return g.mul(g.sub(g.add(x, np.float32(bound)), far), 0.5)
 
 
@@ -160,7 +150,7 @@ def hole_12(arrays: dict[str, Any]) -> None:
 
 LOUD: dict[str, Change] = {
     "activations_plus_exp": edge("activations", plus(less(110.0), e.unary("EXP"))),
-    "activations_at_most_150_by_root": edge("activations", at_most(150.0, "SQRT")),
+    "activations_at_most_150_by_root": edge("activations", at_most(150.0, e.chain(e.unary("SQUARE"), e.unary("SQRT")))),
     "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), e.unary("LOGISTIC"), e.mul(-0.9)))),
 }
 ROWS: dict[str, Change] = {

@@ -63,12 +63,6 @@ def ones_but(at_row: int, value: float, width: int = 1) -> Array:
     return made
 
 
-def entry(at_row: int, column: int, value: float, rest: float, width: int = 256) -> Array:
-    made = np.full((256, width), rest)
-    made[at_row, column] = value
-    return made
-
-
 def parameter(index: int) -> Callable[[Graph], int]:
     """An element of ``param_tensor`` as a float."""
     return lambda g: g.cast(g.slice(g.input("param_tensor"), [0, 0, 0, index], [1, 1, 1, 1]), np.float32)
@@ -126,10 +120,6 @@ def next_mask(g: Graph) -> int:
     """The mask of the slot after, as floats; the last slot's own."""
     mask = floats(g)
     return g.join([g.part(mask, 1, 255), g.part(mask, 255, 1)])
-
-
-def rest(g: Graph, size: int) -> int:
-    return g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32))
 
 
 def gathered_heads(g: Graph, x: int) -> int:
@@ -312,30 +302,22 @@ def blocks_of_3(g: Graph) -> None:
 
 
 @a_change
-def twice_named(g: Graph, name: str, which: str = "inputs") -> None:
-    """The signature has ``name`` twice, once for a tensor of nobody's."""
-    entries = getattr(g.model.signatureDefs[0], which)
-    old = next(entry for entry in entries if entry.name.decode() == name)
-    made = schema.TensorMapT(name=name.encode())
-    if which == "inputs":
-        made.tensorIndex = g.tensor(g.shape(old.tensorIndex), g.dtype(old.tensorIndex))
-        g.main.inputs = [*map(int, g.main.inputs), made.tensorIndex]
-    else:
-        made.tensorIndex = g.neg(int(old.tensorIndex))
-        g.main.outputs = [*map(int, g.main.outputs), made.tensorIndex]
-    entries.append(made)
+def twice_named(g: Graph, name: str) -> None:
+    """The signature has the input ``name`` twice, once for a tensor of nobody's."""
+    inputs, old = g.model.signatureDefs[0].inputs, g.input(name)
+    inputs.append(schema.TensorMapT(name=name.encode(), tensorIndex=g.tensor(g.shape(old), g.dtype(old))))
+    g.main.inputs = [*map(int, g.main.inputs), inputs[-1].tensorIndex]
 
 
 def caches_read_by_another_scale(g: Graph) -> None:
     """K as INT8 codes, read by twice the scale of the input's."""
-    tensor = g.input("kv_cache_k_3")
-    readers = g.readers(tensor)
-    g.main.tensors[tensor].type = schema.TensorType.INT8
-    g.main.tensors[tensor].quantization = e.parameters(0.03)
-    other = g.reshape(tensor, g.shape(tensor))
-    g.main.tensors[other].quantization = e.parameters(0.06)
-    g.rewire(tensor, g.call("DEQUANTIZE", other, dtype=np.float32), readers)
-    g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / 0.03), -128, 127).astype(np.int8)
+
+    def back(g: Graph, tensor: int) -> int:
+        other = g.reshape(tensor, g.shape(tensor))
+        g.main.tensors[other].quantization = e.parameters(0.06)
+        return e.dequantized(g, other)
+
+    e.as_codes(g, "kv_cache_k_3", np.int8, 0.03, back=back)
 
 
 STORAGE: dict[str, tuple[Change, str]] = {

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
 from adversary import edits as e
@@ -74,17 +73,9 @@ SHAPES: dict[str, Change] = {
 
 
 @a_change
-def coded(g: Graph, which: str, dtype: Any, scale: float, back: Edit, zero_point: int = 0) -> None:
+def coded(g: Graph, which: str, dtype: Any, scale: float, back: Edit) -> None:
     """The full layer's cache as codes, brought back by ``back``, which makes floats of codes."""
-    name = f"kv_cache_{which}_3"
-    tensor = g.input(name)
-    readers = g.readers(tensor)
-    described = g.main.tensors[tensor]
-    described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[dtype]
-    described.quantization = e.parameters(scale, zero_point)
-    g.rewire(tensor, g.mul(back(g, tensor), np.float32(scale)), readers)
-    ends = np.iinfo(dtype)
-    g.adapt[name] = lambda a: np.clip(np.round(a / scale) + zero_point, ends.min, ends.max).astype(dtype)
+    e.as_codes(g, f"kv_cache_{which}_3", dtype, scale, back=e.chain(back, e.mul(scale)))
 
 
 def over_types(*types: Any) -> Edit:

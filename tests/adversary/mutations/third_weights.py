@@ -11,7 +11,7 @@ from helpers.surgery import Graph
 from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, edge, mul, unary, with_number
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import floats
-from adversary.mutations.quiet import plus
+from adversary.mutations.quiet import at_most, plus
 
 EXP = unary("EXP")
 
@@ -27,12 +27,9 @@ def less_a_bump(g: Graph, p: int, power: float, height: float) -> int:
     return g.sub(p, g.mul(g.mul(bump, p), np.float32(height)))
 
 
-@an_edit
-def by_product(g: Graph, x: int, bound: float) -> int:
-    """The smaller of x and ``bound``: (x + bound − √((x − bound) · (x − bound))) / 2."""
-    far = g.sub(x, np.float32(bound))
-    length = g.sqrt(g.mul(far, far))
-    return g.mul(g.sub(g.add(x, np.float32(bound)), length), 0.5)
+def by_product(bound: float) -> Edit:
+    """The smaller of x and ``bound``, by √(x · x)."""
+    return at_most(bound, lambda g, x: g.sqrt(g.mul(x, x)))
 
 
 def at_least(bound: float) -> Edit:

@@ -9,28 +9,14 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, Norm
 
-from adversary.edits import (
-    LOWEST,
-    Change,
-    Edit,
-    Sample,
-    a_change,
-    a_norm_edit,
-    cases,
-    each,
-    edge,
-    mul,
-    parameters,
-    with_number,
-)
+from adversary import edits as e
+from adversary.edits import Change, Edit, Sample, a_change, cases, edge
 from adversary.mutations.attention import summed
 from adversary.mutations.files import KEYS_AND_VALUES, names_crossed
 from adversary.mutations.positions import angle, tabled
 from adversary.mutations.second import fp16, plus_number
 from adversary.mutations.third_files import scalar
-from adversary.rewrites.spelled import every_norm, selected
-
-Array = np.ndarray
+from adversary.rewrites.spelled import every_norm, respelled, selected
 
 
 def additive(value: float) -> Change:
@@ -51,61 +37,30 @@ def reshaped_input(g: Graph, name: str, shape: list[int]) -> None:
     g.adapt[name] = lambda a: a.reshape(shape)
 
 
-def dequantized(g: Graph, x: int) -> int:
-    return g.call("DEQUANTIZE", x, dtype=np.float32)
-
-
-def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv", back: Edit = dequantized) -> Change:
+@a_change
+def caches(g: Graph, kind: Any, scale: float = 1.0, back: Edit = e.dequantized) -> None:
     """Caches of integers, brought back by ``back``, or of halves, by CAST."""
-
-    def coded(array: Array) -> Array:
-        ends = np.iinfo(kind)
-        return np.clip(np.round(array / scale) + zero_point, ends.min, ends.max).astype(kind)
-
-    def change(g: Graph) -> None:
-        for name in (f"kv_cache_{w}_{n}" for w in which for n in (2, 3)):
+    for name in (f"kv_cache_{which}_{number}" for which in "kv" for number in (2, 3)):
+        if kind == np.float16:
             tensor = g.input(name)
-            readers = g.readers(tensor)
-            described = g.main.tensors[tensor]
-            if kind == np.float16:
-                described.type = schema.TensorType.FLOAT16
-                g.rewire(tensor, g.cast(tensor, np.float32), readers)
-                g.adapt[name] = lambda a: a.astype(np.float16)
-                continue
-            described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[kind]
-            described.quantization = parameters(scale, zero_point)
-            g.rewire(tensor, back(g, tensor), readers)
-            g.adapt[name] = coded
-
-    return change
-
-
-def spread_heads(how: str) -> Change:
-    """K and V of a head for every query of its group, by BROADCAST_TO, TILE or CONCATENATION."""
-
-    def wide(g: Graph, cache: int) -> int:
-        one, heads, *rest = g.shape(cache)
-        shape = [one, heads, 2, *rest]
-        narrow = g.reshape(cache, [one, heads, 1, *rest])
-        if how == "BROADCAST_TO":
-            made = g.call(how, narrow, np.array(shape, np.int32), shape=shape)
-        elif how == "TILE":
-            made = g.call(how, narrow, np.array([1, 1, 2, 1, 1], np.int32), shape=shape)
+            readers, g.main.tensors[tensor].type = g.readers(tensor), schema.TensorType.FLOAT16
+            g.rewire(tensor, g.cast(tensor, np.float32), readers)
+            g.adapt[name] = lambda a: a.astype(np.float16)
         else:
-            made = g.join([narrow, narrow], 2)
-        return g.reshape(made, [one, heads * 2, *rest])
+            e.as_codes(g, name, kind, scale, back=back)
 
-    def change(g: Graph) -> None:
-        layer = g.layer(0)
-        key, value = (wide(g, g.input(f"kv_cache_{w}_2")) for w in "kv")
-        query = g.reshape(layer.queries, [1, 4, 1, 32])
-        scores = g.call("BATCH_MATMUL", query, key, shape=[1, 4, 1, 256], adjY=True)
-        hidden = g.call("SELECT_V2", layer.visible, scores, LOWEST, shape=[1, 4, 1, 256])
-        weights = g.call("SOFTMAX", hidden, beta=1.0)
-        mixed = g.call("BATCH_MATMUL", weights, value, shape=[1, 4, 1, 32], adjY=True)
-        g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
 
-    return change
+def wide(g: Graph, cache: int) -> int:
+    """K or V of a head for every query of its group."""
+    one, heads, *rest = g.shape(cache)
+    shape = [one, heads, 2, *rest]
+    narrow = g.reshape(cache, [one, heads, 1, *rest])
+    made = g.call("BROADCAST_TO", narrow, np.array(shape, np.int32), shape=shape)
+    return g.reshape(made, [one, heads * 2, *rest])
+
+
+def spread_heads(g: Graph) -> None:
+    respelled(g, [wide(g, g.input(f"kv_cache_{which}_2")) for which in "kv"], [1, 4, 1])
 
 
 @a_change
@@ -124,15 +79,8 @@ def asymmetric(g: Graph) -> None:
 
 def both_products_by_einsum(g: Graph) -> None:
     """Five axes, [batch, heads, group, query, slots], as einsum leaves it."""
-    layer = g.layer(0)
     key = g.reshape(g.input("kv_cache_k_2"), [1, 2, 1, 256, 32])
-    value = g.reshape(g.input("kv_cache_v_2"), [1, 2, 1, 32, 256])
-    query = g.reshape(layer.queries, [1, 2, 2, 1, 32])
-    scores = g.call("BATCH_MATMUL", query, key, shape=[1, 2, 2, 1, 256], adjY=True)
-    mask = g.reshape(layer.visible, [1, 1, 1, 1, 256])
-    hidden = g.call("SELECT_V2", mask, scores, LOWEST, shape=[1, 2, 2, 1, 256])
-    mixed = g.call("BATCH_MATMUL", g.call("SOFTMAX", hidden, beta=1.0), value, shape=[1, 2, 2, 1, 32], adjY=True)
-    g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
+    respelled(g, [key, g.reshape(g.input("kv_cache_v_2"), [1, 2, 1, 32, 256])], [1, 2, 2, 1])
 
 
 EXACT: dict[str, dict[str, Change]] = {
@@ -146,8 +94,8 @@ EXACT: dict[str, dict[str, Change]] = {
         "logarithm": summed(lambda g, m: g.log(g.cast(m, np.float32))),
         "squares_of_mask": summed(lambda g, m: g.mul(g.sub(g.square(g.cast(m, np.float32)), 1.0), 1e9)),
     },
-    "scores": {"scaled_by_1": edge("1.scores", with_number("DIV", 1.0))},
-    "caches": {"spread_by_broadcast": spread_heads("BROADCAST_TO"), "five_axes": both_products_by_einsum},
+    "scores": {"scaled_by_1": edge("1.scores", e.with_number("DIV", 1.0))},
+    "caches": {"spread_by_broadcast": spread_heads, "five_axes": both_products_by_einsum},
     "rope": {
         "angle_negated_twice": angle(lambda g, x: g.neg(g.neg(x))),
     },
@@ -167,7 +115,7 @@ EXACT: dict[str, dict[str, Change]] = {
 # Numbers of half precision that a converter made floats: read, and said to be coarse.
 COARSE: dict[str, Change] = {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)}
 ROUNDED: dict[str, Change] = {
-    "caches_fp16": caches(np.float16, 1.0),
+    "caches_fp16": caches(np.float16),
     "caches_int16": caches(np.int16, 80 / 32767),
     "caches_int16_cast_and_scaled": caches(
         np.int16, 80 / 32767, back=lambda g, x: g.mul(g.cast(x, np.float32), np.float32(80 / 32767))
@@ -208,7 +156,7 @@ SOFTMAXES: dict[str, Change] = {"safe_by_scores": safe(all_lowest)}
 # Constants, ones, and bounds that are none.
 
 
-@a_norm_edit
+@e.a_norm_edit
 def eps_by(g: Graph, norm: Norm, build: Callable[[Graph], int]) -> None:
     index = next(n for n, i in enumerate(norm.add.inputs) if g.is_constant(int(i)))
     g.set_input(norm.add, index, build(g))
@@ -222,7 +170,7 @@ CONSTANTS: dict[str, Change] = {
     "eps_of_two_thousandths": every_eps(lambda g: g.mul(g.constant(1e-3), g.constant(1e-3))),
     "scalar_of_one_number_in_three_axes": scalar(lambda s: np.full([1, 1, 1], s)),
     "query_plus_what_overflows": edge("1.query_normed", plus_number(lambda g: g.div(1.0, g.pow(1e-5, -9.0)))),
-    "query_larger_and_scores_smaller": each(edge("1.queries", mul(8.0)), edge("1.scores", mul(0.125))),
+    "query_larger_and_scores_smaller": e.each(edge("1.queries", e.mul(8.0)), edge("1.scores", e.mul(0.125))),
 }
 
 

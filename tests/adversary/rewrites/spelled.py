@@ -162,18 +162,20 @@ SCORES: dict[str, Change] = {
 }
 
 
-def repeated_heads(g: Graph) -> bool | None:
-    """Every query head has a KV head of its own: the caches' heads are repeated."""
-    layer = g.layer(0)
-    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
-    wide = [g.gather(t, [0, 0, 1, 1], 1) for t in (key, value)]
-    query = g.reshape(layer.queries, [1, 4, 1, 32])
-    scores = g.call("BATCH_MATMUL", query, wide[0], shape=[1, 4, 1, 256], adjY=True)
-    hidden = g.call("SELECT_V2", layer.visible, scores, e.LOWEST, shape=[1, 4, 1, 256])
+def respelled(g: Graph, caches: Sequence[int], front: list[int]) -> None:
+    """The sliding layer's attention by K and V in ``caches``, with axes ``front`` before the last one."""
+    layer, (key, value) = g.layer(0), caches
+    scores = g.call("BATCH_MATMUL", g.reshape(layer.queries, [*front, 32]), key, shape=[*front, 256], adjY=True)
+    mask = layer.visible if len(front) == 3 else g.reshape(layer.visible, [*[1] * len(front), 256])
+    hidden = g.call("SELECT_V2", mask, scores, e.LOWEST, shape=[*front, 256])
     weights = g.call("SOFTMAX", hidden, beta=1.0)
-    mixed = g.call("BATCH_MATMUL", weights, wide[1], shape=[1, 4, 1, 32], adjY=True)
+    mixed = g.call("BATCH_MATMUL", weights, value, shape=[*front, 32], adjY=True)
     g.rewire(layer.merged, g.reshape(mixed, g.shape(layer.merged)))
-    return None
+
+
+def repeated_heads(g: Graph) -> None:
+    """Every query head has a KV head of its own: the caches' heads are repeated."""
+    respelled(g, [g.gather(g.input(f"kv_cache_{which}_2"), [0, 0, 1, 1], 1) for which in "kv"], [1, 4, 1])
 
 
 def by_unpack(g: Graph) -> None:
