@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
-from helpers.make_bundle import pack
+from helpers.make_bundle import add_buffer, added, pack
 from helpers.make_drafter import DrafterSpec, plain_model
 
 _SPEC = DrafterSpec(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, backbone=128, windows=(4, None))
@@ -21,13 +21,8 @@ def blockwise_int2(block: int = 64, seed: int = 0, *, zeros: bool = False) -> by
     rng, main = np.random.default_rng(seed), model.subgraphs[0]
 
     def constant(values: np.ndarray, name: bytes, shape: tuple[int, ...], kind: int) -> int:
-        buffer = schema.BufferT(data=values.view(np.uint8).reshape(-1))
-        tensor = schema.TensorT()
-        model.buffers.append(buffer)
-        tensor.name, tensor.shape, tensor.type = name, list(shape), kind
-        tensor.buffer = len(model.buffers) - 1
-        main.tensors.append(tensor)
-        return len(main.tensors) - 1
+        buffer = add_buffer(model, values.tobytes())
+        return added(main.tensors, schema.TensorT(name=name, shape=list(shape), type=kind, buffer=buffer))
 
     for tensor in [t for t in main.tensors if t.quantization is not None]:
         rows, columns = tensor.shape

@@ -164,8 +164,27 @@ def kind(model: Any, op: Any) -> str:
     return code_names()[max(code.builtinCode, code.deprecatedBuiltinCode)]
 
 
+def added(things: list[Any], thing: Any) -> int:
+    """The index of ``thing``, put behind ``things``."""
+    things.append(thing)
+    return len(things) - 1
+
+
+def add_buffer(model: Any, data: bytes | Iterable[int]) -> int:
+    """The index of a new buffer with ``data`` in it."""
+    return added(model.buffers, schema.BufferT(data=np.frombuffer(bytes(data), np.uint8)))
+
+
 def set_buffer(model: Any, tensor: Any, data: bytes | Iterable[int]) -> None:
     """Give ``tensor`` a buffer of its own with ``data`` in it."""
-    buffer = schema.BufferT(data=np.frombuffer(bytes(data), np.uint8))
-    model.buffers.append(buffer)
-    tensor.buffer = len(model.buffers) - 1
+    tensor.buffer = add_buffer(model, data)
+
+
+def code_of(model: Any, name: str, version: int = 1) -> int:
+    """The index of the operator code ``name``, made if there is none."""
+    number = getattr(schema.BuiltinOperator, name)
+    for index, code in enumerate(model.operatorCodes):
+        if max(code.builtinCode, code.deprecatedBuiltinCode) == number:
+            return index
+    made = schema.OperatorCodeT(builtinCode=number, deprecatedBuiltinCode=min(number, 127), version=version)
+    return added(model.operatorCodes, made)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 
-from helpers.make_bundle import pack
+from helpers.make_bundle import add_buffer, added, code_of, pack
 
 _BITS = {2: schema.TensorType.INT2, 4: schema.TensorType.INT4, 8: schema.TensorType.INT8}
 _TYPES = {
@@ -51,7 +51,6 @@ class Model:
     description: str = "rehearsal"
     stored: dict[str, Stored] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
-    _codes: dict[str, int] = field(default_factory=dict)
     _end: int = 0
 
     def __post_init__(self) -> None:
@@ -68,15 +67,6 @@ class Model:
         made = schema.SubGraphT(name=name.encode(), tensors=[], operators=[], inputs=[], outputs=[])
         self.tree.subgraphs.append(made)
         return Graph(self, made, len(self.tree.subgraphs) - 1)
-
-    def code(self, name: str) -> int:
-        """Index of the operator called ``name``."""
-        if name not in self._codes:
-            code = schema.OperatorCodeT(builtinCode=getattr(schema.BuiltinOperator, name))
-            code.deprecatedBuiltinCode = min(code.builtinCode, 127)
-            self._codes[name] = len(self.tree.operatorCodes)
-            self.tree.operatorCodes.append(code)
-        return self._codes[name]
 
     def place(self, key: str, size: int, data: bytes | None) -> int:
         """Buffer, or external buffer, of the constant ``key``; one for all that ask for it."""
@@ -99,12 +89,6 @@ class Model:
             self.tree.buffers.append(buffer)
             self._places[key] = len(self.tree.buffers) - 1
         return self._places[key]
-
-    def inline(self, data: bytes) -> int:
-        """A buffer of its own inside the flatbuffer."""
-        buffer = schema.BufferT(data=np.frombuffer(data, np.uint8))
-        self.tree.buffers.append(buffer)
-        return len(self.tree.buffers) - 1
 
     def packed(self) -> bytes:
         """The flatbuffer, with true offsets."""
@@ -154,8 +138,7 @@ class Graph:
             type=_TYPES[kind],
             buffer=0,
         )
-        self.made.tensors.append(tensor)
-        return len(self.made.tensors) - 1
+        return added(self.made.tensors, tensor)
 
     def input(self, name: str, shape: Sequence[int], kind: str = "f32") -> int:
         """An input of the signature."""
@@ -167,7 +150,9 @@ class Graph:
         array = np.asarray(values, _DTYPES[kind])
         index = self.tensor(array.shape, kind, f"c{len(self.made.tensors)}")
         data = array.tobytes()
-        self._put(index, self.model.place(key, len(data), data) if key else self.model.inline(data), bool(key))
+        self._put(
+            index, self.model.place(key, len(data), data) if key else add_buffer(self.model.tree, data), bool(key)
+        )
         return index
 
     def matrix(self, key: str, rows: int, width: int, bits: int) -> int:
@@ -192,7 +177,7 @@ class Graph:
     def op(self, name: str, inputs: Sequence[int], shape: Sequence[int], options: Any = None, kind: str = "f32") -> int:
         """An operator of one result."""
         made = schema.OperatorT(
-            opcodeIndex=self.model.code(name), inputs=list(inputs), outputs=[self.tensor(shape, kind)]
+            opcodeIndex=code_of(self.model.tree, name), inputs=list(inputs), outputs=[self.tensor(shape, kind)]
         )
         if isinstance(options, schema.StableHLOCompositeOptionsT):
             made.builtinOptions2 = options

@@ -12,7 +12,7 @@ from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from seam import FlatGraph, evaluate, flat
 
-from helpers.make_bundle import pack
+from helpers.make_bundle import add_buffer, added, code_of, pack
 
 _TYPES = {
     "float32": schema.TensorType.FLOAT32,
@@ -59,10 +59,8 @@ class OneOp:
     def model(self, shapes: Sequence[Sequence[int]] = ()) -> bytes:
         """The model, packed; without ``shapes`` of results the runtime finds them, unless it asks for them."""
         model = schema.ModelT(version=3, description=b"one op")
-        code = schema.OperatorCodeT(builtinCode=getattr(schema.BuiltinOperator, self.kind))
-        code.deprecatedBuiltinCode = min(code.builtinCode, 127)
-        code.version = {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1)
-        model.operatorCodes, model.buffers = [code], [schema.BufferT()]
+        model.operatorCodes, model.buffers = [], [schema.BufferT()]
+        code_of(model, self.kind, {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1))
         graph = schema.SubGraphT(name=b"main", tensors=[])
         graph.inputs, op = [], schema.OperatorT()
         op.opcodeIndex, op.inputs = 0, []
@@ -75,18 +73,14 @@ class OneOp:
             grid = operand.grid if stored else self.input_grid if values.dtype.kind == "i" else None
             tensor = _tensor(f"i{position}", values.shape, str(values.dtype), grid)
             if stored:
-                buffer = schema.BufferT(data=np.frombuffer(values.tobytes(), np.uint8))
-                model.buffers.append(buffer)
-                tensor.buffer = len(model.buffers) - 1
+                tensor.buffer = add_buffer(model, values.tobytes())
             else:
                 graph.inputs.append(len(graph.tensors))
-            op.inputs.append(len(graph.tensors))
-            graph.tensors.append(tensor)
+            op.inputs.append(added(graph.tensors, tensor))
         op.outputs = []
         for position, kind in enumerate(self.results):
-            op.outputs.append(len(graph.tensors))
             shape = shapes[position] if shapes else self.result_shape
-            graph.tensors.append(_tensor(f"o{position}", shape, kind, self.result_grid))
+            op.outputs.append(added(graph.tensors, _tensor(f"o{position}", shape, kind, self.result_grid)))
         if self.options is not None:
             op.builtinOptions = self.options
             op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))

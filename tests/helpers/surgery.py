@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 from seam import read
 
-from helpers.make_bundle import Memory, code_names, load, pack
+from helpers.make_bundle import Memory, add_buffer, added, code_names, code_of, load, pack
 from helpers.variant_files import variant
 
 STYLES = {"torch": "torch_plain_norm", "jax": "jax_kv_mixed"}
@@ -46,7 +46,6 @@ _TYPES: dict[Any, int] = {
     np.dtype(np.bool_): schema.TensorType.BOOL,
 }
 _NAMES = code_names()
-_NUMBERS = {name: number for number, name in _NAMES.items()}
 _DTYPES = {number: dtype for dtype, number in _TYPES.items()}
 _COMPARISONS = ("EQUAL", "NOT_EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL")
 _VERSIONS = {"BROADCAST_TO": 2}
@@ -248,8 +247,7 @@ class Graph:
         made = schema.TensorT(
             name=f"t{len(self.main.tensors)}".encode(), shape=list(shape), buffer=0, type=_TYPES[np.dtype(dtype)]
         )
-        self.main.tensors.append(made)
-        return len(self.main.tensors) - 1
+        return added(self.main.tensors, made)
 
     def constant(self, values: npt.ArrayLike, dtype: npt.DTypeLike = np.float32) -> int:
         array = np.ascontiguousarray(np.asarray(values, dtype))
@@ -258,30 +256,18 @@ class Graph:
         return made
 
     def buffer(self, data: bytes) -> int:
-        made = schema.BufferT(data=np.frombuffer(data, np.uint8))
-        self.model.buffers.append(made)
-        return len(self.model.buffers) - 1
+        return add_buffer(self.model, data)
 
     def set_value(self, tensor: int, values: npt.ArrayLike) -> None:
         """Give a constant of its own to ``tensor``: other tensors may share its buffer."""
         array = np.asarray(values, self.dtype(tensor)).reshape(self.shape(tensor))
         self.main.tensors[tensor].buffer = self.buffer(array.tobytes())
 
-    def code(self, name: str) -> int:
-        """Index of the operator code ``name``, made if there is none."""
-        number = _NUMBERS[name]
-        for index, code in enumerate(self.model.operatorCodes):
-            if max(code.builtinCode, code.deprecatedBuiltinCode) == number:
-                return index
-        made = schema.OperatorCodeT(
-            builtinCode=number, deprecatedBuiltinCode=min(number, 127), version=_VERSIONS.get(name, 1)
-        )
-        self.model.operatorCodes.append(made)
-        return len(self.model.operatorCodes) - 1
-
     def emit(self, name: str, inputs: Iterable[int], outputs: Iterable[int], **options: Any) -> Any:
         """Append the operator ``name``; its place in the order of execution is found when the model is packed."""
-        made = schema.OperatorT(opcodeIndex=self.code(name), inputs=list(inputs), outputs=list(outputs))
+        made = schema.OperatorT(
+            opcodeIndex=code_of(self.model, name, _VERSIONS.get(name, 1)), inputs=list(inputs), outputs=list(outputs)
+        )
         title = _OPTIONS.get(name) or "".join(part.capitalize() for part in name.split("_"))
         if hasattr(schema, f"{title}OptionsT") and hasattr(schema.BuiltinOptions, f"{title}Options"):
             made.builtinOptions = getattr(schema, f"{title}OptionsT")()
@@ -404,8 +390,7 @@ class Graph:
         places |= zip(map(int, body.outputs), map(int, op.outputs), strict=True)
         for index, tensor in enumerate(body.tensors):
             if index not in places:
-                self.main.tensors.append(copy.deepcopy(tensor))
-                places[index] = len(self.main.tensors) - 1
+                places[index] = added(self.main.tensors, copy.deepcopy(tensor))
         at = self.ops.index(op)
         self.ops[at : at + 1] = made = [copy.deepcopy(inner) for inner in body.operators]
         for inner in made:

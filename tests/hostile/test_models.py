@@ -11,7 +11,20 @@ import flatbuffers
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
-from helpers.make_bundle import DRAFTER, Memory, Part, bundle, drafter_of, kind, load, on_model, pack, set_buffer
+from helpers.make_bundle import (
+    DRAFTER,
+    Memory,
+    Part,
+    added,
+    bundle,
+    code_of,
+    drafter_of,
+    kind,
+    load,
+    on_model,
+    pack,
+    set_buffer,
+)
 from helpers.make_drafter import DrafterSpec, plain_model
 from seam import (
     Budget,
@@ -171,8 +184,7 @@ def _options(model: Any, field: str) -> None:
 def _bias(model: Any) -> None:
     tensor = schema.TensorT(name=b"bias", type=FLOAT32, shape=[16])
     set_buffer(model, tensor, floats(*[0.0] * 15, 1e-30))
-    model.subgraphs[0].tensors.append(tensor)
-    linear(model, 3).inputs[2] = len(model.subgraphs[0].tensors) - 1
+    linear(model, 3).inputs[2] = added(model.subgraphs[0].tensors, tensor)
 
 
 CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
@@ -357,16 +369,7 @@ def test_a_name_too_long(tmp_path: Path) -> None:
 
 
 def _new_tensor(model: Any, shape: list[int], graph: int = 0) -> int:
-    tensor = schema.TensorT(name=b"n", type=FLOAT32, shape=shape, buffer=0)
-    model.subgraphs[graph].tensors.append(tensor)
-    return len(model.subgraphs[graph].tensors) - 1
-
-
-def _code(model: Any, name: str) -> int:
-    code = schema.OperatorCodeT(builtinCode=getattr(schema.BuiltinOperator, name))
-    code.deprecatedBuiltinCode = min(code.builtinCode, 127)
-    model.operatorCodes.append(code)
-    return len(model.operatorCodes) - 1
+    return added(model.subgraphs[graph].tensors, schema.TensorT(name=b"n", type=FLOAT32, shape=shape))
 
 
 def _op(model: Any, code: int, inputs: list[int], shape: list[int], before: Any, graph: int = 0) -> int:
@@ -381,7 +384,7 @@ def test_a_tower_of_sums_in_the_mask() -> None:
     """position + position, doubled 200 times, compared with the cache's slots: 2^200 terms."""
     model = plain_model(DrafterSpec(windows=(4, None)))
     reader = op_of(model, "GREATER_EQUAL")
-    code = _code(model, "ADD")
+    code = code_of(model, "ADD")
     value = int(reader.inputs[0])
     for _ in range(200):
         value = _op(model, code, [value, value], [1], reader)
@@ -392,7 +395,7 @@ def test_a_tower_of_sums_in_the_mask() -> None:
 
 
 def _composite(model: Any, graph: int, body: int, inputs: list[int], outputs: list[int]) -> Any:
-    made = schema.OperatorT(opcodeIndex=_code(model, "STABLEHLO_COMPOSITE"), inputs=inputs, outputs=outputs)
+    made = schema.OperatorT(opcodeIndex=code_of(model, "STABLEHLO_COMPOSITE"), inputs=inputs, outputs=outputs)
     options = schema.StableHLOCompositeOptionsT(name=b"odml.rms_norm", decompositionSubgraphIndex=body)
     made.builtinOptions2, made.builtinOptions2Type = options, schema.BuiltinOptions2.StableHLOCompositeOptions
     model.subgraphs[graph].operators.insert(0, made)
@@ -401,8 +404,7 @@ def _composite(model: Any, graph: int, body: int, inputs: list[int], outputs: li
 
 def _subgraph(model: Any, tensors: int = 2) -> int:
     graph = schema.SubGraphT(name=b"body", tensors=[], operators=[])
-    model.subgraphs.append(graph)
-    index = len(model.subgraphs) - 1
+    index = added(model.subgraphs, graph)
     for _ in range(tensors):
         _new_tensor(model, [1, 1, 8], index)
     graph.inputs, graph.outputs = [0], [tensors - 1]
@@ -530,7 +532,7 @@ def test_many_small_files_that_describe_gigabytes(tmp_path: Path, monkeypatch: p
 def test_an_op_that_reads_what_nothing_computes(tmp_path: Path) -> None:
     """Even where its result goes nowhere: whatever computed it was lost, and may have held a weight."""
     model = plain_model()
-    _op(model, _code(model, "ABS"), [_new_tensor(model, [8])], [8], linear(model, 1))
+    _op(model, code_of(model, "ABS"), [_new_tensor(model, [8])], [8], linear(model, 1))
     refuse(pack(model), tmp_path, RoleError, "ABS reads .* nothing computes")
 
 
