@@ -76,9 +76,6 @@ FLAGS = {
 }
 """Options of engines that were run, or read in their sources: of no other is anything said."""
 
-NOT_RUN_PYTHON: dict[str, str] = {}
-"""What a block begins with → why it is not run."""
-
 SHORTER = {
     "validate": ["--prompts", "few.jsonl", "--new-tokens", "4", "--draft-steps", "1"],
     "bench": ["--prompts", "few.jsonl", "--max-tokens", "4"],
@@ -219,7 +216,7 @@ def test_blocks_run(
 ) -> None:
     printed: dict[Block, list[tuple[Command, list[str]]]] = defaultdict(list)
     for block in blocks(page):
-        if block.language == "python" and not any(block.text.startswith(first) for first in NOT_RUN_PYTHON):
+        if block.language == "python":
             desk.provide(block.text)
             exec(compile(block.text, str(block), "exec"), desk.names)
         elif block.language in ("sh", "console"):
@@ -231,8 +228,8 @@ def test_blocks_run(
     if request.config.getoption("--refresh-blocks"):
         refresh(page, printed)
         return
-    if page.name in AFTERWARDS:
-        AFTERWARDS[page.name](desk, capsys.readouterr().out)
+    if page.name == "python.md":
+        check_python(desk, capsys.readouterr().out)
     for told in printed.values():
         for command, lines in told:
             if command.shown is not None:
@@ -240,17 +237,13 @@ def test_blocks_run(
                 assert wrong is None, f"{command.at}: $ {command.text}\n{wrong}\nrun with --refresh-blocks"
 
 
-def of_python(desk: Desk, printed: str) -> None:
+def check_python(desk: Desk, printed: str) -> None:
     """Roles and files were listed, a report written; drafts change no text, and the text is right."""
     assert "lm_head (" in printed
     assert "masks in all 256 rows (equal up to a shift)" in printed
     assert (desk.here / "report" / "report.json").is_file()
     alone = desk.names["generator"].generate(desk.names["question"], drafts=0, max_new_tokens=32)
     assert desk.names["result"].text == alone.text == "GTFHWECIMQYJVDZOKRXL"
-
-
-AFTERWARDS: dict[str, Callable[[Desk, str], None]] = {"python.md": of_python}
-"""What else is to be so when the blocks of a page have run."""
 
 
 def refresh(page: Path, printed: dict[Block, list[tuple[Command, list[str]]]]) -> None:

@@ -84,9 +84,10 @@ def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
     Numbers that differ between machines (sizes of files, sums, differences in the last bits) are not compared.
     """
     at = 0
-    for number, part in enumerate(parts := _parts(shown)):
-        places = [at] if number == 0 and not _begins_open(shown) else range(at, len(printed) - len(part) + 1)
-        if number == len(parts) - 1 and not _ends_open(shown):
+    parts = [list(part) for left_out, part in groupby(shown, lambda line: line == _LEFT_OUT) if not left_out]
+    for number, part in enumerate(parts):
+        places = [at] if number == 0 and shown[0] != _LEFT_OUT else range(at, len(printed) - len(part) + 1)
+        if number == len(parts) - 1 and shown[-1] != _LEFT_OUT:
             places = [place for place in places if place == len(printed) - len(part)]
         wanted = [_plain(line) for line in part]
         found = next((p for p in places if [_plain(line) for line in printed[p : p + len(part)]] == wanted), None)
@@ -109,18 +110,6 @@ def parts_from(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     before = shown.index(_LEFT_OUT)
     after = len(shown) - before - 1
     return [*printed[:before], _LEFT_OUT, *(printed[-after:] if after else [])]
-
-
-def _parts(shown: Sequence[str]) -> list[list[str]]:
-    return [list(part) for left_out, part in groupby(shown, lambda line: line == _LEFT_OUT) if not left_out]
-
-
-def _begins_open(shown: Sequence[str]) -> bool:
-    return bool(shown) and shown[0] == _LEFT_OUT
-
-
-def _ends_open(shown: Sequence[str]) -> bool:
-    return bool(shown) and shown[-1] == _LEFT_OUT
 
 
 def _plain(line: str) -> str:
