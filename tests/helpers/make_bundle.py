@@ -91,27 +91,30 @@ def bundle(
 
 
 def _listing(parts: Sequence[Part], ranges: Sequence[tuple[int, int]]) -> bytes:
-    builder = flatbuffers.Builder(1024)
-    objects = []
+    builder, objects = flatbuffers.Builder(1024), list[int]()
     for part, (begin, end) in zip(parts, ranges, strict=True):
-        items = _vector(builder, [_item(builder, key, value) for key, value in part.items.items()])
-        builder.StartObject(4)
-        builder.PrependUOffsetTRelativeSlot(0, items, 0)
-        builder.PrependUint64Slot(1, begin, 0)
-        builder.PrependUint64Slot(2, end, 0)
-        builder.PrependUint8Slot(3, part.data_type, 0)
-        objects.append(builder.EndObject())
-    listed = _vector(builder, objects)
-    builder.StartObject(1)
-    builder.PrependUOffsetTRelativeSlot(0, listed, 0)
-    sections = builder.EndObject()
-    builder.StartObject(2)
-    builder.PrependUOffsetTRelativeSlot(1, sections, 0)
-    builder.Finish(builder.EndObject())
+        items = vector(builder, [_item(builder, key, value) for key, value in part.items.items()])
+        places = ("Uint64", 1, begin), ("Uint64", 2, end), ("Uint8", 3, part.data_type)
+        objects.append(table(builder, 4, (TABLE, 0, items), *places))
+    sections = table(builder, 1, (TABLE, 0, vector(builder, objects)))
+    builder.Finish(table(builder, 2, (TABLE, 1, sections)))
     return bytes(builder.Output())
 
 
-def _vector(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
+TABLE = "UOffsetTRelative"
+"""A slot that leads to a table, a vector or a string."""
+
+
+def table(builder: flatbuffers.Builder, size: int, *slots: tuple[str, int, Any]) -> int:
+    """A table of ``size`` slots, of which these have a value: kind, number, value."""
+    builder.StartObject(size)
+    for kind, number, value in slots:
+        getattr(builder, f"Prepend{kind}Slot")(number, value, 0)
+    return int(builder.EndObject())
+
+
+def vector(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
+    """A vector of what ``offsets`` lead to."""
     builder.StartVector(4, len(offsets), 4)
     for offset in reversed(offsets):
         builder.PrependUOffsetTRelative(offset)
@@ -120,14 +123,8 @@ def _vector(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
 
 def _item(builder: flatbuffers.Builder, key: str, value: str) -> int:
     name, text = builder.CreateString(key), builder.CreateString(value)
-    builder.StartObject(1)
-    builder.PrependUOffsetTRelativeSlot(0, text, 0)
-    boxed = builder.EndObject()
-    builder.StartObject(3)
-    builder.PrependUOffsetTRelativeSlot(0, name, 0)
-    builder.PrependUint8Slot(1, _STRING_VALUE, 0)
-    builder.PrependUOffsetTRelativeSlot(2, boxed, 0)
-    return int(builder.EndObject())
+    boxed = table(builder, 1, (TABLE, 0, text))
+    return table(builder, 3, (TABLE, 0, name), ("Uint8", 1, _STRING_VALUE), (TABLE, 2, boxed))
 
 
 def load(data: bytes) -> Any:

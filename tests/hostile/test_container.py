@@ -18,7 +18,7 @@ import flatbuffers
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers.make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, parts_of
+from helpers.make_bundle import ALIGNMENT, DRAFTER, TABLE, Memory, Part, bundle, parts_of, table, vector
 from helpers.make_drafter import plain_drafter
 from seam import (
     FormatError,
@@ -145,12 +145,8 @@ def test_magic(tmp_path: Path) -> None:
     """Without the magic it is no bundle."""
     path = tmp_path / "bad.litertlm"
     path.write_bytes(bundle([PARTS[0], PARTS[2]], magic=b"LITERTLN"))
-    refuse(
-        path,
-        tmp_path / "out" / "x",
-        NoDrafterError,
-        "another kind of file .first bytes 4c 49 54 45 52 54 4c 4e.. Check",
-    )
+    expected = "another kind of file .first bytes 4c 49 54 45 52 54 4c 4e.. Check"
+    refuse(path, tmp_path / "out" / "x", NoDrafterError, expected)
 
 
 def header_of(build: Callable[[flatbuffers.Builder], int]) -> bytes:
@@ -162,18 +158,8 @@ def header_of(build: Callable[[flatbuffers.Builder], int]) -> bytes:
 
 
 def same_section_again_and_again(builder: flatbuffers.Builder, count: int = 1 << 20) -> int:
-    builder.StartObject(4)
-    section = builder.EndObject()
-    builder.StartVector(4, count, 4)
-    for _ in range(count):
-        builder.PrependUOffsetTRelative(section)
-    sections = builder.EndVector()
-    builder.StartObject(1)
-    builder.PrependUOffsetTRelativeSlot(0, sections, 0)
-    listing = builder.EndObject()
-    builder.StartObject(2)
-    builder.PrependUOffsetTRelativeSlot(1, listing, 0)
-    return int(builder.EndObject())
+    sections = vector(builder, [table(builder, 4)] * count)
+    return table(builder, 2, (TABLE, 1, table(builder, 1, (TABLE, 0, sections))))
 
 
 def test_a_million_sections_that_are_one() -> None:
@@ -217,24 +203,9 @@ def test_items_that_are_not_utf_8_or_not_numbers(tmp_path: Path) -> None:
 
 
 def _float_item(builder: flatbuffers.Builder) -> int:
-    key = builder.CreateString("backend")
-    builder.StartObject(1)
-    builder.PrependFloat32Slot(0, float("nan"), 0)
-    value = builder.EndObject()
-    builder.StartObject(3)
-    builder.PrependUOffsetTRelativeSlot(0, key, 0)
-    builder.PrependUint8Slot(1, 7, 0)
-    builder.PrependUOffsetTRelativeSlot(2, value, 0)
-    pair = builder.EndObject()
-    builder.StartVector(4, 1, 4)
-    builder.PrependUOffsetTRelative(pair)
-    entries = builder.EndVector()
-    builder.StartObject(1)
-    builder.PrependUOffsetTRelativeSlot(0, entries, 0)
-    system = builder.EndObject()
-    builder.StartObject(2)
-    builder.PrependUOffsetTRelativeSlot(0, system, 0)
-    return int(builder.EndObject())
+    key, value = builder.CreateString("backend"), table(builder, 1, ("Float32", 0, float("nan")))
+    entries = vector(builder, [table(builder, 3, (TABLE, 0, key), ("Uint8", 1, 7), (TABLE, 2, value))])
+    return table(builder, 2, (TABLE, 0, table(builder, 1, (TABLE, 0, entries))))
 
 
 def test_an_item_that_is_not_a_number() -> None:

@@ -13,6 +13,7 @@ import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.make_bundle import (
     DRAFTER,
+    TABLE,
     Memory,
     Part,
     added,
@@ -24,6 +25,8 @@ from helpers.make_bundle import (
     on_model,
     pack,
     set_buffer,
+    table,
+    vector,
 )
 from helpers.make_drafter import DrafterSpec, plain_model
 from seam import (
@@ -481,27 +484,11 @@ def test_composites(tmp_path: Path, change: Callable[[Any], None], error: type[M
 def _shared_tables(subgraphs: int, tensors: int, name: int, buffers: int = 1) -> bytes:
     """A model of ``subgraphs`` × ``tensors`` tensors that are all one, with a name of ``name`` bytes."""
     builder = flatbuffers.Builder(1 << 16)
-    text = builder.CreateString("x" * name)
-    builder.StartObject(4)
-    builder.PrependUOffsetTRelativeSlot(3, text, 0)
-    tensor = builder.EndObject()
-
-    def repeated(offset: int, count: int) -> int:
-        builder.StartVector(4, count, 4)
-        for _ in range(count):
-            builder.PrependUOffsetTRelative(offset)
-        return int(builder.EndVector())
-
-    listed = repeated(tensor, tensors)
-    builder.StartObject(1)
-    builder.PrependUOffsetTRelativeSlot(0, listed, 0)
-    graphs = repeated(builder.EndObject(), subgraphs)
-    builder.StartObject(1)
-    empty = repeated(builder.EndObject(), buffers)
-    builder.StartObject(5)
-    builder.PrependUOffsetTRelativeSlot(2, graphs, 0)
-    builder.PrependUOffsetTRelativeSlot(4, empty, 0)
-    builder.Finish(builder.EndObject(), b"TFL3")
+    tensor = table(builder, 4, (TABLE, 3, builder.CreateString("x" * name)))
+    graph = table(builder, 1, (TABLE, 0, vector(builder, [tensor] * tensors)))
+    graphs = vector(builder, [graph] * subgraphs)
+    empty = vector(builder, [table(builder, 1)] * buffers)
+    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, empty)), b"TFL3")
     return bytes(builder.Output())
 
 
