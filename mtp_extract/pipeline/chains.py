@@ -37,12 +37,13 @@ def how_derived(original: Weight, found: Weight) -> Chain | None:
     """
     if original.shape != found.shape:
         return None
-    first, there = _first_rows(original), _first_rows(found)
+    # The first rows of a matrix alone refute almost every chain.
+    pairs = [(_first_rows(original), _first_rows(found)), (original, found)]
     for chain in CHAINS:
-        if not _gives(first, chain, there):
-            continue
-        if (first is original and there is found) or _gives(original, chain, found):
-            return chain or _folded(original, found)
+        if all(_gives(one, chain, other) for one, other in pairs):
+            # Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them.
+            folded = found.scheme is not None and not has_exact_steps(original) and has_exact_steps(found)
+            return chain or ((_EXACT_SCALES,) if folded else ())
     return None
 
 
@@ -55,31 +56,19 @@ def _gives(original: Weight, chain: Chain, found: Weight) -> bool:
         return False
 
 
-def _folded(original: Weight, found: Weight) -> Chain:
-    """Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them."""
-    rounded = found.scheme is not None and not has_exact_steps(original) and has_exact_steps(found)
-    return (_EXACT_SCALES,) if rounded else ()
-
-
 def _first_rows(weight: Weight) -> Weight:
     """The first rows of a matrix, as a weight."""
-    if len(weight.shape) != 2 or weight.rows <= ROW_STEP:
+    if len(weight.shape) != 2:
         return weight
-
-    shape = ROW_STEP, weight.columns
+    shape = min(weight.rows, ROW_STEP), weight.columns
     if weight.scheme is None:
         return Weight(shape, weight.floats)
-    steps = weight.steps
-    first = replace(steps, size=steps.size[:ROW_STEP], zero_point=steps.zero_point[:ROW_STEP])
+    steps, rows = weight.steps, slice(ROW_STEP)
+    first = replace(steps, size=steps.size[rows], zero_point=steps.zero_point[rows])
     return Weight(shape, weight.codes, weight.scheme, first)
 
 
 def in_words(chain: Chain) -> str:
     """What was done to a weight, in words."""
-    words = []
-    for step in chain:
-        if step in RULES:
-            words.append(f"to integers by {step}")
-        else:
-            words.append(f"to {step.removesuffix(SCALES)} in their scales" if step.endswith(SCALES) else f"to {step}")
-    return ", then ".join(words)
+    rules = {rule: f"integers by {rule}" for rule in RULES}
+    return ", then ".join("to " + rules.get(step, step.replace(SCALES, " in their scales")) for step in chain)

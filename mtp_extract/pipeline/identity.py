@@ -6,10 +6,9 @@ directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape, few
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.directory import static_scale
+from mtp_extract.graph.roles import Activation
 from mtp_extract.pipeline.chains import Chain, how_derived, in_words
 from mtp_extract.pipeline.check import AGAIN, RECORD, Check, changed_files, read_record, unexpected_in, with_record
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
@@ -92,51 +92,46 @@ def check_identity(directory: Path, source: Shard) -> list[Check]:
         MtpExtractError: the bundle cannot be read.
     """
     original, format_ = checkpoint_of(source), format_of(directory)
-    written, derived = format_.read(directory), dict[str, Chain]()
-    differences = _apart(_meaning(original.mtp), _meaning(written.mtp))
-    config = _check("config", differences, ["every number agrees"])
-    nothing = "nothing that would make an engine load something else"
-    files = _check("files", unexpected_in(directory), [nothing])
-    tensors = Check("tensors", _WHAT["tensors"], None, "not of the file's config")
-    function = Check("function", _WHAT["function"], None, "not of the file's config and tensors")
-    record = Check("record", _WHAT["record"], None, f"there is no {RECORD}")
-    proven: list[str] = []
-    if config.passed:
-        wrong = _differing(directory, written, original, format_.name, derived)
-        tensors = _check("tensors", wrong, _summary(written, derived))
+    written, chains = format_.read(directory), dict[str, Chain]()
+    numbers, said = (asdict(replace(one.mtp, max_position_embeddings=None)) for one in (original, written))
+    config = _check("config", _apart(numbers, said), ["every number agrees"])
+    files = _check("files", unexpected_in(directory), ["nothing that would make an engine load something else"])
+    wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
+    tensors = _check("tensors", wrong, _summary(written, chains) if config.passed else ["not of the file's config"])
+    proven, refuted, unproven = list[str](), None, "not of the file's config and tensors"
     if tensors.passed:
         try:
-            proven = proof_in_words(prove_checkpoint(source, original))
-            function = _check("function", (), proven)
+            refuted, proven = [], proof_in_words(prove_checkpoint(source, original))
         except ProofError as error:
-            function = _check("function", [str(error).split(". ")[0]])
+            refuted = [str(error).split(". ")[0]]
         except UnsupportedError as error:
             # The graph is none that a proof can be made of: nothing is shown of the directory.
-            function = dataclasses.replace(function, evidence=str(error).split(". ")[0])
+            unproven = str(error).split(". ")[0]
+    function = _check("function", refuted, proven or [unproven])
     if (directory / RECORD).exists():
-        wrong = _contradicted(directory, source, original, written, derived, proven)
+        wrong = _contradicted(directory, written, source, original, chains, proven)
         record = _check("record", wrong, ["every file is as recorded"])
+    else:
+        record = _check("record", None, [f"there is no {RECORD}"])
     return [config, files, tensors, function, record]
 
 
-def _check(name: str, wrong: Iterable[str], sound: Iterable[str] = ()) -> Check:
-    """What was checked, and what is ``wrong``; where nothing is, what makes it ``sound``."""
+def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> Check:
+    """What was checked, and what is ``wrong``: None where it was not; ``otherwise`` says why, or what it shows."""
+    if wrong is None:
+        return Check(name, _WHAT[name], None, "; ".join(otherwise))
     try:
         evidence = few(wrong, separator="; ")
     except CheckpointError as error:
         # What is damaged shows where it is read.
         evidence = " ".join(str(error).split())
-    return Check(name, _WHAT[name], not evidence, evidence or "; ".join(sound))
-
-
-def _meaning(config: DrafterConfig) -> dict[str, Any]:
-    """Every number of ``config`` that a graph fixes, whatever form a configuration has."""
-    fields = dataclasses.asdict(dataclasses.replace(config, max_position_embeddings=None))
-    return {**fields, "layers": {str(index): layer for index, layer in enumerate(fields["layers"])}}
+    return Check(name, _WHAT[name], not evidence, evidence or "; ".join(otherwise))
 
 
 def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
     """Where what is ``said`` in a directory is not what is ``made`` of the bundle."""
+    if isinstance(made, (list, tuple)) and isinstance(said, (list, tuple)):
+        made, said = ({str(index): value for index, value in enumerate(one)} for one in (made, said))
     if isinstance(made, dict) and isinstance(said, dict):
         for key in {**made, **said}:
             yield from _apart(made.get(key), said.get(key), f"{place}.{key}" if place else key)
@@ -145,9 +140,9 @@ def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
 
 
 def _differing(
-    directory: Path, written: Checkpoint, original: Checkpoint, layout: str, derived: dict[str, Chain]
+    directory: Path, written: Checkpoint, original: Checkpoint, layout: str, chains: dict[str, Chain]
 ) -> Iterator[str]:
-    """The first tensor that is not derived from the file's; what was done to the others is put into ``derived``.
+    """The first tensor that is not derived from the file's; what was done to the others is put into ``chains``.
 
     Raises:
         CheckpointError: scales, or codes that are kept beside it, are damaged.
@@ -161,17 +156,23 @@ def _differing(
         if chain is None:
             yield f"{name} {_other(there)}"
             return
-        if static and there.scheme and _static_scales(written, role.name) != _static_scales(original, role.name):
+        scales, own = (_static_scales(one.activations.get(role.name)) for one in (written, original))
+        if static and there.scheme and scales != own:
             yield f"{name} has other static scales of activations than the file's"
             return
-        derived[role.name] = chain
+        chains[role.name] = chain
     for role_name, there in with_codes(directory, written).tensors.items():
         if there is not written.tensors[role_name]:
-            chain, own = how_derived(original.tensors[role_name], there), original.tensors[role_name].bits
-            if chain is None or (not chain and own != there.bits):
+            chain, own_bits = how_derived(original.tensors[role_name], there), original.tensors[role_name].bits
+            if chain is None or (not chain and own_bits != there.bits):
                 yield f"{CODES_FILE}: {role_name} {_other(there)}"
             else:
-                derived[f"{CODES_FILE}: {role_name}"] = chain
+                chains[f"{CODES_FILE}: {role_name}"] = chain
+
+
+def _static_scales(pair: tuple[Activation | None, Activation | None] | None) -> list[np.float32]:
+    """Of what goes into a matrix and comes out, 0 where there is none, as files hold them."""
+    return [np.float32(static_scale(activation)) for activation in pair or (None, None)]
 
 
 def _other(there: Weight) -> str:
@@ -185,37 +186,31 @@ def _other(there: Weight) -> str:
     return "has other values than the file's"
 
 
-def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
-    """Of what goes into the matrix of ``role`` and comes out, 0 where there is none, as files hold them."""
-    return [np.float32(static_scale(activation)) for activation in checkpoint.activations.get(role, (None, None))]
-
-
-def _summary(written: Checkpoint, derived: Mapping[str, Chain]) -> Iterator[str]:
+def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
     """How many tensors are the file's codes, codes that a rule made, or floats; and what was done to them."""
     kinds = Counter[tuple[str, Chain]]()
     for role, there in written.tensors.items():
-        if (chain := derived.get(role)) is None:
+        if (chain := chains.get(role)) is None:
             continue
+        held = there.tensor.dtype if isinstance(there, Stored) else "no file, as they are 1"
         if there.scheme is not None:
             held = "codes" if any(step in RULES for step in chain) else "the file's codes"
-        else:
-            held = there.tensor.dtype if isinstance(there, Stored) else "no file, as they are 1"
         # What is stored in a type has been rounded to it.
         stored = chain and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") == held
         kinds[held, chain[:-1] if stored else chain] += 1
     yield f"all {kinds.total()} are derived from the file's, every bit"
     for (held, chain), count in sorted(kinds.items()):
         yield f"{count} in {held}" + (f", rounded {in_words(chain)}" if chain else "")
-    if beside := len(derived) - kinds.total():
+    if beside := len(chains) - kinds.total():
         yield f"beside them {beside} have the file's codes"
 
 
 def _contradicted(
     directory: Path,
+    written: Checkpoint,
     source: Shard,
     original: Checkpoint,
-    written: Checkpoint,
-    derived: Mapping[str, Chain],
+    chains: Mapping[str, Chain],
     proven: list[str],
 ) -> Iterator[str]:
     """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
@@ -224,7 +219,7 @@ def _contradicted(
     the card are no matter of the bundle. Of a directory that is not ``proven``, its files alone are compared.
 
     Raises:
-        CheckpointError: the files are not as the record says.
+        CheckpointError: the record is none that this release reads.
     """
     record = read_record(directory)
     yield from changed_files(directory, record)
@@ -233,7 +228,7 @@ def _contradicted(
     for key in ("tuning", "ordered_head"):
         if key in record:
             yield f"{key} says that the weights were changed, and they are the file's"
-    done = {step for chain in derived.values() for step in chain}
+    done = {step for chain in chains.values() for step in chain}
     if record["source"]["kind"] != CHECKPOINT:
         made = {**of_bundle(source, original), "geometry": original.mtp.as_json()}
         made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
@@ -241,12 +236,12 @@ def _contradicted(
         # Another release may say the same in other words.
         if record["proof"] is not None and record["tool"]["version"] == __version__:
             made["proof"] = proven
-        yield from _apart(json.loads(json.dumps(made)), {key: record[key] for key in made})
+        yield from _apart(made, {key: record[key] for key in made})
         # A directory of unknown origin came with what had been done to it.
         if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
             yield f"does not say that weights were rounded ({', '.join(untold)})"
     if record["rule"] and record["rule"] not in done:
         yield f"says that codes were made by {record['rule']}, and none were"
-    types = {weight.tensor.dtype for weight in written.tensors.values() if isinstance(weight, Stored)}
-    if record["dtype"] != CODES and DTYPES[record["dtype"]].safetensors not in types:
+    held = {weight.tensor.dtype for weight in written.tensors.values() if isinstance(weight, Stored)}
+    if record["dtype"] != CODES and DTYPES[record["dtype"]].safetensors not in held:
         yield f"dtype is {escape(record['dtype'])}, and no weight is held so"

@@ -16,11 +16,9 @@ from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.graph.call import grid_of
-from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
@@ -63,8 +61,8 @@ def inspect(
     Raises:
         NoDrafterError: ``section`` is no TFLite section; or the source is neither a bundle nor a model.
     """
-    bundle = opened.bundle
-    known = known_bundle(opened.source)
+    bundle, known = opened.bundle, known_bundle(opened.source)
+    of_section = ("index", "data_type", "type_name", "model_type", "begin", "end", "size", "items")
     report: dict[str, Any] = {
         "name": opened.source.name,
         "size": opened.source.size,
@@ -73,98 +71,80 @@ def inspect(
         "known_bundle": known["name"] if known else None,
         "provenance": dict(sorted(opened.source.provenance.items())),
         "items": dict(bundle.items) if bundle else {},
-        "sections": [
-            {
-                **{"index": s.index, "data_type": s.data_type, "type": s.type_name, "model_type": s.model_type},
-                **{"begin": s.begin, "end": s.end, "size": s.size, "items": dict(s.items)},
-            }
-            for s in opened.sections
-        ],
+        "sections": [_picked(one, *of_section) for one in opened.sections],
     }
     if section is not None:
         (chosen,) = replace(opened, section=section).chosen()
-        report["model"] = _model(opened.model(chosen), tensors)
-        return Inspection(report, None)
-    problem: MtpExtractError | None = None
+        return Inspection({**report, "model": _model(opened.model(chosen), tensors)}, None)
     try:
         drafter = opened.drafter(sliding_window)
-        report["drafter"] = _drafter(drafter, tensors, graph)
-        report["drafter"]["base_model"] = (
-            drafter.known["base_model"] if drafter.known else known and known["base_model"]
-        )
+        found = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
     except NoDrafterError as error:
         if bundle is None and not opened.is_model:
             raise
-        report["drafter"], report["no_drafter"] = None, str(error)
+        return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
-        report["drafter"], report["problem"], problem = None, str(error), error
-    return Inspection(report, problem)
+        return Inspection({**report, "drafter": None, "problem": str(error)}, error)
+    found["base_model"] = (drafter.known or known or {"base_model": None})["base_model"]
+    return Inspection({**report, "drafter": found}, None)
 
 
-def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
-    section = drafter.section
-    confirmed = set(drafter.names.confirmed)
-    found: dict[str, Any] = {
-        "section": section.index if section else None,
+def _picked(thing: object, *names: str) -> dict[str, Any]:
+    """Attributes of ``thing`` by name, as JSON has them."""
+    found = {name.removesuffix("_name"): getattr(thing, name) for name in names}
+    found |= {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
+    return found | {name: dict(value) for name, value in found.items() if isinstance(value, Mapping)}
+
+
+def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
+    roles, region = drafter.walk.roles, drafter.model.region
+    types = Counter(role.tensor.type_name for role in roles if role.tensor is not None)
+    return {
+        "section": drafter.section.index if drafter.section else None,
         "found_by": drafter.found_by,
-        "begin": drafter.model.region.begin,
-        "size": drafter.model.region.size,
+        "begin": region.begin,
+        "size": region.size,
         "known_as": drafter.known["name"] if drafter.known else None,
         "geometry": drafter.config.as_json(),
-        "parameters": sum(math.prod(r.shape) for r in drafter.walk.roles),
-        "stored_types": dict(
-            sorted(Counter(r.tensor.type_name for r in drafter.walk.roles if r.tensor is not None).items())
-        ),
-        "roles_found": len(drafter.walk.roles),
+        "parameters": sum(math.prod(role.shape) for role in roles),
+        "stored_types": dict(sorted(types.items())),
+        "roles_found": len(roles),
         "set_aside_count": len(drafter.walk.aside),
-        "names_confirmed": len(confirmed),
+        "names_confirmed": len(set(drafter.names.confirmed)),
         "model": _model(drafter.model, tensors),
     }
-    if graph:
-        found["roles"] = [_role(drafter, role, role.role in confirmed) for role in drafter.walk.roles]
-        found["set_aside"] = [
-            {
-                **{"tensor": aside.tensor.index, "subgraph": aside.tensor.subgraph, "name": aside.tensor.name},
-                **{"dtype": aside.tensor.type_name, "shape": list(aside.tensor.shape)},
-                **{"op": aside.op, "reason": aside.reason},
-            }
-            for aside in drafter.walk.aside
-        ]
-        found["kv_inputs"] = _caches(drafter)
-        found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter))
-    return found
 
 
-def _role(drafter: Shard, role: FoundRole, confirmed: bool) -> dict[str, Any]:
-    """A role with its constant, how that is quantized, the static quantization around a matrix, and the evidence."""
-    tensor = defaultdict(lambda: None, {} if role.tensor is None else _tensor(drafter.model, role.tensor))
-    return {
-        "role": role.role,
-        "shape": list(role.shape),
-        "tensor": tensor["index"],
-        **{key: tensor[key] for key in ("subgraph", "name", "type", "quantization", "data")},
-        "factor": role.factor,
-        "why": role.why,
-        "activations": to_builtins({"input": role.input, "output": role.output}),
-        "name_confirms": confirmed,
-    }
-
-
-def _caches(drafter: Shard) -> dict[str, Any]:
-    """The base model's caches that the drafter reads: type, shape, static quantization and the layers that read it."""
-    result = {}
-    for name, tensor in drafter.walk.caches.items():
-        scale, zero_point = grid_of(tensor) or (None, None)
-        layers = [index for index, layer in enumerate(drafter.walk.layers) if name in (layer.key, layer.value)]
-        own = {"dtype": tensor.type_name, "shape": list(tensor.shape), "scale": scale, "zero_point": zero_point}
-        result[name] = {**own, "layers": layers}
-    return result
+def _graph(drafter: Shard) -> dict[str, Any]:
+    """Every role with its constant and the evidence for it, every other constant, the base's caches with the layers
+    that read them, and the proof."""
+    model, walk, confirmed = drafter.model, drafter.walk, set(drafter.names.confirmed)
+    roles, aside, caches = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, Any]()
+    for role in walk.roles:
+        tensor = defaultdict(lambda: None, {} if role.tensor is None else _tensor(model, role.tensor))
+        found = {"role": role.role, "shape": list(role.shape), "tensor": tensor["index"]}
+        found |= {key: tensor[key] for key in ("subgraph", "name", "type", "quantization", "data")}
+        activations = to_builtins({"input": role.input, "output": role.output})
+        found |= {"factor": role.factor, "why": role.why, "activations": activations}
+        roles.append({**found, "name_confirms": role.role in confirmed})
+    for other in walk.aside:
+        own = _picked(other.tensor, "index", "subgraph", "name", "type_name", "shape")
+        own = {"tensor": own.pop("index"), "dtype": own.pop("type"), **own}
+        aside.append({**own, "op": other.op, "reason": other.reason})
+    for name, cache in walk.caches.items():
+        scale, zero_point = grid_of(cache) or (None, None)
+        layers = [index for index, layer in enumerate(walk.layers) if name in (layer.key, layer.value)]
+        held = {"dtype": cache.type_name, "shape": list(cache.shape), "scale": scale, "zero_point": zero_point}
+        caches[name] = {**held, "layers": layers}
+    proof = prove_checkpoint(drafter, checkpoint_of(drafter))
+    return {"roles": roles, "set_aside": aside, "kv_inputs": caches, "proof": proof}
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
+    """Its signatures, and how large it is; with ``tensors`` every tensor."""
+
     def interface(subgraph: int, names: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        found = {name: model.tensor(subgraph, index) for name, index in names.items()}
-        return {name: {"type": tensor.type_name, "shape": list(tensor.shape)} for name, tensor in found.items()}
+        return {name: _picked(model.tensor(subgraph, at), "type_name", "shape") for name, at in names.items()}
 
     described: dict[str, Any] = {
         "description": model.description,
@@ -172,12 +152,8 @@ def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
         "tensors_in_all": sum(len(g.tensors) for g in model.subgraphs),
         "operators": sum(len(g.operators) for g in model.subgraphs),
         "signatures": [
-            {
-                "key": s.key,
-                "subgraph": s.subgraph,
-                "inputs": interface(s.subgraph, s.inputs),
-                "outputs": interface(s.subgraph, s.outputs),
-            }
+            {**_picked(s, "key", "subgraph")}
+            | {side: interface(s.subgraph, getattr(s, side)) for side in ("inputs", "outputs")}
             for s in model.signatures
         ],
     }
@@ -188,10 +164,8 @@ def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
 
 def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     """A tensor with its quantization and where its bytes lie; of bytes that cannot be read, such as strings, why."""
-    described: dict[str, Any] = {
-        **{"subgraph": tensor.subgraph, "index": tensor.index, "name": tensor.name},
-        **{"type": tensor.type_name, "shape": list(tensor.shape), "quantization": None, "data": None},
-    }
+    described = _picked(tensor, "subgraph", "index", "name", "type_name", "shape")
+    described |= {"quantization": None, "data": None}
     if (found := tensor.quantization) is not None:
         described["quantization"] = {
             **{"scales": found.scales.count, "zero_points": found.zero_points.count, "axis": found.axis},
@@ -227,20 +201,31 @@ def inspect_checkpoint(
         with open_bundle(bundle, progress=progress) as opened:
             checks, against = verify_against(place, opened), opened.source.name
     read = ReadDirectory.of(place)
-    found, record = read.written, read.record
-    known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
-    shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
-    types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
+    config, weights = read.written.config, read.written.tensors
+    shapes = {role: shape for role, shape in shapes_of(config).items() if role.name in weights}
+    listed, types = [], Counter[str]()
+    for role, shape in shapes.items():
+        weight, block, stored = weights[role.name], None, "implied"
+        if isinstance(weight, Stored):
+            stored = weight.tensor.dtype
+        elif weight.scheme is not None:
+            # Neighbours of a row that share a scale; None where a row has one, or none.
+            stored, block = f"INT{weight.scheme.bits}", weight.steps.block if weight.steps.block != shape[-1] else None
+        own = {"role": role.name, "name": role.names.get(read.layout, role.name), "type": stored}
+        listed.append({**own, "shape": list(shape), "block_size": block})
+        types[stored] += 1
+    known = known_drafter(config) if isinstance(config, DrafterConfig) else None
     holds: dict[str, Any] = {
         "format": read.layout,
         "known_as": known["name"] if known else None,
-        "geometry": found.config.as_json(),
+        "geometry": config.as_json(),
         "parameters": sum(map(math.prod, shapes.values())),
         "weights": len(shapes),
-        "stored_types": dict(sorted(Counter(types.values()).items())),
+        "stored_types": dict(sorted(types.items())),
+        **({"tensors": listed} if tensors else {}),
     }
-    problem: MtpExtractError | None = None
-    if found.architecture == EAGLE3:
+    problem = None
+    if read.written.architecture == EAGLE3:
         findings = findings_of(read.directory)
         holds["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
         if wrong := sum(finding.is_error for finding in findings):
@@ -248,28 +233,13 @@ def inspect_checkpoint(
                 f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found "
                 f"{wrong}. Convert it, or change its config as said."
             )
-    if tensors:
-        holds["tensors"] = []
-        for role, shape in shapes.items():
-            weight = found.tensors[role.name]
-            # Neighbours of a row that share a scale; None where a row has one, or none.
-            shared = weight.steps.block if weight.scheme is not None else shape[-1]
-            block = shared if shared != shape[-1] else None
-            own = {"role": role.name, "name": role.names.get(read.layout, role.name), "type": types[role.name]}
-            holds["tensors"].append({**own, "shape": list(shape), "block_size": block})
     report = {
         "directory": str(read.directory),
-        "files": len({*record["files"]} - {CARD}) if read.is_recorded else None,
+        "files": len({*read.record["files"]} - {CARD}) if read.is_recorded else None,
         "against": against,
         "checks": [asdict(check) for check in checks],
         "ok": problem is None,
-        "extraction": record if read.is_recorded else None,
+        "extraction": read.record if read.is_recorded else None,
         "holds": holds,
     }
     return Inspection(report, problem)
-
-
-def _stored_type(tensor: Weight) -> str:
-    if isinstance(tensor, Stored):
-        return tensor.tensor.dtype
-    return f"INT{tensor.scheme.bits}" if tensor.scheme is not None else "implied"

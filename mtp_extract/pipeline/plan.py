@@ -24,11 +24,6 @@ _RULES = "; ".join(
 )
 
 
-def _completed(incomplete: str) -> list[str]:
-    """What a shell offers after ``--for``."""
-    return [name for name in NAMES if name.startswith(incomplete)]
-
-
 @dataclass(frozen=True)
 class WritingPlan:
     """As :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
@@ -39,7 +34,7 @@ class WritingPlan:
             "--for",
             help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
             metavar="NAME",
-            autocompletion=_completed,
+            autocompletion=lambda begun: [name for name in NAMES if name.startswith(begun)],
         ),
     ] = None
     dtype: Annotated[
@@ -70,11 +65,17 @@ class WritingPlan:
             architecture: of the drafter; an engine loads each in a format of its own.
 
         Raises:
-            UnsupportedError: the engine loads no such drafter, or the format has no such type.
+            UnsupportedError: the engine or the format is for no such drafter, or the format has no such type.
         """
         name = choose(self.format, architecture)
         listed = EVERY[name]
-        if self.dtype is not None and self.dtype not in listed.dtypes:
+        if listed.architecture != architecture:
+            raise UnsupportedError(
+                f"The {name} format holds drafters of the architecture {listed.architecture}, and this is one of "
+                f"{architecture}. Choose another format.",
+                remedies=("format",),
+            )
+        if self.dtype not in (None, *listed.dtypes):
             raise UnsupportedError(
                 f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another of the "
                 "two.",

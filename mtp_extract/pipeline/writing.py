@@ -58,14 +58,7 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
     Raises:
         UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
     """
-    format_ = format_named(name)
-    if (architecture := EVERY[format_.name].architecture) != checkpoint.architecture:
-        raise UnsupportedError(
-            f"The {format_.name} format holds drafters of the architecture {architecture}, and this is one of "
-            f"{checkpoint.architecture}. Choose another format.",
-            remedies=("format",),
-        )
-    made = arrange(format_, checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
+    made = arrange(format_named(name), checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
     if plan.quantize is not None:
         made = _quantized(made, plan.quantize)
     # What the format cannot express is refused before a byte is written.
@@ -73,38 +66,36 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
     return made
 
 
-def _quantized(made: Arranged, rule: str) -> Arranged:
-    """``made`` with every matrix that has no codes rounded by ``rule``, where the format then keeps it as codes.
+def _quantized(made: Arranged, name: str) -> Arranged:
+    """``made`` with every matrix that has no codes rounded by the rule ``name``, where the format then keeps it as
+    codes.
 
     Roles that share a weight share its codes.
     """
-    name, rules, kept = made.format.name, EVERY[made.format.name].rules, made.kept
-    if rule not in rules:
+    layout, rules, rule = made.format.name, EVERY[made.format.name].rules, RULES[name]
+    if name not in rules:
         raise UnsupportedError(
-            f"The {name} format holds no codes that {rule} makes"
+            f"The {layout} format holds no codes that {name} makes"
             + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
             remedies=("quantize",) if rules else ("format",),
         )
     # Of an ordered head, rows of floats are read.
-    left = ("lm_head", CENTROIDS) if any(one.how == INDICES for one in kept.values()) else ()
-    tensors, rounded = dict(made.checkpoint.tensors), dict[int, Weight]()
-    done, why = False, "every matrix has its codes"
-    for role in (role for role in shapes_of(made.checkpoint.config) if role.kind == MATRIX and role.name not in left):
-        if (weight := tensors.get(role.name)) is None or weight.scheme is not None:
+    left = ("lm_head", CENTROIDS) if any(one.how == INDICES for one in made.kept.values()) else ()
+    tensors, rounded, why = dict(made.checkpoint.tensors), dict[int, Weight](), "every matrix has its codes"
+    for role in shapes_of(made.checkpoint.config):
+        weight = tensors.get(role.name)
+        if role.kind != MATRIX or role.name in left or weight is None or weight.scheme is not None:
             continue
-        if not RULES[rule].fits(weight):
-            why = f"no row is a whole number of blocks of {RULES[rule].block}"
+        if not rule.fits(weight):
+            why = f"no row is a whole number of blocks of {rule.block}"
             continue
-        new = rounded.setdefault(id(weight), RULES[rule].rounded(weight))
+        new = rounded.setdefault(id(weight), rule.rounded(weight))
         held = made.format.keep(role, new, made.dtype)
-        if held.how == CODES:
-            tensors[role.name], done = new, True
-        else:
-            why = held.why
-    if not done:
+        tensors[role.name], why = (new, why) if held.how == CODES else (weight, held.why)
+    if not any(weight.rule for weight in tensors.values()):
         raise UnsupportedError(
-            f"There is nothing to round by {rule} for the {name} format in {made.dtype}: {why}. Choose another rule or "
-            "format, or leave it out.",
+            f"There is nothing to round by {name} for the {layout} format in {made.dtype}: {why}. Choose another rule "
+            "or format, or leave it out.",
             remedies=("quantize", "format"),
         )
     checkpoint = replace(made.checkpoint, tensors=MappingProxyType(tensors))
