@@ -31,11 +31,6 @@ def paragraph(text: object) -> str:
     return _OPENING.sub(r"\1\\", plain(text).strip())
 
 
-def listed(items: Iterable[object]) -> str:
-    """A list, a line each."""
-    return "\n".join(f"- {paragraph(item)}" for item in items)
-
-
 def code(value: object) -> str:
     """``value`` as inline code that cannot end itself, a table cell or a line; a dash for nothing."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -18,6 +18,7 @@ import msgspec
 
 from mtp_extract._version import __version__
 from mtp_extract.report.markdown import visible
+from mtp_extract.report.templates import filled
 
 NOT_MEASURED = "not measured"
 _NUMBER = r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?"
@@ -88,23 +89,9 @@ def plain_json(record: object) -> Any:
 
 def as_html(page: Page) -> str:
     """The page; without pictures where matplotlib is missing, which a note says."""
-    # Imported here: only what writes a page pays for it.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else visible(value),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters["cell"] = lambda value: Markup(_cell(str(value)))  # noqa: S704 - it escapes what it is given
-    template, tables = templates.get_template("page.html"), sorted(page.tables, key=lambda table: table.folded)
-    drawn = find_spec("matplotlib") is not None
-    return template.render(page=page, tables=tables, drawn=drawn, not_measured=NOT_MEASURED)
+    tables, drawn = sorted(page.tables, key=lambda table: table.folded), find_spec("matplotlib") is not None
+    values: dict[str, Any] = {"page": page, "tables": tables, "drawn": drawn, "not_measured": NOT_MEASURED}
+    return filled("page.html", lambda value: escape(visible(value)), {"cell": _cell}, **values)
 
 
 def _cell(text: str) -> str:
