@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,9 +17,9 @@ from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.arranged import Arranged
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
-from mtp_extract.checkpoint.weight import Constant, Weight, filled
-from mtp_extract.errors import CheckpointError, SourceError, escape
-from mtp_extract.formats import EVERY, format_of
+from mtp_extract.checkpoint.weight import Constant, filled
+from mtp_extract.errors import SourceError, escape
+from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place
 from mtp_extract.io.source import Progress, Source, nothing_shown
 from mtp_extract.pipeline.check import recorded
@@ -43,16 +43,10 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         UnsupportedError: weights this release cannot read.
         FormatError: damaged quantization.
     """
-    tensors: dict[str, Weight] = {}
-    for found in drafter.walk.roles:
-        if found.tensor is None:
-            tensors[found.role] = filled(found.shape)
-        else:
-            tensors[found.role] = Constant(drafter.model, found)
-    activations = {found.role: (found.input, found.output) for found in drafter.walk.roles if len(found.shape) == 2}
-    return Checkpoint(
-        GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)
-    )
+    roles, model = drafter.walk.roles, drafter.model
+    tensors = {one.role: filled(one.shape) if one.tensor is None else Constant(model, one) for one in roles}
+    activations = MappingProxyType({one.role: (one.input, one.output) for one in roles if len(one.shape) == 2})
+    return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=activations)
 
 
 def extract(
@@ -93,7 +87,12 @@ def extract(
     """
     plan = WritingPlan(format, dtype, codes, quantize)
     name = plan.choose()
-    _require_no_checkpoint(source)
+    # os.path: a name that no system takes is no directory, and is refused where it is opened.
+    if isinstance(source, (str, os.PathLike)) and os.path.isdir(source):
+        raise SourceError(
+            f"{escape(source)}: expected a bundle, found a directory. To write a checkpoint in another format, use "
+            "`mtp-convert`."
+        )
     with (
         nullcontext(source)
         if isinstance(source, Opened)
@@ -111,22 +110,6 @@ def extract(
         # done when its bytes are written: making all numbers once more would take as long as the proof.
         origin |= {"converted_from": [], "proof": in_words(prove_checkpoint(drafter, original))}
         return write(made, target, origin, _notes(drafter, made), **to, progress=progress, compare_rounded=False)
-
-
-def _require_no_checkpoint(source: object) -> None:
-    """Refuse what is converted, and not extracted.
-
-    Raises:
-        SourceError: ``source`` is a checkpoint's directory.
-    """
-    # os.path: a name that no system takes is no directory, and is refused where it is opened.
-    if isinstance(source, (str, os.PathLike)) and os.path.isdir(place := Path(source)):
-        with suppress(CheckpointError):
-            format_of(place)
-            raise SourceError(
-                f"{escape(place)}: expected a bundle, found a checkpoint. To write it in another format, use "
-                "`mtp-convert`."
-            )
 
 
 def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:

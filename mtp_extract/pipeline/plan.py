@@ -24,6 +24,11 @@ _RULES = "; ".join(
 )
 
 
+def _completed(incomplete: str) -> list[str]:
+    """What a shell offers after ``--for``."""
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
 @dataclass(frozen=True)
 class WritingPlan:
     """As :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
@@ -34,7 +39,7 @@ class WritingPlan:
             "--for",
             help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
             metavar="NAME",
-            autocompletion=lambda begun: [name for name in NAMES if name.startswith(begun)],
+            autocompletion=_completed,
         ),
     ] = None
     dtype: Annotated[

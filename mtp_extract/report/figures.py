@@ -19,6 +19,7 @@ PALE = "#9cc9e6"
 _COLOURS, _MARKERS = ("#0072b2", "#d55e00", "#009e73", "#555555", "#cc79a7", "#c48800"), "os^DvP"
 _WIDTH = 4.6  # inches
 _LONGEST = 28  # characters of a label
+_CAPS: dict[str, Any] = {"elinewidth": 1, "capsize": 2.5}
 _STYLE: dict[Any, Any] = {
     "font.size": 11,
     "legend.fontsize": 10,
@@ -55,12 +56,9 @@ def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = "
             axes.barh(places, [value for value, _ in rows.values()], color=colours, height=0.8, label=_short(which))
             for place, (value, ends) in zip(places, rows.values(), strict=True):
                 if ends:
-                    arms = _arms([(value, ends)])
-                    axes.errorbar([value], [place], xerr=arms, ecolor="black", elinewidth=1, capsize=2.5)
-                end = ends[1] if ends else value
-                axes.annotate(
-                    f"{value:{form}}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10
-                )
+                    axes.errorbar([value], [place], xerr=_arms([(value, ends)]), ecolor="black", **_CAPS)
+                at: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(f"{value:{form}}", (ends[1] if ends else value, place), **at, fontsize=10)
         for row, name in enumerate(names):
             axes.annotate(_short(name), (0, 0.46 - (1 + len(series)) * row), va="bottom", fontsize=10)
         axes.set(xlabel=f"{label}; lines: 95 % intervals", yticks=[], ylim=(0.6 - (1 + len(series)) * len(names), 1.4))
@@ -75,16 +73,9 @@ def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
         for index, (name, points) in enumerate(series.items()):
             # Beside each other: bars of those that are nearly alike would hide one another.
             places = [at + 1 + 0.08 * (index - (len(series) - 1) / 2) for at in range(len(points))]
-            look = {"color": _COLOURS[index], "marker": _MARKERS[index], "markersize": 5}
-            axes.errorbar(
-                places,
-                [value for value, _ in points],
-                yerr=_arms(points),
-                label=_short(name),
-                capsize=2.5,
-                elinewidth=1,
-                **look,
-            )
+            look: dict[str, Any] = {"color": _COLOURS[index], "marker": _MARKERS[index], "markersize": 5}
+            values = [value for value, _ in points]
+            axes.errorbar(places, values, yerr=_arms(points), label=_short(name), **_CAPS, **look)
         axes.set(xlabel="draft step; bars: 95 % intervals", ylabel=label, ylim=(0, 103))
         axes.set_xticks(range(1, max(map(len, series.values())) + 1))
     return made[0]

@@ -104,5 +104,5 @@ def test_a_drafter_without_layer_scalars_is_converted(name: str, tmp_path: Path)
 
 
 def test_a_checkpoint_is_converted_and_not_extracted(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"expected a bundle, found a checkpoint\. .*`mtp-convert`"):
+    with pytest.raises(SourceError, match=r"expected a bundle, found a directory\. .*`mtp-convert`"):
         extract(checkpoint, tmp_path / "out")
