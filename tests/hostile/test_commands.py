@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -132,29 +132,6 @@ def _small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    done = command(EXTRACT, "--sample", "-o", tmp_path / "x", limit=_small_files)
-    assert_refused(done, "cannot be written", tmp_path)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 192 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = shutil.which("mount")
-    options = ["-t", "tmpfs", "-o", "size=192k", "tmpfs", str(place)]
-    if mount is None or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk(small_disk: Path) -> None:
-    done = command(EXTRACT, "--sample", "-o", small_disk / "x")
-    assert_refused(done, "No space left on device", small_disk)
-
-
 def test_places_that_cannot_be_written() -> None:
     for place in ("/proc/x", "/dev/null", "/dev/null/x", "/" + "x" * 300):
         done = run_here("extract", "--sample", "-o", place)
@@ -169,7 +146,7 @@ def test_an_overwrite_that_fails_keeps_the_old(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"LITERTLM")
     assert command(EXTRACT, tmp_path / "bad", "-o", tmp_path / "x", "--overwrite").returncode == 1
     done = command(EXTRACT, "--sample", "-o", tmp_path / "x", "--overwrite", limit=_small_files)
-    assert done.returncode == 1
+    assert (done.returncode, "cannot be written" in done.stderr) == (1, True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
     assert {path.name for path in tmp_path.iterdir()} == {"x", "bad"}
 

@@ -47,24 +47,6 @@ def test_a_file_that_is_not_as_recorded(checkpoint: Path) -> None:
         verify(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"{}",
-        b'{"format_version": 2, "files": {}, "tensors": 1}',
-        b'{"format_version": 5}',
-        b"\xff\xfe",
-    ],
-)
-def test_a_record_that_is_none(checkpoint: Path, content: bytes) -> None:
-    (checkpoint / "extraction.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"extraction\.json"):
-        verify(checkpoint)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_bit_of_any_tensor(name: str, sample: Path, tmp_path: Path) -> None:
     """It is seen by the record; and by the bundle whatever the record says: forged, and gone."""

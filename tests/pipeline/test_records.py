@@ -48,6 +48,7 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        (("format_version",), 4),
         (("proof",), {"positions": 256}),
         (("source", "section", "sha256"), "abc"),
         (("source", "size"), True),

@@ -18,10 +18,8 @@ from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
 from seam import verify
-from typer.testing import CliRunner
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.cli import upload as upload_command
 from mtp_extract.errors import HubError
 from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.hub.upload import plan_upload
@@ -254,10 +252,3 @@ def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
     assert notes == ()
     # Neither the directory nor its record says it.
     assert (extracted / "README.md").read_text() == sent(extracted)[0] == before
-
-
-@pytest.mark.parametrize("option", [("--license", "My Own"), ("--base-model", "base")])
-def test_what_is_no_such_thing_is_wrong_usage(extracted: Path, option: tuple[str, str]) -> None:
-    made = CliRunner().invoke(upload_command.app, [str(extracted), "org/name", "--dry-run", *option])
-    assert made.exit_code == 2
-    assert option[0] in made.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.record_document import RECORD, ordered_head, tuning
-from helpers.web import Page
+from helpers.web import HOSTILE, Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,35 +13,6 @@ from mtp_extract.report.markdown import paragraph, plain, table, visible
 
 markdown_it = pytest.importorskip("markdown_it")
 RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
-
-HOSTILE = (
-    "<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "</summary></details><h1>",
-    "<!-- gone",
-    "<http://example.org>",
-    "&lt;b&gt; &#60;i> &amp;",
-    "[text](javascript:alert(1))",
-    "![](http://example.org/seen.png)",
-    "[a]: http://example.org",
-    "`code` ``",
-    "**bold** *a* _b_ __c__ ~~d~~",
-    "q_proj of layers_0",
-    "a | b \\| c \\",
-    "# heading",
-    "> quotation",
-    "- item",
-    "+ item",
-    "12. item",
-    "3) item",
-    "---",
-    "===",
-    "$x$",
-    "-1.5 %",
-    "12.5",
-    "x\n\n<b>",
-    "\x1b[31m\u202e",
-)
 
 
 def shown(markdown: str, tag: str) -> tuple[list[str], set[str]]:

