@@ -24,7 +24,7 @@ from mtp_extract.evaluation.progress import Say, silent
 from mtp_extract.evaluation.prompts import encode_prompts, prompts_or_shipped, require_texts
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
-from mtp_extract.pipeline.check import read_record, with_record
+from mtp_extract.pipeline.check import read_record
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base, compared
@@ -128,7 +128,7 @@ def identify(place: Path, name: str) -> Identity:
     Raises:
         CheckpointError: it is damaged, or holds no drafter.
     """
-    layout, record = format_of(place), read_record(with_record(place))
+    layout, record = format_of(place), read_record(place)
     config = layout.read(place).config
     known = known_drafter(config) if isinstance(config, DrafterConfig) else {"base_model": config.base}
     made_for = (record.get("tuning") or record.get("ordered_head") or {}).get("base") or (known or {}).get("base_model")

@@ -89,7 +89,7 @@ def read_record(place: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is not what this package writes.
     """
-    path = place / RECORD
+    path = with_record(place) / RECORD
     if not path.exists():
         return {}
     record = read_object(path)
@@ -98,9 +98,8 @@ def read_record(place: Path) -> dict[str, Any]:
         if record["layout"] not in EVERY or record["dtype"] not in EVERY[record["layout"]].dtypes:
             raise ValueError(f"layout {record['layout']} in {record['dtype']}")
     except ValueError as error:
-        raise CheckpointError(
-            f"{path}: not what this release of mtp-extract writes: {escape(error)}. {AGAIN}"
-        ) from error
+        why = f"not what this release of mtp-extract writes: {escape(error)}"
+        raise CheckpointError(f"{path}: {why}. {AGAIN}") from error
     return record
 
 

@@ -27,7 +27,6 @@ from mtp_extract.report.templates import filled
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_UNKNOWN_LICENSE = "other"  # what the Hub calls a licence that is none of those it lists
 
 
 class Verdict(Excerpt):
@@ -105,7 +104,8 @@ def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[
     known, base = license_of(record), _base_of(record, words)
     kinds = ["eagle3"] if is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
     metadata = {
-        "license": words.license or (known["id"] if known else _UNKNOWN_LICENSE),
+        # What the Hub calls a licence that is none of those it lists.
+        "license": words.license or (known["id"] if known else "other"),
         "license_link": known["url"] if known and not words.license else None,
         "base_model": [base] if base else None,
         # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mtp_extract.io.place import listing
 
-REPORT = "report.json"
-PAIR = "pair.json"
-REPORT_FILES = frozenset({REPORT, "report.html", PAIR})
+REPORT, PAGE, PAIR = "report.json", "report.html", "pair.json"
+REPORT_FILES = frozenset({REPORT, PAGE, PAIR})
 """All of them."""
 REPORT_LISTED = listing(REPORT, REPORT_FILES)
 """What of a report's directory may be replaced."""

@@ -28,6 +28,4 @@ def mean(found: Figure) -> str:
 
 def rate(found: Figure) -> str:
     """A measured share in percent, ``81.5 (80.4–82.6)``."""
-    if found.value is None:
-        return DASH
-    return number(100 * found.value, ".1f", found.ci95 and [100 * end for end in found.ci95])
+    return number(found.value and 100 * found.value, ".1f", found.ci95 and [100 * end for end in found.ci95])

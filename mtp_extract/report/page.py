@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -68,13 +67,6 @@ class Page:
     findings: Sequence[str] = ()
     notes: Sequence[str] = ()
     tool: str = f"mtp-extract {__version__}"
-
-
-def write_report(folder: Path, name: str, record: object, page: Page) -> list[str]:
-    """Write ``name.json`` and ``name.html`` into ``folder``; the names of all files there."""
-    (folder / f"{name}.json").write_bytes(as_json(record))
-    (folder / f"{name}.html").write_text(as_html(page), encoding="utf-8")
-    return sorted(path.name for path in folder.iterdir())
 
 
 def as_json(record: object) -> bytes:

@@ -10,9 +10,9 @@ from mtp_extract.evaluation.intervals import LEAST_TEXTS
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
-from mtp_extract.report.files import PAIR, REPORT_LISTED
+from mtp_extract.report.files import PAGE, PAIR, REPORT, REPORT_LISTED
 from mtp_extract.report.numbers import DASH, mean, number, rate
-from mtp_extract.report.page import Page, Table, as_json, write_report
+from mtp_extract.report.page import Page, Table, as_html, as_json
 from mtp_extract.validation.result import DrafterFigures, Validation
 from mtp_extract.validation.verdict import drafts_of, findings, headlines
 
@@ -38,7 +38,9 @@ def write_validation(found: Validation, target: Path, *, overwrite: bool = False
     with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
         if found.pair is not None:
             (stage / PAIR).write_bytes(as_json(found.pair))
-        return write_report(stage, "report", found, page_of(found))
+        (stage / REPORT).write_bytes(as_json(found))
+        (stage / PAGE).write_text(as_html(page_of(found)), encoding="utf-8")
+        return sorted(path.name for path in stage.iterdir())
 
 
 def page_of(found: Validation) -> Page:

@@ -24,7 +24,7 @@ from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.typed import Tool
-from mtp_extract.pipeline.check import read_record, with_record
+from mtp_extract.pipeline.check import read_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
@@ -181,7 +181,7 @@ def _use_threads(width: int) -> None:
 
 def _tuning_of(directory: Path) -> str | None:
     """How the checkpoint in ``directory`` was tuned, by its record; None where nothing says so."""
-    record = read_record(with_record(directory))
+    record = read_record(directory)
     return str(record["tuning"]["mode"]) if record.get("tuning") else None
 
 
