@@ -93,13 +93,12 @@ def plan_upload(
         CheckpointError: the directory does not match its record, or the report cannot be read.
         HubError: ``words`` are given and the card was changed.
     """
-    folder = Path(directory)
-    found = ReadDirectory.of(folder)
+    found = ReadDirectory.of(directory)
+    folder, record = found.directory, found.record
     if not found.is_recorded:
         raise CheckpointError(
             f"{escape(folder)}: expected a directory that mtp-extract wrote, with {RECORD} in it. Convert it first."
         )
-    record = found.record
     contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
     ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
     if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:

@@ -267,6 +267,8 @@ def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:
     upload(directory.parent / "latest", NAME)
     assert {**held(hub), ".env": b""} == {**contents(directory), ".env": b""}
     assert ".env" not in held(hub)
+    # And so is a file in it.
+    assert upload(directory / "model.safetensors", NAME).sent == ()
 
 
 # --- one file, into a repository of other things
