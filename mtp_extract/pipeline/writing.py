@@ -170,9 +170,9 @@ def write(
 
 def _rounded(made: Arranged) -> list[str]:
     """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
-    words = set[str]()
+    words, coded = set[str](), CODES_FILE in [file.name for file in made.files]
     for kept in made.kept.values():
-        beside = made.with_codes and kept.how == FLOATS and kept.weight.scheme is not None
+        beside = coded and kept.how == FLOATS and kept.weight.scheme is not None
         if kept.rounded_to and not beside:
             words.add(kept.rounded_to + (SCALES if kept.how == CODES else ""))
     return sorted(words)
