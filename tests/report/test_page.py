@@ -64,41 +64,35 @@ def test_what_was_not_measured_says_so() -> None:
         **dict.fromkeys(("Tokens per round", "Speedup", "Same text"), ("", "it was run beside no base")),
     }
     assert WebPage(as_html(alone)).within("dl").count(NOT_MEASURED) == 3
-    short = told(shown(chain={"tokens_per_round": {"value": None, "n": 0, "ci95": None}, "rounds": 0}))
-    assert short["Same text"] == short["Speedup"] == ("", "no text left anything to draft")
 
 
-def test_times_that_cannot_be_right_are_no_speedup() -> None:
-    found = told(shown({"disturbed": True}))
-    assert found["Speedup"] == ("", "something else used the machine meanwhile")
+NONE = {"value": None, "n": 0, "ci95": None}
+UNASKED = {"name": "files", "what": "", "passed": None, "evidence": ""}
+FAILED = {**REPORT["checks"][0], "passed": False}
 
 
 @pytest.mark.parametrize(
-    ("changes", "value", "of"),
+    ("changes", "figure", "value", "of"),
     [
-        ({"verified": False, "checks": []}, "Not verified", "compared with no file"),
+        ({"chain": {"tokens_per_round": NONE, "rounds": 0}}, "Same text", "", "no text left anything to draft"),
+        ({"chain": {"tokens_per_round": NONE, "rounds": 0}}, "Speedup", "", "no text left anything to draft"),
+        ({"chain": {"same_text": 4}}, "Same text", "4 of 5", "greedy, in float32; chain of 3, the worst"),
+        ({"drafts": {"disturbed": True}}, "Speedup", "", "something else used the machine meanwhile"),
+        ({"verified": False, "checks": []}, "Verdict", "Not verified", "compared with no file"),
         (
-            {"verified": False, "checks": [{"name": "files", "what": "", "passed": None, "evidence": ""}]},
-            "Not verified",
-            "0 of 1 checks against sample.litertlm passed, not checked: files",
+            {"verified": False, "checks": [UNASKED]},
+            *("Verdict", "Not verified", "0 of 1 checks against sample.litertlm passed, not checked: files"),
         ),
         (
-            {"verified": False, "refuted": True, "checks": [{**REPORT["checks"][0], "passed": False}]},
-            "Refuted",
-            "0 of 1 checks against sample.litertlm passed, refuted: config",
+            {"verified": False, "refuted": True, "checks": [FAILED]},
+            *("Verdict", "Refuted", "0 of 1 checks against sample.litertlm passed, refuted: config"),
         ),
     ],
 )
-def test_no_verdict_is_stronger_than_its_checks(changes: Mapping[str, Any], value: str, of: str) -> None:
+def test_no_figure_is_stronger_than_what_it_is_of(changes: dict[str, Any], figure: str, value: str, of: str) -> None:
     page = shown(**changes)
-    assert told(page)["Verdict"] == (value, of)
-    assert page.headlines[0].standing == ("bad" if value == "Refuted" else "")
-
-
-def test_text_that_parts_is_counted_where_most_does() -> None:
-    page = shown(chain={"same_text": 4})
-    assert told(page)["Same text"] == ("4 of 5", "greedy, in float32; chain of 3, the worst")
-    assert page.headlines[3].standing == ""
+    assert told(page)[figure] == (value, of)
+    assert {head.name: head.standing for head in page.headlines}[figure] == ("bad" if value == "Refuted" else "")
 
 
 def test_it_holds_every_table() -> None:
