@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from importlib import import_module
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -20,23 +19,13 @@ Record = Literal["extraction", "report", "bench", "doctor"]
 """The files ``extraction.json`` and ``report.json``, and what ``mtp-bench --json`` and ``mtp-doctor --json`` print."""
 
 
-_HOMES = {
-    "extraction": ("checkpoint.record", "Extraction"),
-    "report": ("validation.result", "Validation"),
-    "bench": ("serving.result", "Benchmark"),
-    "doctor": ("doctor.result", "Diagnosis"),
-}
-"""Where the type of each is: imported when it is asked for."""
-
-
 def schema(name: str) -> dict[str, Any]:
     """The schema of the record ``name``, a :data:`Record`; what it does not list is not written.
 
     Raises:
         KeyError: there is no such record.
     """
-    module, kind_name = _HOMES[name]
-    whole = getattr(import_module(f"mtp_extract.{module}"), kind_name)
+    whole = _kind(name)
     _, parts = msgspec.json.schema_components([whole], ref_template="#/definitions/{name}")
     for kind in _within(whole, set()):
         part = parts[kind.__name__]
@@ -44,6 +33,26 @@ def schema(name: str) -> dict[str, Any]:
         for field, meaning in _comments(kind).items():
             part["properties"][field] = {"description": meaning, **part["properties"][field]}
     return {**parts.pop(whole.__name__), "definitions": parts}
+
+
+def _kind(name: str) -> type:
+    if name == "extraction":
+        from mtp_extract.checkpoint.record import Extraction
+
+        return Extraction
+    if name == "report":
+        from mtp_extract.validation.result import Validation
+
+        return Validation
+    if name == "bench":
+        from mtp_extract.serving.result import Benchmark
+
+        return Benchmark
+    if name == "doctor":
+        from mtp_extract.doctor.result import Diagnosis
+
+        return Diagnosis
+    raise KeyError(name)
 
 
 def _within(kind: Any, seen: set[Any]) -> Iterator[type]:
