@@ -66,21 +66,16 @@ def command(
 
 def _show_comparison(found: BaseComparison) -> None:
     say(f"{escape(found.bundle)}: its base, {found.layers} layers, against the base in {escape(found.checkpoint)}")
-    rows = []
-    for r in found.roles:
-        steps, error = (_or_dash(value, form) for value, form in ((r.steps, ".3g"), (r.error, ".2g")))
-        rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why or ""])
-    table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
+    roles = [
+        (r.role, r.verdict, ",".join(r.stored) or None, list(r.shape), r.steps, r.error, r.why) for r in found.roles
+    ]
+    table(roles, ["role", "verdict", "stored", "shape", "steps", "error", "why"])
     say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
     if found.not_loaded:
         say(f"  {len(found.not_loaded)} tensors are K and V of layers that share another's: no model loads them")
     if found.not_compared:
         say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.not_compared.items())}")
     say("  Weights are compared, not what the graphs compute with them.")
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def _show_checkpoint(report: Mapping[str, Any]) -> None:
@@ -109,8 +104,8 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
     for finding in holds.get("findings", ()):
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
     if "tensors" in holds:
-        rows = [[t["role"], t["type"], t["shape"], _blocks(t), t["name"]] for t in holds["tensors"]]
-        _titled("Tensors", rows, "role", "stored", "shape", "scales", "name")
+        tensors = [{**tensor, "scales": _blocks(tensor)} for tensor in holds["tensors"]]
+        _listed("Tensors", tensors, role="role", stored="type", shape="shape", scales="scales", name="name")
 
 
 def headline(report: Mapping[str, Any]) -> str:
@@ -130,12 +125,10 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     say_all(headline(report))
     table(list(report["items"].items()))
     if sections := report["sections"]:
-        say(f"{len(sections)} sections")
-        rows = []
         for one in sections:
-            items = ", ".join(f"{key}={value}" for key, value in one["items"].items() if key != "model_type")
-            rows.append([one["index"], one["type"], one["model_type"] or "", one["begin"], one["size"], items])
-        table(rows, ["#", "type", "model type", "begin", "bytes", "items"])
+            one["items"] = ", ".join(f"{key}={value}" for key, value in one["items"].items() if key != "model_type")
+        columns = {"#": "index", "type": "type", "model type": "model_type", "begin": "begin", "bytes": "size"}
+        _listed(f"{len(sections)} sections", sections, **columns, items="items")
     if "model" in report:
         _show_model(report["model"])
     elif report["drafter"] is not None:
@@ -158,23 +151,16 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
 
     from mtp_extract.proof.proof import in_words
 
-    rows = [
-        [r["role"], r["type"] or "implied", r["shape"], "yes" if r["name_confirms"] else "-", r["why"]]
-        for r in drafter["roles"]
-    ]
-    _titled("Roles", rows, "role", "stored", "shape", "name", "evidence")
-    rows = [
-        [name, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
-        for name, c in drafter["kv_inputs"].items()
-    ]
-    _titled("Caches of the base model", rows, "input", "type", "shape", "scale", "read by")
+    columns = {"role": "role", "stored": "type", "shape": "shape", "name": "name_confirms", "evidence": "why"}
+    _listed("Roles", drafter["roles"], **columns)
+    caches = [{"input": name, **cache} for name, cache in drafter["kv_inputs"].items()]
+    columns = {"input": "input", "type": "dtype", "shape": "shape", "scale": "scale", "read by layers": "layers"}
+    _listed("Caches of the base model", caches, **columns)
     say_proof("Proof", in_words(drafter["proof"]))
     scores = ", ".join(f"{score:g}" for score in drafter["proof"]["largest_scores"])
     say(f"  |q · K| of each layer is at most {scores}; hidden slots lie further below than that")
-    rows = [
-        [f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]] for a in drafter["set_aside"]
-    ]
-    _titled("Other constants", rows, "tensor", "type", "shape", "reason", "read by")
+    columns = {"graph": "subgraph", "tensor": "tensor", "type": "dtype", "shape": "shape", "reason": "reason"}
+    _listed("Other constants", drafter["set_aside"], **columns, **{"read by": "op"})
 
 
 def _show_model(model: Mapping[str, Any]) -> None:
@@ -185,22 +171,24 @@ def _show_model(model: Mapping[str, Any]) -> None:
             table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
     if "tensors" not in model:
         return
-    rows = []
     for tensor in model["tensors"]:
-        data, made = tensor["data"] or {"length": ""}, tensor["quantization"] or {"block_size": 0, "scales": 0}
-        scales = _blocks(made) or (f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else "")
-        place, length = f"{tensor['subgraph']}/{tensor['index']}", str(data.get("length", "unreadable"))
-        rows.append([place, tensor["type"], tensor["shape"], length, scales, tensor["name"]])
-    _titled("Tensors", rows, "tensor", "type", "shape", "bytes", "quantization", "name")
+        data, made = tensor["data"] or {"length": None}, tensor["quantization"] or {"block_size": 0, "scales": 0}
+        tensor["bytes"] = data.get("length", "unreadable")
+        tensor["scales"] = _blocks(made) or (
+            f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else None
+        )
+    columns = {"graph": "subgraph", "tensor": "index", "type": "type", "shape": "shape", "bytes": "bytes"}
+    _listed("Tensors", model["tensors"], **columns, quantization="scales", name="name")
 
 
-def _titled(title: str, rows: Sequence[Sequence[object]], *columns: str) -> None:
+def _listed(title: str, entries: Sequence[Mapping[str, Any]], **columns: str) -> None:
+    """A table: by the title of a column, what of each entry it shows."""
     say(title)
-    table(rows, columns)
+    table([[entry[key] for key in columns.values()] for entry in entries], list(columns))
 
 
-def _blocks(made: Mapping[str, Any]) -> str:
-    return f"blocks of {made['block_size']}" if made["block_size"] else ""
+def _blocks(made: Mapping[str, Any]) -> str | None:
+    return f"blocks of {made['block_size']}" if made["block_size"] else None
 
 
 def _counts(counts: Mapping[str, int]) -> str:

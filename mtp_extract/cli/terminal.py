@@ -103,7 +103,10 @@ def size(count: float) -> str:
 def table(
     rows: Sequence[Sequence[object]], head: Sequence[str] = (), indent: str = "  ", longest: int = LONGEST_NAME
 ) -> None:
-    """``rows`` in columns that fit the terminal; numbers to the right. Cells are cut after ``longest`` characters."""
+    """``rows`` in columns that fit the terminal; numbers to the right. Cells are cut after ``longest`` characters.
+
+    None and False are shown as a dash, True as "yes", and of floats three digits.
+    """
     if not rows:
         return
     # Half a tenth of a second to import: for who sees it alone.
@@ -116,12 +119,18 @@ def table(
         numeric = all(isinstance(row[index], (int, float)) for row in rows)
         grid.add_column(Text(title), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(escape(cell, longest)) for cell in row))
+        grid.add_row(*(Text(escape(_cell(cell), longest)) for cell in row))
     console = Console(width=_room(indent), file=io.StringIO(), force_terminal=False)
     with console.capture() as shown:
         console.print(grid)
     for line in shown.get().splitlines():
         _line(sys.stdout, (indent + line).rstrip())
+
+
+def _cell(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "-"
+    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 def _room(indent: str = "") -> int:
