@@ -175,10 +175,9 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
             wrong = ~((np.abs(one - other) <= np.float32(_ROUNDING) * np.abs(one)) & (np.abs(one) < LARGEST))
             if wrong.any():
                 where = int(wrong.argmax())
-                raise ProofError(
-                    f"{name}: the graph and the checkpoint part here: number {begin + where} is "
-                    f"{one[where]:.6g} in the graph and {other[where]:.6g} in the checkpoint. Nothing is written."
-                )
+                place, found = f"{name}: number {begin + where} is {one[where]:.6g} in the graph", abs(one[where])
+                why = "larger than any of a drafter" if found >= LARGEST else f"{other[where]:.6g} in the checkpoint"
+                raise ProofError(f"{place}, {why}. Nothing is written.")
 
 
 def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:
