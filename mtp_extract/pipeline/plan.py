@@ -70,16 +70,10 @@ class WritingPlan:
             architecture: of the drafter; an engine loads each in a format of its own.
 
         Raises:
-            UnsupportedError: the engine or the format is for no such drafter, or the format has no such type.
+            UnsupportedError: the engine loads no such drafter, or the format has no such type.
         """
         name = choose(self.format, architecture)
         listed = EVERY[name]
-        if listed.architecture != architecture:
-            raise UnsupportedError(
-                f"The {name} format holds drafters of the architecture {listed.architecture}, and this is one of "
-                f"{architecture}. Choose another format.",
-                remedies=("format",),
-            )
         if self.dtype not in (None, *listed.dtypes):
             raise UnsupportedError(
                 f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another of the "

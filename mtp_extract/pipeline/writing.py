@@ -58,6 +58,13 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
     Raises:
         UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
     """
+    # Asked of what was read: of a damaged configuration nobody knows the architecture before.
+    if (architecture := EVERY[name].architecture) != checkpoint.architecture:
+        raise UnsupportedError(
+            f"The {name} format holds drafters of the architecture {architecture}, and this is one of "
+            f"{checkpoint.architecture}. Choose another format.",
+            remedies=("format",),
+        )
     made = arrange(format_named(name), checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
     if plan.quantize is not None:
         made = _quantized(made, plan.quantize)
