@@ -208,7 +208,7 @@ def test_there_whole_or_not_at_all(validation: Validation, tmp_path: Path, monke
     def fails(*arguments: object) -> str:
         raise RuntimeError("no page")
 
-    monkeypatch.setattr("mtp_extract.report.page.as_html", fails)
+    monkeypatch.setattr("mtp_extract.validation.page.as_html", fails)
     with pytest.raises(RuntimeError, match="no page"):
         write_validation(validation, tmp_path / "report")
     assert list(tmp_path.iterdir()) == []
