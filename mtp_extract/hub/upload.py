@@ -1,8 +1,8 @@
 """Publishing a checkpoint directory on the Hugging Face Hub.
 
 Nothing is sent before everything that can be checked was checked: the directory against its ``extraction.json``, the
-name, the token, what the repository already holds, and by the Hub the card's metadata.
-Afterwards every file is compared, by hash, with what the Hub says it has. The directory stays as it is.
+name, the token, what the repository already holds, and by the Hub the card's metadata. Afterwards every file is
+compared, by hash, with what the Hub says it has.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ def plan_upload(
 ) -> tuple[list[CommitOperationAdd], tuple[str, ...]]:
     """Check a directory; the files that would be published from it, by name, and notes on its card.
 
-    The card is made anew where ``words`` are to be on it, or the figures of a ``report.json``; one that is not the one
-    that the record lists is sent as it is. The directory stays as it is.
+    The card is made anew to state ``words`` or a report's verdict; one that was changed by hand is sent as it is.
 
     Raises:
         CheckpointError: the directory does not match its record, or the report cannot be read.
@@ -137,8 +136,7 @@ def upload(
 ) -> UploadResult:
     """Publish a checkpoint directory.
 
-    An upload that was interrupted is resumed by running it again: large files that arrived are not sent
-    twice. The files appear in one commit, all or none.
+    The files appear in one commit, all or none. Large files that arrived before an interruption are not sent again.
 
     Args:
         directory: what mtp-extract wrote, with a validation report or without.
@@ -159,9 +157,9 @@ def upload(
     try:
         validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
     except HFValidationError as error:
+        what = "letters, digits, '-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
         raise HubError(
-            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and letters, digits, "
-            "'-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
+            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and {what}"
         ) from error
     adds, notes = plan_upload(directory, card)
     if beside:
@@ -173,7 +171,10 @@ def upload(
     url, paths = f"{constants.ENDPOINT}/{repo_id}", tuple(file.path for file in files)
     if dry_run:
         return UploadResult(repo_id, url, None, private, True, None, paths, files, notes)
-    secret = _token(token)
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
+    if not (secret := token or get_token()):
+        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
     with _explained(repo_id, secret):
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
@@ -198,15 +199,6 @@ def upload(
         if wrong := [add.path_in_repo for add in adds if not _holds(arrived, add)]:
             raise HubError(f"{repo_id}: {few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
     return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes)
-
-
-def _token(token: str | None) -> str:
-    if constants.HF_HUB_OFFLINE:
-        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
-    found = token or get_token()
-    if not found:
-        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
-    return found
 
 
 def _entries(listing: Any) -> dict[str, Any]:

@@ -89,16 +89,20 @@ class ReadDirectory:
     @property
     def sums(self) -> dict[str, str]:
         """By name: SHA-256 of each file with tensors."""
-        return {name: of["sha256"] for name, of in self.record["files"].items() if name.endswith(TENSOR_FILES)}
+        if self.is_recorded:
+            return {name: of["sha256"] for name, of in self.record["files"].items() if name.endswith(TENSOR_FILES)}
+        return {name: sha256_of_file(path) for name, path in _files_of_tensors(self.directory).items()}
+
+
+def _files_of_tensors(place: Path) -> dict[str, Path]:
+    folder, names = (place, files_in(place)) if place.is_dir() else (place.parent, [place.name])
+    return {name: folder / name for name in names if name.endswith(TENSOR_FILES)}
 
 
 def _implied(place: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     """What a record would say of a directory that has none: its name, and what its geometry is known as."""
     known = known_drafter(checkpoint.config) if isinstance(checkpoint.config, DrafterConfig) else None
-    folder, names = (place, files_in(place)) if place.is_dir() else (place.parent, [place.name])
-    weights = {name: folder / name for name in names if name.endswith(TENSOR_FILES)}
-    files = {name: {"size": path.stat().st_size, "sha256": sha256_of_file(path)} for name, path in weights.items()}
-    size = sum(path.stat().st_size for path in weights.values())
+    size = sum(path.stat().st_size for path in _files_of_tensors(place).values())
     source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None}
     return {
         "tool": {"version": None},
@@ -111,5 +115,5 @@ def _implied(place: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         "shared": [],
         "activations": {role: to_builtins([*pair]) for role, pair in checkpoint.activations.items()},
         "proof": None,
-        "files": files,
+        "files": {},
     }
