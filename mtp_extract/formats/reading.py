@@ -41,13 +41,12 @@ _EAGLE3 = "eagle3"
 def kind_of(path: Path) -> str:
     """The name of the format whose ``config.json`` lies at ``path``.
 
-    It is "transformers" for a method of quantization that no format here has, and for a file that cannot be read, which
-    reading it reports.
+    It is "transformers" for a method of quantization that no format here has.
+
+    Raises:
+        CheckpointError: the file cannot be read.
     """
-    try:
-        config = read_object(path)
-    except CheckpointError:
-        config = {}
+    config = read_object(path)
     if "speculators_model_type" in config:
         return "speculators"
     if _EAGLE3 in str(config.get("architectures")).lower():
