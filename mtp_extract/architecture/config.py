@@ -74,18 +74,16 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise DrafterError("expected a drafter of at least one layer, found none; check the config's layer_types")
-        for index, layer in enumerate(self.layers):
-            if self.num_heads % layer.num_kv_heads:
-                raise DrafterError(
-                    f"layer {index}: expected num_kv_heads to divide the {self.num_heads} query heads, found "
-                    f"{layer.num_kv_heads}; check num_key_value_heads in the config"
-                )
+            raise DrafterError("expected a drafter of at least one layer, found none. Check the config's layer_types.")
+        for index, kv in enumerate(self.num_kv_heads):
+            if self.num_heads % kv:
+                why = f"expected num_kv_heads to divide the {self.num_heads} query heads, found {kv}"
+                raise DrafterError(f"layer {index}: {why}. Check num_key_value_heads in the config.")
         head = self.ordered_head
         if head and (self.vocab_size % head.num_centroids or not 0 < head.top_k <= head.num_centroids):
             raise DrafterError(
                 f"expected num_centroids to divide the vocabulary of {self.vocab_size} and a top k of at most that "
-                f"many centroids, found num_centroids {head.num_centroids}, top k {head.top_k}; check the config"
+                f"many centroids, found num_centroids {head.num_centroids}, top k {head.top_k}. Check the config."
             )
 
     @property
@@ -138,13 +136,10 @@ class DrafterConfig:
         Raises:
             UnsupportedError: two layers of one type differ.
         """
-        first = self.kv_layers
         for index, layer in enumerate(self.layers):
-            if layer != first[layer.layer_type]:
-                raise UnsupportedError(
-                    f"layers.{index}: expected all {layer.layer_type} layers to be alike, found {layer} beside "
-                    f"{first[layer.layer_type]}; no engine's configuration expresses that."
-                )
+            if layer != (first := self.kv_layers[layer.layer_type]):
+                what = f"expected all {layer.layer_type} layers to be alike, found {layer} beside {first}"
+                raise UnsupportedError(f"layers.{index}: {what}. No engine's configuration expresses that.")
 
     def with_rope(self, layer_type: str, **changes: float) -> DrafterConfig:
         """A copy whose layers of ``layer_type`` have the given :class:`RopeConfig` fields replaced."""
@@ -172,9 +167,5 @@ def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
 
     A window that is not known (None) matches any.
     """
-    shape = config.as_json()
-    for entry in load_mapping("geometries")["geometries"]:
-        if all(shape[key] in (entry[key], None) for key in entry if key in shape):
-            known: dict[str, Any] = entry
-            return known
-    return None
+    shape, known = config.as_json(), load_mapping("geometries")["geometries"]
+    return next((one for one in known if all(shape[key] in (one[key], None) for key in one if key in shape)), None)

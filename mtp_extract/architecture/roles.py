@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from types import MappingProxyType
+
+from msgspec import convert
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
@@ -41,10 +42,10 @@ class Role:
     name: str  # "pre_projection", "layers.0.q_proj", …
     kind: str  # MATRIX, NORM, SCALAR or INDEX
     shape: tuple[str, ...]  # dimensions by name, as shapes_of resolves them
-    optional: bool  # whether a model may lack it
     names: Mapping[str, str] = field(hash=False)  # format → name of the tensor
     published_names: tuple[str, ...]  # regular expressions; one is found in the names of Google's published files
-    also_seen: tuple[str, ...]  # names that exporters borrow from another role; they neither confirm nor contradict
+    optional: bool = False  # whether a model may lack it
+    also_seen: tuple[str, ...] = ()  # names that exporters borrow from another; they neither confirm nor contradict
 
     @property
     def layer(self) -> int | None:
@@ -60,18 +61,8 @@ class Role:
 @cache
 def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """All roles of ``architecture`` as written in the table, ``{i}`` still standing for the layer."""
-    return tuple(
-        Role(
-            name=entry["role"],
-            kind=entry["kind"],
-            shape=tuple(entry["shape"]),
-            optional=entry.get("optional", False),
-            names=MappingProxyType(entry["names"]),
-            published_names=tuple(entry["published_names"]),
-            also_seen=tuple(entry.get("also_seen", ())),
-        )
-        for entry in load_mapping("roles")["architectures"][architecture]
-    )
+    entries = load_mapping("roles")["architectures"][architecture]
+    return convert([{**entry, "name": entry["role"]} for entry in entries], tuple[Role, ...])
 
 
 def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
@@ -84,7 +75,7 @@ def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str =
         for role in own:
             name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
             names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
-            filled.append(replace(role, name=name, names=MappingProxyType(names), published_names=tuple(patterns)))
+            filled.append(replace(role, name=name, names=names, published_names=tuple(patterns)))
     return (*table[:first], *filled, *table[first + len(own) :])
 
 
@@ -97,12 +88,8 @@ def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
         roles = roles_of(config.num_layers, ordered_head=head is not None)
         sizes |= {"backbone": backbone, "input": 2 * backbone, "centroids": head.num_centroids if head else 0}
     else:
-        there = {
-            "embed_tokens": config.own_embedding,
-            "fc_norm": config.fc_norm,
-            "input_norm": config.norm_before_fc,
-            "d2t": config.reduced,
-        }
+        there = {"embed_tokens": config.own_embedding, "fc_norm": config.fc_norm}
+        there |= {"input_norm": config.norm_before_fc, "d2t": config.reduced}
         head_dims, roles = (config.head_dim,), roles_of(config.num_layers, architecture=EAGLE3)
         roles = tuple(role for role in roles if there.get(role.name.split(".")[0], True))
         sizes |= {"pair": 2 * hidden, "draft_vocab": config.draft_vocab_size, "kv": config.num_kv_heads * head_dims[0]}
