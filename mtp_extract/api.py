@@ -30,7 +30,6 @@ from mtp_extract.validation.plan import ValidationPlan
 if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
-
 __all__ = ["bench", "insert", "inspect", "tune", "validate"]
 
 
