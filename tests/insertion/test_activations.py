@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,15 @@ import pytest
 from helpers.make_bundle import load, pack
 from helpers.variant_files import variant
 
-from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.insertion.run import planned_insertion
 
 STATIC = variant("torch_static8_mix48_kv8")
 
 
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return extract(STATIC, tmp_path_factory.mktemp("static") / "out", dtype="bf16").directory
+@pytest.fixture
+def static(own: Callable[[str], Path]) -> Path:
+    return own(STATIC.stem)
 
 
 def scales_of(path: Path) -> dict[str, tuple[float, int, float, int]]:
@@ -30,20 +30,20 @@ def scales_of(path: Path) -> dict[str, tuple[float, int, float, int]]:
         }
 
 
-def test_without_a_base_there_is_a_warning(own: Path, noisy: Path, sample: Path) -> None:
-    for source, into, warned in ((own, STATIC, False), (noisy, STATIC, True), (noisy, sample, False)):
+def test_without_a_base_there_is_a_warning(static: Path, noisy: Path, sample: Path) -> None:
+    for source, into, warned in ((static, STATIC, False), (noisy, STATIC, True), (noisy, sample, False)):
         with planned_insertion(source, into) as plan:
             assert any("calibrated for the old weights" in note for note in plan.notes) == warned
 
 
-def test_new_scales_are_the_ranges(own: Path, tmp_path: Path) -> None:
+def test_new_scales_are_the_ranges(static: Path, tmp_path: Path) -> None:
     before = scales_of(STATIC)
     assert len(before) == 22
     # Another range for every role; gate and up read one value.
     apart = {role: 5 + i / 100 for i, role in enumerate(before)}
     low = {role: 5.0 if role.endswith(("gate_proj", "up_proj")) else end for role, end in apart.items()}
     ranges = {role: ((-low[role], 0.5), (-0.25, apart[role])) for role in before}
-    with planned_insertion(own, STATIC, measure=lambda: ranges) as plan:
+    with planned_insertion(static, STATIC, measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
         assert any("22 matrices were calibrated anew" in note for note in plan.notes)
     expected = {role: (pytest.approx(low[role] / 127), 0, pytest.approx(apart[role] / 127), 0) for role in before}
@@ -53,7 +53,7 @@ def test_new_scales_are_the_ranges(own: Path, tmp_path: Path) -> None:
     assert old.size == new.size and 40 <= np.flatnonzero(old != new).size <= 4 * 40
 
 
-def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
+def test_zero_points_that_are_none(static: Path, tmp_path: Path) -> None:
     """An asymmetric activation gets both; a range of nothing changes nothing."""
     model = load(STATIC.read_bytes())
     with open_bundle(STATIC) as opened:
@@ -64,7 +64,7 @@ def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
     (tmp_path / "old.tflite").write_bytes(pack(model))
     nothing = (0.0, 0.0)
     ranges = {"layers.0.o_proj": ((-1.0, 4.1), nothing), "layers.1.o_proj": (nothing, nothing)}
-    with planned_insertion(own, tmp_path / "old.tflite", measure=lambda: ranges) as plan:
+    with planned_insertion(static, tmp_path / "old.tflite", measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
     before, after = scales_of(tmp_path / "old.tflite"), scales_of(tmp_path / "new.tflite")
     scale, zero_point, *out = after["layers.0.o_proj"]

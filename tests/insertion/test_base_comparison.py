@@ -16,6 +16,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, PairError, Unsu
 from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, NOT_FOUND, BaseComparison, compare_base
 
 LAYER = f"{PREFIX}layers.0."
+TABLE = f"{PREFIX}embed_tokens.weight"
 
 
 def compared(bundle: Path, base: Path) -> BaseComparison:
@@ -35,7 +36,7 @@ def test_the_sample_holds_its_base(sample: Path, base: Path) -> None:
     by_role = {role.role: role for role in found.roles}
     assert {role.verdict for role in found.roles if len(role.shape) == 1} == {EQUAL}
     assert {role.verdict for role in found.roles if len(role.shape) == 2} == {HALF_STEP}
-    assert by_role["lm_head"].tensor == by_role["embed_tokens"].tensor == f"{PREFIX}embed_tokens.weight"
+    assert by_role["lm_head"].tensor == by_role["embed_tokens"].tensor == TABLE
     assert by_role["layers.0.q_proj"].signatures == ("prefill_32", "decode", "verify")
     assert by_role["layers.5.q_proj"].signatures == ("decode", "verify")
     assert all(role.steps is None or 0.4 < role.steps < 0.5001 for role in found.roles)
@@ -85,40 +86,31 @@ def _swap(weights: Weights) -> None:
     weights[gate], weights[up] = weights[up], weights[gate]
 
 
-def _less_one(weights: Weights) -> None:
-    weights[f"{LAYER}input_layernorm.weight"] = weights[f"{LAYER}input_layernorm.weight"] - 1
-
-
-def _turn(weights: Weights) -> None:
-    weights[f"{LAYER}self_attn.k_proj.weight"] = weights[f"{LAYER}self_attn.k_proj.weight"].T
+def made(name: str, change: Callable[[np.ndarray], np.ndarray], source: str = "") -> Callable[[Weights], None]:
+    """Puts in the tensor ``name``, made of the one that is there as ``source``."""
+    return lambda weights: weights.update({name: change(weights[source or name])})
 
 
 def _table(weights: Weights) -> None:
-    weights[f"{PREFIX}embed_tokens.weight"][7] += 1
-
-
-def _untied(weights: Weights) -> None:
-    weights["lm_head.weight"] = weights[f"{PREFIX}embed_tokens.weight"] * np.float32(1.5)
-
-
-def _wider(weights: Weights) -> None:
-    table = weights[f"{PREFIX}embed_tokens.weight"]
-    weights[f"{PREFIX}embed_tokens.weight"] = np.concatenate([table, table])
+    weights[TABLE][7] += 1
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (_swap, {"layers.0.gate_proj": "weights lie up to", "layers.0.up_proj": "weights lie up to"}),
-        (_less_one, {"layers.0.pre_attention_norm": "apart by"}),
-        (_turn, {"layers.0.k_proj": "weights lie up to"}),
+        (made(f"{LAYER}input_layernorm.weight", lambda norm: norm - 1), {"layers.0.pre_attention_norm": "apart by"}),
+        (made(f"{LAYER}self_attn.k_proj.weight", np.transpose), {"layers.0.k_proj": "weights lie up to"}),
         (scalar, {"layers.0.layer_scalar": "multiply by nothing here, so by 1"}),
         (_table, {"embed_tokens": "64 weights", "lm_head": "64 weights"}),
-        (_untied, {"lm_head": "weights lie up to"}),
+        (made("lm_head.weight", lambda table: table * np.float32(1.5), TABLE), {"lm_head": "weights lie up to"}),
         (broken, {"layers.0.up_proj": "the checkpoint holds values that are not finite"}),
         (fewer, {"layers.0.v_proj": "the checkpoint has no such tensor"}),
         # As its configuration does not say.
-        (_wider, dict.fromkeys(("embed_tokens", "lm_head"), "the checkpoint's is [1024, 64], the bundle's [512, 64]")),
+        (
+            made(TABLE, lambda table: np.concatenate([table, table])),
+            dict.fromkeys(("embed_tokens", "lm_head"), "the checkpoint's is [1024, 64], the bundle's [512, 64]"),
+        ),
         (more, {f"{LAYER}self_attn.v_norm.weight": "the bundle has no place for this tensor"}),
     ],
 )
@@ -133,13 +125,11 @@ def test_what_is_planted_in_the_checkpoint_is_named(
 def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path: Path) -> None:
     """The published checkpoints have them; transformers does not load them."""
 
-    def with_others(weights: Weights) -> None:
-        weights[f"{PREFIX}layers.4.self_attn.k_proj.weight"] = np.zeros((64, 64), np.float32)
-        weights["model.vision_tower.patch.weight"] = np.zeros(3, np.float32)
-
-    found = compared(sample, base_with(tmp_path / "base", with_others))
+    unused = f"{PREFIX}layers.4.self_attn.k_proj.weight"
+    others = {unused: np.zeros((64, 64), np.float32), "model.vision_tower.patch.weight": np.zeros(3, np.float32)}
+    found = compared(sample, base_with(tmp_path / "base", lambda weights: weights.update(others)))
     assert found.problem is None
-    assert found.not_loaded == (f"{PREFIX}layers.4.self_attn.k_proj.weight",)
+    assert found.not_loaded == (unused,)
     assert found.not_compared == {"vision_tower": 1}
 
 
@@ -167,9 +157,7 @@ def test_another_model_is_refused(
 
 
 def test_weights_in_integers_are_refused(sample: Path, tmp_path: Path) -> None:
-    def packed(weights: Weights) -> None:
-        weights[f"{LAYER}mlp.up_proj.weight"] = np.zeros((128, 64), np.uint8)
-
+    packed = made(f"{LAYER}mlp.up_proj.weight", lambda weight: weight.astype(np.uint8))
     with pytest.raises(UnsupportedError, match="expected weights in floats, found U8"):
         compared(sample, base_with(tmp_path / "base", packed))
 

@@ -27,7 +27,7 @@ from helpers.bases import (
     scale_of,
 )
 from helpers.commands import run_here
-from helpers.make_bundle import kind, set_buffer
+from helpers.make_bundle import added, code_of, kind, set_buffer
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract.bundle import open_bundle
@@ -35,21 +35,26 @@ from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, compare_base
+from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, BaseComparison, compare_base
 from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
-from mtp_extract.insertion.plan import InsertionResult
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
 from mtp_extract.io.assembled import write_copy
 
 LAYER = f"{PREFIX}layers.0."
+ONES = np.ones(32, np.float32).tobytes()
 
 
-def put(base: Path, bundle: Path, out: Path) -> InsertionResult:
+def put(base: Path, bundle: Path, out: Path) -> None:
     read = list[tuple[int, int]]()
     with planned_insertion(base, bundle, progress=lambda *bytes_read: read.append(bytes_read)) as plan:
         assert read == sorted(read) and read[-1][0] == read[-1][1] > 0
-        return plan.write(out)
+        plan.write(out)
+
+
+def compared(bundle: Path, base: Path) -> BaseComparison:
+    with open_bundle(bundle) as opened:
+        return compare_base(opened, base)
 
 
 def tuned(weights: Weights) -> None:
@@ -81,9 +86,9 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
         result = plan.write(out)
     assert any("drafter" in note for note in result.notes)
     with open_bundle(out) as opened:
-        found = compare_base(opened, base)
         written = list(match_roles(find_base(opened).places, read_base(base).weights))
         regions = {place.model.region.begin: place.model.region for each in written for place in each.places}
+    found = compared(out, base)
     assert found.problem is None
     assert found.counts == {EQUAL: 48, HALF_STEP: 54}
     # Signatures agree, so that each role is stored in one way.
@@ -105,8 +110,7 @@ def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: P
     with planned_insertion(base, bundle) as plan:
         assert [d.how for d in plan.encodings["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
         plan.write(out)
-    with open_bundle(out) as opened:
-        assert compare_base(opened, base).problem is None
+    assert compared(out, base).problem is None
 
 
 def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,18 +165,13 @@ def _share(sample: Path, out: Path, other: str | None) -> Path:
     def share(model: Any) -> None:
         for mine, place in zip(own, theirs, strict=True):
             graph = model.subgraphs[mine.tensor.subgraph]
-            ones = np.ones(32, np.float32).tobytes()
-            held = place.tensor.index
+            held = graph.tensors[place.tensor.index].buffer
             if other is None:
-                held = next(i for i, t in enumerate(graph.tensors) if _data(model, t) == ones)
-            graph.tensors[mine.tensor.index].buffer = graph.tensors[held].buffer
+                data = {i: model.buffers[i].data for i in {tensor.buffer for tensor in graph.tensors}}
+                held = next(i for i, own in data.items() if own is not None and bytes(own) == ONES)
+            graph.tensors[mine.tensor.index].buffer = held
 
     return edited_section(out, "prefill_decode", share)
-
-
-def _data(model: Any, tensor: Any) -> bytes:
-    held = model.buffers[tensor.buffer].data
-    return b"" if held is None else bytes(held)
 
 
 def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: Path) -> None:
@@ -192,8 +191,7 @@ def test_roles_that_share_a_constant_must_agree(sample: Path, tmp_path: Path) ->
 
     base = base_with(tmp_path / "agreeing", agreeing)
     put(base, bundle, new)
-    with open_bundle(new) as opened:
-        assert compare_base(opened, base).problem is None
+    assert compared(new, base).problem is None
 
 
 def _tables(model: Any) -> None:
@@ -209,23 +207,17 @@ def _tables(model: Any) -> None:
         # Each table has scales of its own.
         own.quantization.scale = (np.asarray(table.quantization.scale) * (1 + layer)).astype(np.float32)
         set_buffer(model, own, np.ascontiguousarray(codes[:, 32 * layer : 32 * layer + 32]).tobytes())
-        graph.tensors += [own, part]
         op = copy.deepcopy(lookup)
-        op.inputs, op.outputs = [first, len(graph.tensors) - 2], [len(graph.tensors) - 1]
+        op.inputs, op.outputs = [first, added(graph.tensors, own)], [added(graph.tensors, part)]
         operators.append(op)
-        pieces.append(len(graph.tensors) - 1)
-    code = schema.OperatorCodeT()
-    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.CONCATENATION
-    code.version = 1
-    model.operatorCodes.append(code)
+        pieces += op.outputs
     join = schema.OperatorT(
-        opcodeIndex=len(model.operatorCodes) - 1,
+        opcodeIndex=code_of(model, "CONCATENATION"),
         inputs=pieces,
         outputs=[lookup.outputs[0]],
         builtinOptionsType=schema.BuiltinOptions.ConcatenationOptions,
-        builtinOptions=schema.ConcatenationOptionsT(),
+        builtinOptions=schema.ConcatenationOptionsT(axis=1),
     )
-    join.builtinOptions.axis = 1
     at = graph.operators.index(lookup)
     graph.operators[at : at + 1] = [*operators, join]
     # The old table goes, so that no constant is left over.
@@ -240,16 +232,12 @@ def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
         weights[name] = weights[name] * np.repeat(np.arange(1, 7, dtype=np.float32), 32)
 
     base = base_with(tmp_path / "base", scaled)
-    with open_bundle(bundle) as opened:
-        assert len(find_base(opened).places["embed_tokens_per_layer"]) == 6
-        found = compare_base(opened, base)
+    assert len(places_of(bundle, "embed_tokens_per_layer")) == 6
     # Rows were quantized as wholes: their parts do not reach the last code, and are within half a step.
-    assert found.problem is None
-    out = tmp_path / "new.litertlm"
-    new = base_with(tmp_path / "tuned", tuned)
+    assert compared(bundle, base).problem is None
+    new, out = base_with(tmp_path / "tuned", tuned), tmp_path / "new.litertlm"
     put(new, bundle, out)
-    with open_bundle(out) as opened:
-        found = compare_base(opened, new)
+    found = compared(out, new)
     assert found.problem is None
     verdicts = {role.role: role.verdict for role in found.roles}
     assert verdicts["embed_tokens_per_layer"] == HALF_STEP
@@ -280,6 +268,5 @@ def test_a_weight_with_a_factor_in_it_is_put_back_with_it(tmp_path: Path) -> Non
     tensors[name] = np.ascontiguousarray(tensors[name][::-1])
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     put(base, sample_bundle(), out)
-    with open_bundle(out) as opened:
-        assert compare_base(opened, base).problem is None
-        assert compare_base(opened, sample_base()).problem is not None
+    assert compared(out, base).problem is None
+    assert compared(out, sample_base()).problem is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.variant_files import variant
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import stored
@@ -23,7 +24,6 @@ from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVe
 from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
 from mtp_extract.insertion.slots import Match, Place, Slot, match_roles
 
-VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 Floats = npt.NDArray[np.float32]
 Moves = Callable[[Floats, Floats], Floats]
 
@@ -56,7 +56,7 @@ def places() -> Iterator[dict[str, Place]]:
     found: dict[str, Place] = {}
     with ExitStack() as stack:
         for name in ("torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_static8_mix48_kv8"):
-            drafter = stack.enter_context(open_bundle(VARIANTS / f"{name}.tflite")).drafter()
+            drafter = stack.enter_context(open_bundle(variant(name))).drafter()
             for role in drafter.walk.roles:
                 if role.tensor is not None and len(role.shape) == 2:
                     place = Place("s", drafter.model, role)
@@ -151,9 +151,8 @@ def test_rows_that_several_tables_are_columns_of_are_read_once(
     together, alone = encode(fresh)["table"], [encode([slot])["table"][0] for slot in fresh]
     assert {encoding.how for encoding in together} == {KEPT, REQUANTIZED}
     for ours, theirs in zip(together, alone, strict=True):
-        assert (ours.how, ours.error) == (theirs.how, theirs.error) and ours.data(0, ours.slot.new.rows) == theirs.data(
-            0, theirs.slot.new.rows
-        )
+        assert (ours.how, ours.error) == (theirs.how, theirs.error)
+        assert ours.data(0, ours.slot.new.rows) == theirs.data(0, theirs.slot.new.rows)
         assert np.array_equal(ours.scales.scale, theirs.scales.scale)
     with pytest.raises(OutputError, match="table reads back differently"):
         check_written(Path("new"), tables)

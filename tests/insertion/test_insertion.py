@@ -174,26 +174,49 @@ def test_requantized_floats_are_the_quantizers_file(
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False) == bool(full)
 
 
-@pytest.mark.parametrize("tensor", [True, False], ids=["one tensor", "one buffer"])
+def one_buffer(model: Any, first: int, second: int) -> bytes:
+    """Two tensors, and one constant of both."""
+    tensors = model.subgraphs[0].tensors
+    tensors[second].buffer = tensors[first].buffer
+    return pack(model)
+
+
+def one_tensor(model: Any, first: int, second: int) -> bytes:
+    graph = model.subgraphs[0]
+    for op in graph.operators:
+        op.inputs = [first if index == second else index for index in op.inputs]
+    # Nothing reads it any more: what is left of it is no constant.
+    graph.tensors[second].buffer = 0
+    return pack(model)
+
+
+def overlapping(model: Any, first: int, second: int) -> bytes:
+    """The second begins inside of the first, as no converter has it."""
+    tensors, packed = model.subgraphs[0].tensors, bytes(1 << 20)
+    elements = int(np.prod(tensors[first].shape))
+    for _ in range(2):
+        for i, index in enumerate((first, second)):
+            buffer = model.buffers[tensors[index].buffer]
+            buffer.data, buffer.offset, buffer.size = None, len(packed) + 16 * i, 4 * elements
+        packed = pack(model)
+    return packed + np.linspace(1, 2, elements + 4, dtype=np.float32).tobytes()
+
+
+@pytest.mark.parametrize(("share", "apart"), [(one_tensor, 0), (one_buffer, 0), (overlapping, 4)])
 def test_shared_constants_are_not_taken_apart(
-    tensor: bool, sample: Path, exact: Path, noisy: Path, tmp_path: Path
+    share: Callable[[Any, int, int], bytes], apart: int, sample: Path, exact: Path, noisy: Path, tmp_path: Path
 ) -> None:
+    """The q norms of layers 0 and 1 have numbers in common: they stay, or the insertion is refused."""
     *others, last = parts_of(sample)
     with open_bundle(sample) as opened:
         roles = {role.role: role.tensor for role in opened.drafter().walk.roles}
-    first, second = (roles[f"layers.{i}.q_norm"].index for i in (0, 1))
-    model, merged = load(last.data), tmp_path / "merged.litertlm"
-    graph = model.subgraphs[0]
-    graph.tensors[second].buffer = graph.tensors[first].buffer
-    if tensor:
-        for op in graph.operators:
-            op.inputs = [first if index == second else index for index in op.inputs]
-        # Nothing reads it any more: what is left of it is no constant.
-        graph.tensors[second].buffer = 0
-    merged.write_bytes(bundle([*others, replace(last, data=pack(model))]))
-    assert np.array_equal(*(floats_of(merged)[f"layers.{i}.q_norm"] for i in (0, 1)))
+    merged = tmp_path / "merged.litertlm"
+    data = share(load(last.data), *(roles[f"layers.{i}.q_norm"].index for i in (0, 1)))
+    merged.write_bytes(bundle([*others, replace(last, data=data)]))
+    first, second = (floats_of(merged)[f"layers.{i}.q_norm"] for i in (0, 1))
+    assert np.array_equal(first[apart:], second[: second.size - apart])
 
-    source = extract(merged, tmp_path / "same", dtype="bf16").directory
+    source = extract(merged, tmp_path / "same", dtype="f32" if apart else "bf16").directory
     insert(source, merged, tmp_path / "same.litertlm")
     assert filecmp.cmp(merged, tmp_path / "same.litertlm", shallow=False)
 
@@ -201,32 +224,6 @@ def test_shared_constants_are_not_taken_apart(
         with pytest.raises(UnsupportedError, match=r"q_norm: the file stores layers\.[01]\.q_norm in the same bytes"):
             insert(checkpoint, merged, tmp_path / "new.litertlm")
     assert not (tmp_path / "new.litertlm").exists()
-
-
-def test_constants_that_overlap_are_not_written(sample: Path, noisy: Path, tmp_path: Path) -> None:
-    """Layer 1's q norm begins inside of layer 0's, as no converter has it: it stays, or it is refused."""
-    *others, last = parts_of(sample)
-    with open_bundle(sample) as opened:
-        roles = {role.role: role.tensor for role in opened.drafter().walk.roles}
-    model, end = load(last.data), 1 << 20
-    for _ in range(2):
-        for i in (0, 1):
-            tensor = roles[f"layers.{i}.q_norm"]
-            buffer = model.buffers[model.subgraphs[0].tensors[tensor.index].buffer]
-            buffer.data, buffer.offset, buffer.size = None, end + 16 * i, 4 * tensor.elements
-        packed = pack(model)
-        end = len(packed)
-    numbers = np.linspace(1, 2, tensor.elements + 4, dtype=np.float32).tobytes()
-    overlapping = tmp_path / "overlapping.litertlm"
-    overlapping.write_bytes(bundle([*others, replace(last, data=packed + numbers)]))
-    held = floats_of(overlapping)
-    assert np.array_equal(held["layers.0.q_norm"][4:], held["layers.1.q_norm"][:-4])
-
-    own = extract(overlapping, tmp_path / "own", dtype="f32").directory
-    insert(own, overlapping, tmp_path / "same.litertlm")
-    assert filecmp.cmp(overlapping, tmp_path / "same.litertlm", shallow=False)
-    with pytest.raises(UnsupportedError, match=r"q_norm: the file stores layers\.[01]\.q_norm in the same bytes"):
-        insert(noisy, overlapping, tmp_path / "new.litertlm")
 
 
 def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: Path, tmp_path: Path) -> None:
