@@ -17,8 +17,9 @@ def tuning(name: str) -> dict[str, Any]:
 
 
 def ordered_head(name: str) -> dict[str, Any]:
-    """What a card reads of an ordered head that was made; every text in it is ``name``."""
-    return {**tuning(name), **dict.fromkeys(("top_k", "centroids", "rows_read", "rows_dense"), 1000)}
+    """What a card reads of an ordered head that was made, of which no mode is told; every text in it is ``name``."""
+    shared = {key: value for key, value in tuning(name).items() if key not in ("mode", "interrupted")}
+    return shared | dict.fromkeys(("top_k", "centroids", "rows_read", "rows_dense"), 1000)
 
 
 RECORD: dict[str, Any] = {
