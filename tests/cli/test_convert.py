@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.commands import run, run_here
+from helpers.commands import run
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -32,23 +32,6 @@ def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: 
     again = run("convert", extracted, "--for", "compressed-tensors", cwd=tmp_path)
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (["--for", "litert", "--quantize", "q3_k"], 2, "--quantize"),
-        (["--for", "litert-lm"], 1, "put a drafter into the bundle"),
-        (["--for", "lama.cpp"], 2, "Did you mean llama.cpp?"),
-        (["--for", "litert", "--quantize", "q4_0"], 1, "(--for)"),
-    ],
-)
-def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
-    result = run_here("convert", extracted, *arguments, "-o", tmp_path / "out")
-    assert (result.returncode, result.stdout) == (status, "")
-    assert said in " ".join(result.stderr.split())
-    assert status == 2 or result.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if not listed.read_as])
