@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -45,12 +46,9 @@ def coded(weight: np.ndarray, bits: int = 4) -> Weight:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What uses the same text of the base runs in one process."""
     for item in items:
-        if item.config.pluginmanager.hasplugin("xdist") and _uses_plan(item):
+        uses_plan = item.path.parent == Path(__file__).parent and "plan" in getattr(item, "fixturenames", ())
+        if item.config.pluginmanager.hasplugin("xdist") and uses_plan:
             item.add_marker(pytest.mark.xdist_group("tune"))
-
-
-def _uses_plan(item: pytest.Item) -> bool:
-    return item.path.parent == Path(__file__).parent and "plan" in getattr(item, "fixturenames", ())
 
 
 @dataclass(frozen=True)
@@ -143,15 +141,19 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+def on_sides(sources: Iterable[str], sides: Mapping[str, int]) -> list[list[str]]:
+    """Of each side, the first so many of the ``sources`` that are on it."""
+    every = list(sources)
+    chosen = [[source for source in every if side_of(source) == side][:count] for side, count in sides.items()]
+    assert [*map(len, chosen)] == [*sides.values()]
+    return chosen
+
+
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    every = [head + tail for head in HEADS for tail in TAILS]
-    sides = {TRAINED: 8, WATCHED: 4, HELD_OUT: 6}
-    chosen = [p for side, count in sides.items() for p in [q for q in every if side_of(q) == side][:count]]
-    assert len(chosen) == sum(sides.values())
-    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
-    return write_rows(path, rows)
+    chosen = on_sides((head + tail for head in HEADS for tail in TAILS), {TRAINED: 8, WATCHED: 4, HELD_OUT: 6})
+    return write_rows(path, ({"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chain(*chosen)))
 
 
 @pytest.fixture(scope="session")

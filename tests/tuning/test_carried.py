@@ -40,6 +40,14 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_drafter(ReadDirectory.of(directory).checkpoint, dtype=torch.float32).state_dict()
 
 
+def inserted(directory: Path, bundle: Path, out: Path) -> dict[str, torch.Tensor]:
+    """What the drafter of ``bundle`` computes with when ``directory`` has been put into it."""
+    with planned_insertion(directory, bundle) as planned:
+        planned.write(out)
+    with open_bundle(out) as opened:
+        return load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+
+
 @pytest.mark.parametrize("format_", INTEGERS)
 def test_into_every_format_of_integers(tuned: Path, tmp_path: Path, format_: str) -> None:
     """Codes are kept; only GGUF rounds their scales."""
@@ -66,11 +74,7 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
 
 def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None:
     """Number for number."""
-    new = tmp_path / "new.litertlm"
-    with planned_insertion(tuned, sample) as planned:
-        planned.write(new)
-    with open_bundle(new) as opened:
-        inside = load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+    inside = inserted(tuned, sample, tmp_path / "new.litertlm")
     for path, weight in weights(tuned).items():
         assert torch.equal(inside[path], weight), path
 
@@ -83,10 +87,7 @@ def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Callable[..., TuningPla
     before, after = weights(own), weights(tmp_path / "tuned")
     names = sorted(name for name in after if "q_norm" in name)[:2]
     assert torch.equal(*(after[name] for name in names)) and not torch.equal(before[names[0]], after[names[0]])
-    with planned_insertion(tmp_path / "tuned", bundle) as planned:
-        planned.write(tmp_path / "new.tflite")
-    with open_bundle(tmp_path / "new.tflite") as opened:
-        inside = load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+    inside = inserted(tmp_path / "tuned", bundle, tmp_path / "new.tflite")
     assert all(torch.equal(inside[name], after[name]) for name in names)
 
 

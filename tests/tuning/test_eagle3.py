@@ -46,6 +46,10 @@ def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
     return head_of(base, texts or [], tokens, None, "float32", 0)
 
 
+def said_by(base: Base) -> list[Text]:
+    return [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_teacher_of_every_kind(kind: str) -> None:
     """A state is what a layer is given, a teacher's logits are what the base says, soft cap and all."""
@@ -97,7 +101,7 @@ def test_states_begin_alike() -> None:
 def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
-    texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+    texts = said_by(base)
     checkpoint = untrained(base, 32, texts)
     head = load_any(checkpoint)
     assert isinstance(head, Eagle3Drafter)
@@ -160,7 +164,7 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
 def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     """A head of 3 tokens learns of the places where the base says one of them, whatever it says elsewhere."""
     base = Base(random_base(tie_word_embeddings=False))
-    texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+    texts = said_by(base)
     checkpoint = untrained(base, 3, texts)
     head = load_any(checkpoint)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):

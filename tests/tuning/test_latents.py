@@ -25,6 +25,12 @@ def moved(latents: Latents, by: float = 0.1) -> None:
             value.add_(by * torch.randn(value.shape, generator=random))
 
 
+def with_weights(tiny: Tiny, mode: str, weights: dict[str, Weight]) -> Latents:
+    """Of its checkpoint with other weights, by role."""
+    tensors = MappingProxyType({**tiny.checkpoint.tensors, **weights})
+    return Latents(dataclasses.replace(tiny.checkpoint, tensors=tensors), MODES[mode])
+
+
 def codes(tensor: Weight) -> np.ndarray:
     return tensor.codes().reshape(-1)
 
@@ -90,25 +96,20 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
-    tensor = of_codes(stored, Packing(4, signed), steps)
-    tensors = {**tiny.checkpoint.tensors, "lm_head": tensor}
-    latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
+    latents = with_weights(tiny, "qat", {"lm_head": of_codes(stored, Packing(4, signed), steps)})
     assert np.array_equal(codes(latents.tuned(latents.results()).tensors["lm_head"]), stored.reshape(-1))
-    with torch.no_grad():
-        latents.values["lm_head"] += 100.0
-    assert set(codes(latents.tuned(latents.results()).tensors["lm_head"])) == {high}
-    with torch.no_grad():
-        latents.values["lm_head"] -= 200.0
-    tuned = latents.tuned(latents.results()).tensors["lm_head"]
-    assert set(codes(tuned)) == {low}
+    for moved_by, end in ((100.0, high), (-200.0, low)):
+        with torch.no_grad():
+            latents.values["lm_head"] += moved_by
+        tuned = latents.tuned(latents.results()).tensors["lm_head"]
+        assert set(codes(tuned)) == {end}
     assert np.array_equal(latents(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
 
 
 def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
     shared = coded(tiny.checkpoint.tensors["layers.0.gate_proj"].array())
     shared.origin = "the same"
-    tensors = {**tiny.checkpoint.tensors, "layers.0.gate_proj": shared, "layers.0.up_proj": shared}
-    latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["qat"])
+    latents = with_weights(tiny, "qat", {"layers.0.gate_proj": shared, "layers.0.up_proj": shared})
     moved(latents)
     weights, tuned = latents(torch.float32), latents.tuned(latents.results()).tensors
     assert weights["layers.0.gate_proj.weight"] is weights["layers.0.up_proj.weight"]
@@ -116,8 +117,7 @@ def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
 
 
 def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:
-    tensors = {**tiny.checkpoint.tensors, "final_norm": of_array(np.full(16, 50.0, np.float32))}
-    latents = Latents(dataclasses.replace(tiny.checkpoint, tensors=MappingProxyType(tensors)), MODES["norms"])
+    latents = with_weights(tiny, "norms", {"final_norm": of_array(np.full(16, 50.0, np.float32))})
     with torch.no_grad():
         latents.values["final_norm"] += 0.01
     assert latents(torch.float32)["final_norm.weight"].tolist() == pytest.approx([50.5] * 16)

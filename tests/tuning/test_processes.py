@@ -88,9 +88,8 @@ def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeyp
             **changes,
         )
         run_tuning(alone)
-        setting, out = alone, tmp_path / f"two {name}"
-        drafter = [] if setting.directory is None else [setting.directory]
-        arguments = [*drafter, "--base", setting.base, "--prompts", setting.prompts, "--draft-steps", drafts, *options]
+        out, drafter = tmp_path / f"two {name}", [alone.directory] if alone.directory else []
+        arguments = [*drafter, "--base", alone.base, "--prompts", alone.prompts, "--draft-steps", drafts, *options]
         arguments += ["--new-tokens", 9, "--batch", 3, "--steps", 3, "--no-chat-template"]
         arguments += ["--device", "cpu", "--force", "-o", out, "--work", f"{out}.work"]
         commands.append([str(argument) for argument in arguments])

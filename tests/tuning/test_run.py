@@ -23,7 +23,7 @@ from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 from mtp_extract.tuning.work import locked
 
-from .conftest import write_rows
+from .conftest import on_sides, write_rows
 
 
 def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
@@ -161,13 +161,6 @@ def test_sides_are_of_sources() -> None:
     assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
 
 
-def test_too_few_prompts(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    few = tmp_path / "few.txt"
-    few.write_text("import os\nclass Foo\n")
-    with pytest.raises(MtpExtractError, match="found 2 from 2 sources"):
-        run_tuning(plan(tmp_path / "out", prompts=few))
-
-
 def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """Tuned for the probability that a draft stands."""
     # Text is written in several batches, which differ in length, and asked for side by side.
@@ -218,8 +211,8 @@ def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: P
     """Of other sources, but the same: it is measured once."""
     rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
     held = [row for row in rows if texts.side_of(row["source"]) == texts.HELD_OUT]
-    copies = [s for s in map("copy {}".format, range(400)) if texts.side_of(s) == texts.HELD_OUT]
-    again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
+    (copies,) = on_sides(map("copy {}".format, range(400)), {texts.HELD_OUT: len(held)})
+    again = [{**row, "source": source} for row, source in zip(held, copies, strict=True)]
     path = write_rows(tmp_path / "twice.jsonl", [*rows, *again])
     once = gather(Pair(plan(tmp_path / "tuned")))
     twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
@@ -228,9 +221,8 @@ def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: P
 
 def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """It is trained on in windows; intervals count texts, since windows of one are alike."""
-    every = [f"file {number}" for number in range(1000)]
-    sides = {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5}
-    sources = [s for side, count in sides.items() for s in [s for s in every if texts.side_of(s) == side][:count]]
+    chosen = on_sides(map("file {}".format, range(1000)), {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5})
+    sources = [source for side in chosen for source in side]
     rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
     path = write_rows(tmp_path / "texts.jsonl", rows)
     found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))

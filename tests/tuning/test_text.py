@@ -18,12 +18,12 @@ from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, seen, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, seen
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Writer, people_texts
 
-from .conftest import write_rows
+from .conftest import on_sides, write_rows
 
 ANSWER = "It is the light that comes from all sides, scattered by the air.\n"
 
@@ -90,12 +90,10 @@ def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
 def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """Nor watched, nor trained on twice: texts that end alike are one, on whichever side they are."""
     wanted = {TRAINED: 7, WATCHED: 8, HELD_OUT: 9}
-    every = [f"file {number}" for number in range(1000)]
-    sources = {side: [s for s in every if side_of(s) == side][:count] for side, count in wanted.items()}
     tail = "".join(f"    self.item_{number} = {number}\n" for number in range(8))
     rows = []
-    for found in sources.values():
-        for number, source in enumerate(found):
+    for sources in on_sides(map("file {}".format, range(1000)), wanted):
+        for number, source in enumerate(sources):
             # The first two of each side end alike, and the next two.
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
             rows.append({"prompt": f"class {source}:\n{ending}", "source": source})

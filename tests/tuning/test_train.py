@@ -159,15 +159,12 @@ def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: 
     """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
     _, found = tiny.train(tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes)
     steps = [entry for entry in found.history if "loss" in entry]
-
-    def ends(name: str) -> tuple[float, float]:
-        first, last = (sum(float(entry[name]) for entry in part) / len(part) for part in (steps[:3], steps[-5:]))
-        return first, last
-
-    before, after = ends("loss")
-    assert after < before * 0.8
-    before, after = ends("agreement")
-    assert after > before + 0.2
+    first, last = (
+        {name: sum(float(entry[name]) for entry in part) / len(part) for name in ("loss", "agreement")}
+        for part in (steps[:3], steps[-5:])
+    )
+    assert last["loss"] < first["loss"] * 0.8
+    assert last["agreement"] > first["agreement"] + 0.2
 
 
 def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
