@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -196,14 +195,3 @@ def add_file(directory: Path, name: str, content: object, weights: Path) -> None
         shutil.copy(weights, path)
     else:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-
-
-def resum(directory: Path) -> None:
-    """Make the record list what lies there, as it is: whoever changes a file can change the sums."""
-    path = directory / "extraction.json"
-    record = json.loads(path.read_text())
-    for file in (one for one in sorted(directory.rglob("*")) if one.is_file() and one != path):
-        data = file.read_bytes()
-        entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        record["files"][file.relative_to(directory).as_posix()] = entry
-    path.write_text(json.dumps(record))

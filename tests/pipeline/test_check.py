@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.planted import forge
+from helpers.record_document import forge
 from helpers.variant_files import variant
 from seam import verify
 

@@ -48,7 +48,7 @@ def drafter(checkpoint: Path) -> MtpDrafter:
     return load_drafter(checkpoint)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def source() -> Iterator[Shard]:
     with mtp_extract.open(first_bundle()) as opened:
         yield opened.drafter()

@@ -3,13 +3,19 @@ what is wrong is named."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.planted import CONFIG_FAULTS, FILE_FAULTS, TENSOR_FAULTS, ConfigFault, edit_config, fill, forge, tensor
+import torch
+from helpers.make_bundle import on_model
+from helpers.record_document import forge
 from helpers.variant_files import REFUSED, VARIANTS, variant
+from safetensors.torch import load_file, save_file
 
 import mtp_extract
 from mtp_extract.architecture.roles import roles_of
@@ -23,13 +29,143 @@ from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.identity import NEEDED, check_identity, drafter_for, verify_against
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
-KINDS = ("one bit", "scaled by 0.4 %", "infinite", "not a number", "zeroed", "reversed", "turned over")
+WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def source(sample: Path) -> Iterator[Shard]:
-    with open_bundle(sample) as opened:
-        yield opened.drafter()
+def edit(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Rewrite a tensor."""
+    tensors = load_file(directory / WEIGHTS)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits, as integers of its width."""
+    return tensor.reshape(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def bit(tensor: torch.Tensor) -> torch.Tensor:
+    raw(tensor)[tensor.numel() // 2] ^= 1
+    return tensor
+
+
+def ending_in(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.reshape(-1)[-1] = value
+        return tensor
+
+    return change
+
+
+TENSOR_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one bit": bit,
+    "scaled by 0.4 %": lambda tensor: (tensor.float() * 1.004).to(tensor.dtype),
+    "infinite": ending_in(torch.inf),
+    "not a number": ending_in(torch.nan),
+    "zeroed": torch.zeros_like,
+    "reversed": lambda tensor: tensor.flatten().flip(0).reshape(tensor.shape),
+    "turned over": torch.neg,
+}
+"""What one tensor may suffer."""
+
+
+ROPE = {
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    "full_attention": {"rope_theta": 1000000.0, "rope_type": "proportional", "partial_rotary_factor": 0.25},
+}
+
+
+def rope(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**ROPE, kind: {**ROPE[kind], **changes}}}
+
+
+SHAPES = "the checkpoint does not match its config"
+"""What is said of a number by which tensors would have other shapes, before a graph is asked."""
+
+CONFIG_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no cap": ({"final_logit_softcapping": None}, "final_logit_softcap is 30.0, not None"),
+    "another cap": ({"final_logit_softcapping": 30.5}, "final_logit_softcap is 30.0, not 30.5"),
+    "eps": ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-06, not 1e-05"),
+    "eps, barely": ({"rms_norm_eps": 1.01e-6}, "rms_norm_eps"),
+    "window + 1": ({"sliding_window": 17}, "sliding_window is 16, not 17"),
+    "window - 1": ({"sliding_window": 15}, "sliding_window is 16, not 15"),
+    "theta": (rope("full_attention", rope_theta=10000.0), "layers.3.rope.theta is 1000000.0"),
+    "theta of sliding": (rope("sliding_attention", rope_theta=10001.0), "layers.0.rope.theta is 10000.0"),
+    "share": (rope("full_attention", partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "default rope": (rope("full_attention", rope_type="default"), "full_attention.partial_rotary_factor 0.25"),
+    "factor": (rope("full_attention", factor=8.0), "rope.factor"),
+    "heads": ({"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32}, SHAPES),
+    "kv heads": ({"num_key_value_heads": 1}, "layers.0.num_kv_heads is 2, not 1"),
+    "kv heads of full": ({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, "num_kv_heads"),
+    "layer types": (
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+        SHAPES,
+    ),
+    "all full": ({"layer_types": ["full_attention"] * 4}, SHAPES),
+    "activation": ({"hidden_activation": "gelu"}, "hidden_activation"),
+    "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+    "bidirectional": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    "wide": ({"use_double_wide_mlp": True}, "use_double_wide_mlp"),
+    "own caches": ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+    "hidden size": ({"hidden_size": 32}, SHAPES),
+    "backbone": ({"backbone_hidden_size": 32}, SHAPES),
+    "vocabulary": ({"vocab_size": 511}, SHAPES),
+    "feed-forward": ({"intermediate_size": 64}, SHAPES),
+    "head dim": ({"head_dim": 64, "global_head_dim": 32}, SHAPES),
+    "ordered head": ({"use_ordered_embeddings": True, "num_centroids": 64}, SHAPES),
+}
+"""Every number that a graph fixes, changed. For the sample and what has its shape."""
+
+
+def header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = directory / WEIGHTS
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+@on_model
+def swap(header: dict[str, Any], one: str, other: str) -> None:
+    header[one], header[other] = header[other], header[one]
+
+
+@on_model
+def renamed(header: dict[str, Any], old: str, new: str) -> None:
+    header[new] = header.pop(old)
+
+
+def put(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header[name].update(fields)
+
+
+GATE, UP = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
+NORM = "model.layers.2.input_layernorm.weight"
+
+FILE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "swapped in the header": (lambda d: header(d, swap(GATE, UP)), "layers.1.gate_proj"),
+    "norms swapped": (
+        lambda d: header(d, swap(NORM, NORM.replace("input_", "pre_feedforward_"))),
+        "layers.2.pre_attention_norm",
+    ),
+    "layers swapped": (lambda d: header(d, swap(NORM, NORM.replace("2", "0"))), "layers.0.pre_attention_norm"),
+    "another shape": (lambda d: header(d, put(GATE, shape=[64, 128])), GATE),
+    "another type": (lambda d: header(d, put(GATE, dtype="I32")), "I32"),
+    "complex": (lambda d: header(d, put(GATE, dtype="C64")), "damaged"),
+    "overlapping": (lambda d: header(d, lambda h: h[GATE].update(data_offsets=h[UP]["data_offsets"])), "damaged"),
+    "misnamed": (lambda d: header(d, renamed(NORM, "model.layers.2.norm.weight")), NORM),
+    "header of lists": (lambda d: header(d, lambda h: h.update({GATE: []})), "damaged"),
+    "truncated": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-9]), "damaged"),
+    "longer": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes() + b"\0"), "damaged"),
+    "no weights": (lambda d: (d / WEIGHTS).unlink(), "expected model.safetensors"),
+    "no config": (lambda d: (d / "config.json").unlink(), "expected config.json"),
+    "no generation config": (lambda d: (d / "generation_config.json").unlink(), "generation_config.json is missing"),
+    "another file": (lambda d: (d / "model-00001.safetensors").write_bytes(b""), "belongs neither"),
+    "record of nothing": (lambda d: (d / "extraction.json").write_text("{}"), "extraction.json"),
+}
+"""What the files may suffer, and a word of what must be said."""
 
 
 @pytest.fixture(scope="module", params=["f32", "bf16", "f16"])
@@ -85,6 +221,7 @@ def test_the_litert_layout(sample: Path, source: Shard, tmp_path: Path) -> None:
     assert "gate_proj" in refuted(tmp_path / "d", source)
 
 
+KINDS = tuple(TENSOR_FAULTS)
 # Every role of the first and the last layer and around them, each with one fault, in two types; and every fault on one
 # role of each kind.
 PLANTED = [role for role in ROLES if not role.startswith(("layers.1.", "layers.2."))]
@@ -98,7 +235,7 @@ CASES = [
 def test_a_tensor(copy: Path, source: Shard, role: str, fault: str) -> None:
     if (role.endswith("layer_scalar") or "norm" in role) and fault == "reversed":
         fault = "one bit"
-    TENSOR_FAULTS[fault](copy, ROLES[role])
+    edit(copy, ROLES[role], TENSOR_FAULTS[fault])
     forge(copy)
     found = checked(copy, source)
     assert [check.passed for check in found.values()] == [True, True, False, None, True]
@@ -111,22 +248,25 @@ def test_a_tensor(copy: Path, source: Shard, role: str, fault: str) -> None:
 @pytest.mark.parametrize("value", [3e38, 1e-40])
 def test_numbers_that_cannot_be_computed_with(copy: Path, source: Shard, value: float) -> None:
     for role in ("layers.1.q_norm", "pre_projection", "layers.3.q_norm"):
-        fill(copy, ROLES[role], value)
+        edit(copy, ROLES[role], lambda tensor: torch.full_like(tensor, value))
     assert refuted(copy, source).startswith("pre_projection (pre_projection.weight) has other values")
 
 
-@pytest.mark.parametrize("fault", CONFIG_FAULTS.values(), ids=CONFIG_FAULTS.keys())
+@pytest.mark.parametrize(("changes", "named"), CONFIG_FAULTS.values(), ids=CONFIG_FAULTS.keys())
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
-def test_a_number_of_the_config(copy: Path, source: Shard, fault: ConfigFault) -> None:
-    edit_config(copy, **fault.changes)
+def test_a_number_of_the_config(copy: Path, source: Shard, changes: dict[str, Any], named: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    for key, value in changes.items():
+        place = config["text_config"] if key in config["text_config"] else config
+        place[key] = value
+    (copy / "config.json").write_text(json.dumps(config))
     forge(copy)
-    assert fault.named in refuted(copy, source)
+    assert named in refuted(copy, source)
 
 
 @pytest.mark.parametrize(("plant", "named"), FILE_FAULTS.values(), ids=FILE_FAULTS.keys())
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
-def test_a_file(copy: Path, source: Shard, plant: object, named: str) -> None:
-    assert callable(plant)
+def test_a_file(copy: Path, source: Shard, plant: Callable[[Path], object], named: str) -> None:
     plant(copy)
     assert named in refuted(copy, source)
 
@@ -135,13 +275,10 @@ def test_a_file(copy: Path, source: Shard, plant: object, named: str) -> None:
 def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
     """A table that is nearest but for one step, as a converter leaves that cuts the bits off, is refuted."""
     mtp_extract.extract(sample, tmp_path / "exact", dtype="f32")
-    raw, _ = tensor(tmp_path / "exact", ROLES["lm_head"])
-    cut = (raw >> 16).astype("uint16")
-    ours, place = tensor(copy, ROLES["lm_head"])
-    assert 0 < (cut != ours).mean() < 0.9
-    with open(copy / "model.safetensors", "r+b") as file:
-        file.seek(place.offset)
-        file.write(cut.tobytes())
+    exact, ours = (load_file(place / WEIGHTS)[ROLES["lm_head"]] for place in (tmp_path / "exact", copy))
+    cut = (raw(exact) >> 16).to(torch.int16)
+    assert 0 < (cut != raw(ours)).float().mean() < 0.9
+    edit(copy, ROLES["lm_head"], lambda tensor: cut.view(torch.bfloat16).reshape(tensor.shape))
     assert refuted(copy, source).startswith("lm_head (model.embed_tokens.weight) has other values")
 
 

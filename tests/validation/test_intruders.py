@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 from helpers import intruders
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
+from helpers.record_document import forge
 from seam import verify
 from typer.testing import CliRunner
 
 from mtp_extract import extract
-from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint.arranged import arrange
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.cli import inspect
@@ -32,12 +32,6 @@ from mtp_extract.pipeline.identity import NEEDED, check_identity
 from mtp_extract.pipeline.reading import ReadDirectory
 
 pytestmark = pytest.mark.xdist_group("intruders")
-
-
-@pytest.fixture(scope="module")
-def source(sample: Path) -> Iterator[Shard]:
-    with open_bundle(sample) as opened:
-        yield opened.drafter()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,7 @@ def test_a_file_beside(written: dict[str, Path], source: Shard, tmp_path: Path, 
     sound = record.read_bytes()
     for file, content in intruders.FILES.items():
         intruders.add_file(directory, file, content, weights)
-        intruders.resum(directory)
+        forge(directory)
         named = [*unexpected_in(directory)]
         assert named and file.rpartition("/")[2] in " ".join(named), file
         assert refused(directory), file
@@ -217,7 +211,7 @@ def test_no_command_takes_an_intruder(written: dict[str, Path], sample: Path, tm
     shutil.copy(directory / "model.safetensors", directory / "a.safetensors")
     for record in ("as it was", "re-summed", "none"):
         if record == "re-summed":
-            intruders.resum(directory)
+            forge(directory)
         elif record == "none":
             (directory / "extraction.json").unlink()
         with pytest.raises(MtpExtractError, match=r"a\.safetensors belongs|extraction\.json"):
