@@ -147,10 +147,7 @@ def test_formats_without_room_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_numbers_that_cannot_be_are_refused(make: Callable[..., Outcome], tmp_path: Path) -> None:
-    with pytest.raises(MtpExtractError, match="steps of at least 1"):
-        make(tmp_path / "out", steps=0, work=tmp_path / "work")
-    assert not (tmp_path / "work").exists()
+def test_clusters_divide_a_vocabulary() -> None:
     with pytest.raises(MtpExtractError, match="found 13, a prime"):
         clusters_of(13)
     assert [clusters_of(size) for size in (262144, 512)] == [2048, 32]

@@ -107,20 +107,15 @@ def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeyp
     assert ran.stdout.count("Wrote ") == len(CASES)
     assert ran.stderr.count("step 3 of 3") == len(CASES)
     for name in CASES:
-        _assert_same(tmp_path, name, f"two {name}")
-
-
-def _assert_same(folder: Path, alone: str, two: str) -> None:
-    assert (folder / f"{two}.work/texts.jsonl").read_bytes() == (folder / f"{alone}.work/texts.jsonl").read_bytes()
-    logs = (
-        [json.loads(line) for line in (folder / f"{name}.work/log.jsonl").read_text().splitlines()]
-        for name in (alone, two)
-    )
-    for one, other in zip(*logs, strict=True):
-        assert one.keys() == other.keys()
-        if "loss" in one:
-            assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
-            assert other["agreement"] == pytest.approx(one["agreement"], abs=1e-6)
-    single, double = (verify(folder / name)["tuning"] for name in (alone, two))
-    assert double["texts"] == single["texts"]
-    assert double["overall"]["before"] == single["overall"]["before"]
+        works = [tmp_path / f"{each}.work" for each in (name, f"two {name}")]
+        first, second = ((work / "texts.jsonl").read_bytes() for work in works)
+        assert second == first
+        logs = ([json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] for work in works)
+        for one, other in zip(*logs, strict=True):
+            assert one.keys() == other.keys()
+            if "loss" in one:
+                assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+                assert other["agreement"] == pytest.approx(one["agreement"], abs=1e-6)
+        single, double = (verify(work.with_suffix(""))["tuning"] for work in works)
+        assert double["texts"] == single["texts"]
+        assert double["overall"]["before"] == single["overall"]["before"]
