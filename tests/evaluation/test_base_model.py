@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,78 +40,62 @@ def test_float16_is_not_computed_in(copied: Path) -> None:
     assert "loaded as bfloat16" in loaded.notes[0]
 
 
-def test_no_tokenizer(copied: Path) -> None:
-    for path in copied.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(
-        PairError, match=r"base: expected a tokenizer, .* with its tokenizer files in the same directory"
-    ):
-        load_base(str(copied), "cpu")
+def spoiled(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    """Other weights."""
+
+    def plant(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return plant
 
 
-def test_no_weights(copied: Path) -> None:
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(PairError, match=r"base: expected a model, .*model\.safetensors"):
-        load_base(str(copied), "cpu")
+def configured(key: str, value: object) -> Callable[[Path], object]:
+    def plant(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        config["text_config"][key] = value
+        (directory / "config.json").write_text(json.dumps(config))
+
+    return plant
 
 
-def spoil(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+def truncated(keep: int) -> Callable[[Path], object]:
+    return lambda directory: os.truncate(directory / "model.safetensors", keep)
 
 
 NORM = "model.language_model.layers.1.input_layernorm.weight"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no tokenizer": (
+        lambda d: [path.unlink() for path in d.glob("tokenizer*")],
+        r"base: expected a tokenizer, .* with its tokenizer files in the same directory",
+    ),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"base: expected a model, .*model\.safetensors"),
+    "a tensor missing": (
+        spoiled(lambda t: t.pop(NORM)),
+        r"found missing: model\.\S*layers\.1\.input_layernorm\.weight\. Fetch the model again",
+    ),
+    "mis-shaped": (spoiled(lambda t: t.update({NORM: t[NORM][:5].clone()})), "expected (a model|every tensor)"),
+    **{f"{keep} bytes": (truncated(keep), "base: expected a model, ") for keep in (0, 7, 5000)},
+    "layers": (configured("num_hidden_layers", 10**9), "base: expected a"),
+    "vocabulary": (configured("vocab_size", 0), "base: expected a"),
+    "width": (configured("hidden_size", "64"), "base: expected a"),
+    "head dim": (configured("head_dim", [1]), "base: expected a"),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(NORM), r"found missing: model\.\S*layers\.1\.input_layernorm\.weight\. Fetch the model again"),
-        (lambda t: t.update({NORM: t[NORM][:5].clone()}), "expected (a model|every tensor)"),
-    ],
-    ids=["missing", "mis-shaped"],
-)
-def test_not_whole(copied: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str) -> None:
-    spoil(copied, change)
+@pytest.mark.parametrize(("plant", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_not_whole(copied: Path, plant: Callable[[Path], object], message: str) -> None:
+    plant(copied)
     with pytest.raises(PairError, match=message) as caught:
         load_base(str(copied), "cpu")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("keep", [0, 7, 5000])
-def test_truncated(copied: Path, keep: int) -> None:
-    weights = copied / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(PairError, match="base: expected a model, "):
-        load_base(str(copied), "cpu")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 0), ("hidden_size", "64"), ("head_dim", [1])]
-)
-def test_absurd_config(copied: Path, key: str, value: object) -> None:
-    config = json.loads((copied / "config.json").read_text())
-    config["text_config"][key] = value
-    (copied / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PairError):
-        load_base(str(copied), "cpu")
 
 
 @pytest.mark.parametrize("name", ["./absent", "/absent", "absent"])
 def test_no_such_base(name: str) -> None:
     with pytest.raises(PairError, match="found neither"):
         load_base(name, "cpu")
-
-
-def test_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(PairError, match="Give the base model's directory"):
-        load_base(str(tmp_path), "cpu")
-
-
-def test_a_drafter_is_no_base(extracted: Path) -> None:
-    with pytest.raises(PairError, match="found a drafter"):
-        load_base(str(extracted), "cpu")
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
