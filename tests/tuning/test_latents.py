@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtp_extract.architecture.roles import MATRIX, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.litertlm.storage import Packing
@@ -18,11 +19,13 @@ from mtp_extract.tuning.latents import MODES, Latents
 from .conftest import Tiny, coded
 
 
-def moved(latents: Latents, by: float = 0.1) -> None:
+def moved(latents: Latents) -> Checkpoint:
+    """What comes of it when every number has been trained a little."""
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for value in latents.parameters():
-            value.add_(by * torch.randn(value.shape, generator=random))
+            value.add_(0.1 * torch.randn(value.shape, generator=random))
+    return latents.tuned(latents.results())
 
 
 def with_weights(tiny: Tiny, mode: str, weights: dict[str, Weight]) -> Latents:
@@ -48,8 +51,7 @@ def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
 
 def test_norms_leave_every_matrix(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["norms"])
-    moved(latents)
-    tuned = latents.tuned(latents.results())
+    tuned = moved(latents)
     for role in shapes_of(tiny.checkpoint.config):
         same = tuned.tensors[role.name] is tiny.checkpoint.tensors[role.name]
         assert same == (role.kind == MATRIX), role.name
@@ -60,8 +62,7 @@ def test_norms_leave_every_matrix(tiny: Tiny) -> None:
 
 def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
-    moved(latents)
-    tuned = latents.tuned(latents.results())
+    tuned = moved(latents)
     weights, drafter = latents(torch.float32), load_drafter(tuned).state_dict()
     changed = 0
     for role in shapes_of(tiny.checkpoint.config):
@@ -110,8 +111,7 @@ def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
     shared = coded(tiny.checkpoint.tensors["layers.0.gate_proj"].array())
     shared.origin = "the same"
     latents = with_weights(tiny, "qat", {"layers.0.gate_proj": shared, "layers.0.up_proj": shared})
-    moved(latents)
-    weights, tuned = latents(torch.float32), latents.tuned(latents.results()).tensors
+    tuned, weights = moved(latents).tensors, latents(torch.float32)
     assert weights["layers.0.gate_proj.weight"] is weights["layers.0.up_proj.weight"]
     assert tuned["layers.0.gate_proj"] is tuned["layers.0.up_proj"]
 
