@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import intruders
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
-from helpers.record_document import forge
+from helpers.record_document import TUNING, forge
 from seam import verify
 from typer.testing import CliRunner
 
@@ -32,6 +33,182 @@ from mtp_extract.pipeline.identity import NEEDED, check_identity
 from mtp_extract.pipeline.reading import ReadDirectory
 
 pytestmark = pytest.mark.xdist_group("intruders")
+
+INDEX = {"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}
+WEIGHTS = (
+    "a.safetensors model-00002-of-00002.safetensors adapter_model.safetensors sub/x.safetensors codes.safetensors "
+    "LICENSE.safetensors codes/more.safetensors .hidden.safetensors pytorch_model.bin model.pt "
+    "original/consolidated.pth weights.npz other.gguf x.ckpt NOTICE.bin LICENSE-2.gguf model.onnx tf_model.h5 "
+    "flax_model.msgpack m.tflite"
+)
+TEXTS = (
+    "modeling_drafter.py custom_generate/generate.py LICENSE.py NOTICE.md.py Modelfile recipe.yaml requirements.txt "
+    "kernel.so notes.txt"
+)
+DOCUMENTS = "hf_quant_config.json quantize_config.json params.json configuration.json mtp.json codes/config.json"
+FILES: Mapping[str, object] = {
+    **dict.fromkeys(WEIGHTS.split()),
+    **dict.fromkeys(TEXTS.split(), "import os\n"),
+    **{name: {"a": 1} for name in DOCUMENTS.split()},
+    "model.safetensors.index.json": INDEX,
+    "pytorch_model.bin.index.json": INDEX,
+    "adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "."},
+    "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["tokenizer.Tokenizer", None]}},
+}
+"""Name → content: text, JSON, or None for a copy of the weights."""
+
+ENGINES_READ: Mapping[str, object] = {
+    "auto_map": {"AutoModelForCausalLM": "modeling.Drafter"},
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    "rope_theta": 5e5,
+    "partial_rotary_factor": 0.5,
+    "pruned_heads": {"0": [1]},
+    "vision_config": {"hidden_size": 4},
+    "compression_config": {"quant_method": "bitsandbytes"},
+    "quantization_config": {"quant_method": "fp8"},
+    "eagle_config": {"use_aux_hidden_state": True},
+    "speculators_config": {"algorithm": "other"},
+    "per_layer_config": {"0": {"head_dim": 128}},
+    "attn_logit_softcapping": 50.0,
+    "query_pre_attn_scalar": 256,
+    "is_causal": False,
+    "attention_chunk_size": 4,
+    "embedding_scale": 2.0,
+    "logit_scale": 2.0,
+    "residual_multiplier": 2.0,
+    "custom_generate": "org/repo",
+    "cache_implementation": "quantized",
+    "suppress_tokens": [1, 2],
+}
+"""Keys that engines read and none of our configurations has; whoever adds one makes another drafter of it."""
+
+HARMLESS = (
+    *("num_centroids", "centroid_intermediate_top_k", "attention_dropout", "attention_k_eq_v", "bos_token_id"),
+    *("eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings", "use_cache"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "transformers_version"),
+)
+"""Keys of ours whose value changes no draft of such a drafter; training, the tokenizer and the engine read them."""
+
+GONE = "attention.sliding_window_pattern attention.shared_kv_layers rope.dimension_count_swa nextn_predict_layers"
+GGUF_KEYS: Mapping[str, object] = {
+    **{
+        f"gemma4-assistant.{key}": value
+        for key, value in {
+            "rope.scale_linear": 4.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.dimension_sections": [4, 4, 4, 4],
+            "attn_logit_softcapping": 50.0,
+            "attention.causal": False,
+            "attention.scale": 0.5,
+            "attention.clamp_kqv": 1.0,
+            "attention.key_length": 128,
+            "attention.head_count": 8,
+            "attention.head_count_kv": 1,
+            "attention.sliding_window": 8,
+            "logit_scale": 2.0,
+            "residual_scale": 2.0,
+            "expert_count": 8,
+            "pooling_type": 1,
+            "tensor_data_layout": "Meta AI original pth",
+            "embedding_length_out": 32,
+            "embedding_length_per_layer_input": 8,
+            "final_logit_softcapping": 25.0,
+            "rope.freq_base": 5e5,
+            "rope.freq_base_swa": 1e6,
+            **dict.fromkeys(GONE.split()),
+        }.items()
+    },
+    "general.type": "adapter",
+    "adapter.lora.alpha": 16.0,
+    "split.count": 2,
+    "clip.has_vision_encoder": True,
+    "llama.rope.scale_linear": 4.0,
+    "general.architecture": "gemma4",
+}
+"""Key of the header of a GGUF → a value that makes another drafter of it; None takes it away."""
+
+SHA = "0" * 64
+LIES: Mapping[str, object] = {
+    "source.size": 1,
+    "source.kind": "tflite",
+    "source.version": "9.9.9",
+    "source.section.sha256": SHA,
+    "source.section.index": 0,
+    "source.section.begin": 0,
+    "source.section.end": 1,
+    "source.section.found_by": "bare model",
+    "source.section.signature": "decode",
+    "known_as": "Gemma 4 E4B",
+    "dtype": "f16",
+    "layout": "litert",
+    "rounded": [],
+    "rule": "int8",
+    "geometry.hidden_size": 65,
+    "geometry.final_logit_softcap": None,
+    "geometry.base": "org/other",
+    "files": {},
+    "files.config.json": {"size": 1, "sha256": SHA},
+    "files.more.json": {"size": 1, "sha256": SHA},
+    "shared": [["lm_head", "pre_projection"]],
+    "activations": {"lm_head": [{"type": "int8", "scale": 1.0, "zero_point": 0}, None]},
+    "proof": ["RoPE at all 4096 positions"],
+    "tuning": TUNING,
+}
+"""Key of ``extraction.json`` → what it may say instead; each is refuted where the bundle is at hand."""
+
+
+def put(document: dict[str, Any], key: str, value: object) -> None:
+    """Set ``key``, whose names are parted by dots; those of files have dots themselves."""
+    first, _, rest = key.partition(".")
+    if rest and first in ("source", "section", "geometry"):
+        put(document[first], rest, value)
+    elif rest:
+        document[first][rest] = value
+    else:
+        document[first] = value
+
+
+def altered(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``document`` with one thing in it changed, and what: each value that is not harmless, and a key more in each
+    object."""
+    for path, value in [*places(document)]:
+        changed = copy.deepcopy(document)
+        holder: Any = changed
+        for step in path[:-1]:
+            holder = holder[step]
+        if isinstance(value, dict):
+            (holder[path[-1]] if path else holder)["more"] = 1
+        elif path[-1] in HARMLESS:
+            continue
+        else:
+            holder[path[-1]] = another(value)
+        yield ".".join(map(str, path)), changed
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    yield path, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*path, key))
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return f"{value}x" if isinstance(value, str) else [*value, *value[-1:]] if value else 1
+
+
+def add_file(directory: Path, name: str, content: object, weights: Path) -> None:
+    """Put one of :data:`FILES` there."""
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    if content is None:
+        shutil.copy(weights, path)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +268,15 @@ def test_a_file_beside(written: dict[str, Path], source: Shard, tmp_path: Path, 
     directory = copied(written[name], tmp_path / "d", record=True)
     weights, record = next(directory.glob(format_named(name).weights_file)), directory / "extraction.json"
     sound = record.read_bytes()
-    for file, content in intruders.FILES.items():
-        intruders.add_file(directory, file, content, weights)
+    for file, content in FILES.items():
+        add_file(directory, file, content, weights)
         forge(directory)
         named = [*unexpected_in(directory)]
         assert named and file.rpartition("/")[2] in " ".join(named), file
         assert refused(directory), file
         (directory / file).unlink()
         record.write_bytes(sound)
-    intruders.add_file(directory, file, content, weights)
+    add_file(directory, file, content, weights)
     assert not proven(directory, source)
 
 
@@ -135,8 +312,8 @@ def test_a_key_of_a_configuration(written: dict[str, Path], source: Shard, tmp_p
     directory = copied(written[name], tmp_path / "d")
     for path in sorted(directory.glob("*.json")):
         sound, places = path.read_text(), [()] if name == "litert" or "gen" in path.name else [(), ("text_config",)]
-        cases = [*intruders.altered(json.loads(sound))]
-        for key, value in intruders.ENGINES_READ.items():
+        cases = [*altered(json.loads(sound))]
+        for key, value in ENGINES_READ.items():
             for place in places:
                 document: dict[str, Any] = json.loads(sound)
                 holder = document[place[0]] if place else document
@@ -154,7 +331,7 @@ def test_a_key_of_a_configuration(written: dict[str, Path], source: Shard, tmp_p
 def test_a_key_of_a_gguf(source: Shard, tmp_path: Path) -> None:
     original = checkpoint_of(source)
     (file,) = arrange(format_named("gguf"), original, "codes").files
-    for key, value in intruders.GGUF_KEYS.items():
+    for key, value in GGUF_KEYS.items():
         metadata = {**file.metadata, key: value}
         if value is None:
             del metadata[key]
@@ -170,12 +347,12 @@ def test_a_head(tmp_path: Path, layout: str) -> None:
     """No bundle holds one, so that nothing is proven; converting refuses what engines would take for another head."""
     directory = write_head(tmp_path / "d", random_head(head_config()), layout)
     assert not refused(directory)
-    intruders.add_file(directory, "a.safetensors", None, directory / "model.safetensors")
+    add_file(directory, "a.safetensors", None, directory / "model.safetensors")
     assert refused(directory)
     (directory / "a.safetensors").unlink()
     sound = (directory / "config.json").read_text()
     inner = {"sliding_window": 16, "num_experts": 8, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True}
-    for key, value in {**intruders.ENGINES_READ, **inner, "tie_word_embeddings": True}.items():
+    for key, value in {**ENGINES_READ, **inner, "tie_word_embeddings": True}.items():
         document = json.loads(sound)
         if key in ("rope_theta", "eagle_config"):  # which heads have
             continue
@@ -229,7 +406,7 @@ def says(directory: Path, key: str, value: object, source: Shard) -> str:
     path = directory / "extraction.json"
     sound = path.read_text()
     told = json.loads(sound)
-    intruders.put(told, key, value)
+    put(told, key, value)
     assert told != json.loads(sound), key
     path.write_text(json.dumps(told))
     wrong = [check.evidence for check in check_identity(directory, source) if not check.passed]
@@ -241,7 +418,7 @@ def says(directory: Path, key: str, value: object, source: Shard) -> str:
 def test_a_record_that_lies(written: dict[str, Path], source: Shard, sample: Path, tmp_path: Path) -> None:
     """Each statement of it, where the bundle is at hand; what no bundle decides passes."""
     extract(sample, tmp_path / "d")
-    for key, value in intruders.LIES.items():
+    for key, value in LIES.items():
         assert says(tmp_path / "d", key, value, source), key
     step = {"layout": "litert", "dtype": "f32", "rounded": [], "rule": None, "version": None, "files": {}}
     untold = {"tool.version": "0", "source.name": "x", "source.provenance": {"url": "x"}, "converted_from": [step]}
@@ -251,17 +428,17 @@ def test_a_record_that_lies(written: dict[str, Path], source: Shard, sample: Pat
     of_another = json.loads((tmp_path / "d/extraction.json").read_text())
     of_another["tool"]["version"] = "0"
     (tmp_path / "d/extraction.json").write_text(json.dumps(of_another))
-    assert not says(tmp_path / "d", "proof", intruders.LIES["proof"], source)
+    assert not says(tmp_path / "d", "proof", LIES["proof"], source)
     # The steps in between are taken from the record; what the bundle says of the weights is not.
     convert(written["litert"], tmp_path / "converted", format="gguf")
     for key in ("source.section.sha256", "known_as", "rounded", "shared", "proof"):
-        assert says(tmp_path / "converted", key, intruders.LIES[key], source), key
+        assert says(tmp_path / "converted", key, LIES[key], source), key
 
 
 def test_weights_that_are_the_files_are_not_tuned(sample: Path, source: Shard, tmp_path: Path) -> None:
     """A card that says so would be made of nothing but the record: the bundle decides."""
     made = extract(sample, tmp_path / "d")
-    tuned = {**made.record, "tuning": intruders.LIES["tuning"]}
+    tuned = {**made.record, "tuning": LIES["tuning"]}
     (tmp_path / "d/extraction.json").write_text(json.dumps(tuned))
     assert verify(tmp_path / "d") == tuned
     # It says what a record must say of a tuning, and no more.
