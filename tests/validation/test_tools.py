@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,24 +34,45 @@ def cannot_construct(*arguments: Any, **named: Any) -> None:
     raise ValueError(PRODUCING)
 
 
-def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    for name in {module, *(name for name in sys.modules if name.partition(".")[0] == module)}:
-        monkeypatch.setitem(sys.modules, name, None)
+def hides_the_interpreter(patch: pytest.MonkeyPatch) -> None:
+    for name in {"ai_edge_litert", *(name for name in sys.modules if name.startswith("ai_edge_litert."))}:
+        patch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("transformers", f"known to be right, too: .*{PRODUCING}.*{re.escape(TRANSFORMERS)} works"),
-        ("interpreter", "cannot be asked: it is not installed"),
-    ],
-)
-def test_it_is_not_checked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str) -> None:
+def breaks_the_interpreter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ai_edge_litert.interpreter.Interpreter.__init__", cannot_construct)
+    # Its destructor asks for what its constructor made.
+    patch.setattr("ai_edge_litert.interpreter.Interpreter.__del__", lambda self: None, raising=False)
+
+
+WORKS = f".*; {re.escape(TRANSFORMERS)} works$"
+BROKEN: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
+    (
+        "transformers",
+        lambda patch: patch.setattr(transformers.Gemma4AssistantForCausalLM, "__init__", cannot_construct),
+        f"known to be right, too: .*{PRODUCING}{WORKS}",
+    ),
+    (
+        "transformers",
+        lambda patch: patch.setitem(sys.modules, "transformers", None),
+        f"transformers: it is not installed{WORKS}",
+    ),
+    (
+        "transformers",
+        lambda patch: patch.setitem(sys.modules, "transformers", ModuleType("transformers")),
+        f"this release of it has no Gemma4AssistantForCausalLM{WORKS}",
+    ),
+    ("interpreter", hides_the_interpreter, "cannot be asked: it is not installed"),
+    ("interpreter", breaks_the_interpreter, PRODUCING),
+]
+
+
+@pytest.mark.parametrize(("name", "plant", "why"), BROKEN)
+def test_it_is_not_checked(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, plant: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
     """Everything else was: the drafter is proven, and who reads it learns what was not asked."""
-    if name == "transformers":
-        monkeypatch.setattr(transformers.Gemma4AssistantForCausalLM, "__init__", cannot_construct)
-    else:
-        hide(monkeypatch, "ai_edge_litert")
+    plant(monkeypatch)
     found = run_validation(ValidationPlan(checkpoint, source=str(first_bundle()), samples=2))
     (check,) = (check for check in found.checks if check.name == name)
     assert check.passed is None
@@ -59,27 +81,6 @@ def test_it_is_not_checked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, na
     assert found.verdict.startswith("Verified: the checkpoint is the drafter of")
     assert f"{name} was not checked: {check.evidence}" in found.notes
     assert [row[2] for row in checks(found).rows if row[0] == name] == ["not checked"]
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (None, "transformers: it is not installed"),
-        (ModuleType("transformers"), "this release of it has no Gemma4AssistantForCausalLM"),
-    ],
-)
-def test_no_transformers(
-    checkpoint: Path,
-    drafter: MtpDrafter,
-    source: Shard,
-    monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType | None,
-    why: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", module)
-    found = check_transformers(checkpoint, drafter, source)
-    assert (found.passed, found.evidence.endswith(f"; {TRANSFORMERS} works")) == (None, True)
-    assert why in found.evidence
 
 
 def test_a_transformers_that_computes_another_thing(
@@ -122,15 +123,6 @@ def test_a_damaged_directory_is_refuted_by_a_release_that_was_tried(
 def test_the_releases_are_those_that_are_asked_for() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"transformers{TRANSFORMERS}"' in text
-
-
-def test_an_interpreter_that_does_not_run(drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ai_edge_litert.interpreter.Interpreter.__init__", cannot_construct)
-    # Its destructor asks for what its constructor made.
-    monkeypatch.setattr("ai_edge_litert.interpreter.Interpreter.__del__", lambda self: None, raising=False)
-    found = check_interpreter(drafter, source, samples=1)
-    assert found.passed is None
-    assert PRODUCING in found.evidence
 
 
 def test_an_interpreter_that_computes_another_thing(
