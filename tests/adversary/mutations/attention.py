@@ -195,6 +195,8 @@ WINDOWS = cases(
     {
         "fewer_scored_than_weighed": windowed(24, 32),
         "right_at_the_last_position_alone": windowed(32, 32, 10),
+        "from_one_slot_late": windowed(e.WINDOW, e.WINDOW, e.WINDOW - 2),
+        "up_to_one_slot_before": windowed(e.WINDOW - 1, e.WINDOW - 1, e.WINDOW - 1),
     },
     *(Sample(position, mask="past") for position in (40, 201, 255)),
 )
