@@ -168,7 +168,7 @@ def write_texts(
     if context is not None and length + new_tokens > context:
         raise PairError(
             f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
-            f"found {length} and {new_tokens} new ones; give shorter prompts",
+            f"found {length} and {new_tokens} new ones. Give shorter prompts.",
             remedies=("prompts", "new_tokens"),
         )
     say(f"continuing {len(prompts)} prompts with the base alone")

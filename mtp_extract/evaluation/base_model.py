@@ -125,8 +125,8 @@ def _placed(device: str) -> torch.device | None:
     except (AssertionError, RuntimeError):  # as torch raises for what it does not have
         pass
     raise MtpExtractError(
-        f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}; let it be "
-        "chosen",
+        f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}. Let it be "
+        "chosen.",
         remedies=("device=auto",),
     )
 

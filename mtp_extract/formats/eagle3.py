@@ -325,7 +325,7 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
     theta = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta
     if theta is None:
         raise CheckpointError(
-            "expected rope_theta, found none, for which engines take 10000; write what the head was trained with"
+            "expected rope_theta, found none, for which engines take 10000. Write what the head was trained with."
         )
     flags = {name: bool(getattr(found, name)) for name in _NORMS}
     if eagle.norm_before_fc is not None:

@@ -387,7 +387,7 @@ def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> Dr
     heads = found.num_kv_heads if isinstance(found.num_kv_heads, list) else [found.num_kv_heads] * found.layers
     if not found.layers == len(found.slides) == len(heads):
         raise CheckpointError(
-            f"expected sliding_window_pattern and head_count_kv of {found.layers} layers, found others; check the file"
+            f"expected sliding_window_pattern and head_count_kv of {found.layers} layers, found others. Check the file."
         )
     share = found.share or 2 * turned / found.head_dim or 1.0
     full, sliding = RopeConfig(found.theta, share, found.factor), RopeConfig(found.sliding_theta)

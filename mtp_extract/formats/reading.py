@@ -68,7 +68,7 @@ def fields_of(document: Mapping[str, Any], kind: type[Fields]) -> Fields:
         return read(document, kind)
     except ValueError as error:
         what = str(error).removeprefix("the whole: ")
-        raise CheckpointError(f"{escape(what)}; check the config") from error
+        raise CheckpointError(f"{escape(what)}. Check the config.") from error
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def read_weights(directory: Path, name: str) -> Tensors:
     path = directory / name
     if not path.is_file():
         raise CheckpointError(
-            f"{escape(directory)}: expected {name} there, found none; extract the drafter anew, or save it as one file"
+            f"{escape(directory)}: expected {name} there, found none. Extract the drafter anew, or save it as one file."
         )
     stored, metadata = read_safetensors(path)
     require_keys(path, metadata, {}, HEADER)
@@ -128,6 +128,6 @@ def check_tensors(expected: Expected, found: Tensors, more: Expected = MappingPr
 def mismatch(problems: Iterable[str]) -> CheckpointError:
     """The error that lists ``problems`` of a checkpoint."""
     return CheckpointError(
-        "the checkpoint does not match its config; extract the drafter anew, or check which model the config "
-        f"describes: {few(sorted(problems), separator='; ')}"
+        f"the checkpoint does not match its config: {few(sorted(problems), separator='; ')}. Extract the drafter anew, "
+        "or check which model the config describes."
     )

@@ -236,7 +236,7 @@ def rope_of(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
         CheckpointError: ``parameters`` have none.
     """
     if layer_type not in parameters:
-        raise CheckpointError(f"expected RoPE parameters of {layer_type}, found none; check the config")
+        raise CheckpointError(f"expected RoPE parameters of {layer_type}, found none. Check the config.")
     rope = parameters[layer_type]
     if rope.rope_type == "default":
         return RopeConfig(rope.rope_theta)
@@ -281,7 +281,7 @@ class _Text(Struct):
                 kv_heads = self.num_global_key_value_heads or kv_heads
         window = self.sliding_window if layer_type == SLIDING else None
         if layer_type == SLIDING and window is None:
-            raise CheckpointError("expected sliding_window for sliding layers, found none; check the config")
+            raise CheckpointError("expected sliding_window for sliding layers, found none. Check the config.")
         return LayerConfig(layer_type, head_dim, kv_heads, window, rope_of(self.rope_parameters, layer_type))
 
 

@@ -133,9 +133,9 @@ def _tensors(directory: Path) -> reading.Tensors:
         places = reading.fields_of(read_object(index, _AS_WRITTEN), _Index).weight_map if sharded else {}
         for file in dict.fromkeys(places.values()) if sharded else (_WEIGHTS,):
             if Path(file).name != file:
-                raise CheckpointError(f"expected files beside it, found {escape(file)}; check the index")
+                raise CheckpointError(f"expected files beside it, found {escape(file)}. Check the index.")
             if not (path := directory / file).is_file():
-                raise CheckpointError(f"expected {file} there, found none; fetch the checkpoint again")
+                raise CheckpointError(f"expected {file} there, found none. Fetch the checkpoint again.")
             own = read_safetensors(path)[0].items()
             found |= {name: (path, stored) for name, stored in own if not sharded or places.get(name) == file}
         if missing := sorted(places.keys() - found.keys()):

@@ -63,8 +63,8 @@ class Codec:
     def _written(self, messages: Sequence[Any]) -> str:
         if not self.has_template:
             raise PairError(
-                "expected a tokenizer with a chat template for messages, found none; give the instruction-tuned "
-                "base's tokenizer, or plain text"
+                "expected a tokenizer with a chat template for messages, found none. Give the instruction-tuned "
+                "base's tokenizer, or plain text."
             )
         if odd := [message for message in messages if not isinstance(message, Mapping) or "role" not in message]:
             raise PairError(f"expected messages with role and content, found {escape(odd[0])}")

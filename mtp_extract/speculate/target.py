@@ -36,13 +36,13 @@ class Base:
             layer_types, _, _ = config.layer_types, model.lm_head, model.model
         except AttributeError as error:
             raise PairError(
-                f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}; load it "
-                "with AutoModelForCausalLM, and give the base model, not the drafter"
+                f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}. Load it "
+                "with AutoModelForCausalLM, and give the base model, not the drafter."
             ) from error
         if (attention := getattr(config, "_attn_implementation", "sdpa")) != "sdpa":
             raise PairError(
-                f"expected attention implementation sdpa, found {escape(attention)}; load the base with "
-                "attn_implementation='sdpa'"
+                f"expected attention implementation sdpa, found {escape(attention)}. Load the base with "
+                "attn_implementation='sdpa'."
             )
         windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
         if unknown := sorted(set(layer_types) - set(windows)):
@@ -177,12 +177,12 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
     for what, expected, found in compared(base, drafter.needs):
         if expected != found:
             raise PairError(
-                f"expected a base with {what} {expected}, found {found}; give the base model this drafter was made for"
+                f"expected a base with {what} {expected}, found {found}. Give the base model this drafter was made for."
             )
     if tokenizer is not None and len(tokenizer) > base.vocab_size:
         raise PairError(
-            f"expected a tokenizer of at most {base.vocab_size} tokens, found {len(tokenizer)}; give the base model's "
-            "own tokenizer"
+            f"expected a tokenizer of at most {base.vocab_size} tokens, found {len(tokenizer)}. Give the base model's "
+            "own tokenizer."
         )
 
 

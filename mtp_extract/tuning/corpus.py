@@ -206,7 +206,7 @@ def _enough(side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Se
     if len(found) < _LEAST[side]:
         raise MtpExtractError(
             f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(found)}: the "
-            "others are shorter, or repeat one that counts; give other ones",
+            "others are shorter, or repeat one that counts. Give other ones.",
             remedies=("prompts", "text"),
         )
     return found

@@ -116,7 +116,7 @@ def check_ordered(pair: Pair) -> None:
         UnsupportedError: the drafter's format has no room for such a head.
     """
     if (processes := pair.accelerator.num_processes) > 1:
-        raise MtpExtractError(f"expected one process to make an ordered head, found {processes}; start only one")
+        raise MtpExtractError(f"expected one process to make an ordered head, found {processes}. Start only one.")
     before = dense(pair.origin.checkpoint)
     vocabulary = before.config.vocab_size
     centroids = torch.zeros(clusters_of(vocabulary), before.config.hidden_size)
@@ -204,7 +204,7 @@ def collect(
     if not sum(len(part.states) for part in parts):
         raise MtpExtractError(
             "expected text that the base would write, or writes after random tokens, found none of which a draft "
-            "counts; give other text, or keep the dense head",
+            "counts. Give other text, or keep the dense head.",
             remedies=("text", "prompts"),
         )
     return Used(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
@@ -234,7 +234,9 @@ def build_head(
         counts += torch.bincount(one.choices, minlength=len(head))
     vectors = head.div_(counts[:, None])
     if not bool(torch.isfinite(vectors.sum(dim=1)).all()):
-        raise MtpExtractError("expected finite weights and states to make clusters of, found others; check the drafter")
+        raise MtpExtractError(
+            "expected finite weights and states to make clusters of, found others. Check the drafter."
+        )
     ordering = balanced_clusters(vectors, torch.arange(len(vectors)), count)
     means, cluster = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1), cluster_of(ordering, count)
     taught, watched = ([one._replace(choices=cluster[one.choices]) for one in part] for part in (taught, watched))

@@ -110,7 +110,7 @@ class Writer:
         if prompt + new > self.context:
             raise PairError(
                 f"expected prompts that fit the base's {self.context} tokens, found one of {prompt}, and {new} new "
-                "ones; give shorter prompts",
+                "ones. Give shorter prompts.",
                 remedies=remedies,
             )
 
@@ -215,7 +215,7 @@ def people_texts(item: Prompt, writer: Writer) -> list[Text]:
     else:
         raise PairError(
             "expected texts by people, or messages that end in an answer, found messages without one, "
-            f"{escape(item.key)}; give those as prompts",
+            f"{escape(item.key)}. Give those as prompts.",
             remedies=("prompts",),
         )
     return [Text((*given, *window), max(1, len(given))) for window in windows]

@@ -341,7 +341,7 @@ def train(
         run.done += 1
         if not math.isfinite(loss):
             raise MtpExtractError(
-                f"expected a finite loss, found {loss} at step {run.done}; use a lower learning rate",
+                f"expected a finite loss, found {loss} at step {run.done}. Use a lower learning rate.",
                 remedies=("learning_rate",),
             )
         run.history.append({"step": run.done, "loss": loss, "agreement": agreement})

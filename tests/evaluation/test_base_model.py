@@ -110,7 +110,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     ("device", "message"),
     [
         ("nonsense", "expected a device that is there"),
-        pytest.param("cuda:99", "found cuda:99; let it be chosen", id="cuda:99"),
+        pytest.param("cuda:99", "found cuda:99. Let it be chosen", id="cuda:99"),
     ],
 )
 def test_no_such_device(base: Path, device: str, message: str) -> None:

@@ -180,11 +180,11 @@ def _all_in(place: str) -> Callable[[bytes], bytes]:
     ("file", "damage", "words"),
     [
         (FIRST, lambda data: data[:-100], "not a safetensors file"),
-        (SECOND, None, f"expected {SECOND} there, found none; fetch the checkpoint again"),
+        (SECOND, None, f"expected {SECOND} there, found none. Fetch the checkpoint again"),
         (INDEX, _all_in(f"../base/{FIRST}"), "expected files beside it, found .*/base/model-00001"),
         (INDEX, _all_in(FIRST), "where the index says it is, found it nowhere"),
         (INDEX, lambda data: b'{"weight_map": [1]}', "weight_map"),
-        (INDEX, None, "expected model.safetensors there, found none; fetch the checkpoint again"),
+        (INDEX, None, "expected model.safetensors there, found none. Fetch the checkpoint again"),
         ("config.json", lambda data: b"{", "not valid JSON"),
     ],
 )

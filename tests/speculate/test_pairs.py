@@ -52,8 +52,8 @@ def odd_base(**config: Any) -> Callable[[Pair], tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (shaped(vocab_size=500), "vocabulary of 500, found 512; give the base model"),
-        (shaped(backbone_hidden_size=60), "backbone width 60, found 64; give the base"),
+        (shaped(vocab_size=500), "vocabulary of 500, found 512. Give the base model"),
+        (shaped(backbone_hidden_size=60), "backbone width 60, found 64. Give the base"),
         (one_head, "sliding_attention: K and V of 1 heads of 32, found 2 heads of 32"),
         (
             lambda pair: (random_base(layer_types=["full_attention"] * 5), random_drafter(random_base())),
@@ -68,7 +68,7 @@ def odd_base(**config: Any) -> Callable[[Pair], tuple[Any, ...]]:
         ),
         (
             lambda pair: (pair.base, pair.drafter, Large()),
-            "tokenizer of at most 512 tokens, found 600; give the base model's own",
+            "tokenizer of at most 512 tokens, found 600. Give the base model's own",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     [
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "google/gemma-nope"), "or give the path of a local copy"),
-        (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
+        (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "Let it be chosen (--device auto)"),
     ],
 )
 def test_errors_are_one_line(
