@@ -69,8 +69,9 @@ def inspect(
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
         if against is None:
-            about: Any = {"tensors": tensors, "graph": graph, "section": section, "sliding_window": sliding_window}
-            return inspection.inspect(opened, **about)
+            return inspection.inspect(
+                opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window
+            )
         if not os.path.isdir(against):
             why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
             raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))

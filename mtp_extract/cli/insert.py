@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -55,10 +55,19 @@ def command(
     from mtp_extract.insertion.plan import InsertionResult
     from mtp_extract.proof.proof import in_words
 
-    asked: Any = {"dry_run": dry_run, "graph_from": graph_from, "base": base, "overwrite": overwrite}
     with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
-        told: Any = {"say": doing_unless(print_json), "show": show, "progress": tick}
-        made = insert(source, bundle, out, **asked, **told)
+        made = insert(
+            source,
+            bundle,
+            out,
+            dry_run=dry_run,
+            graph_from=graph_from,
+            base=base,
+            overwrite=overwrite,
+            say=doing_unless(print_json),
+            show=show,
+            progress=tick,
+        )
     plan, result = (made.plan, made) if isinstance(made, InsertionResult) else (made, None)
     if print_json:
         write_json(plan.as_json(result))

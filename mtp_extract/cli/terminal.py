@@ -156,9 +156,13 @@ def _bar() -> Iterator[Callable[[int, int, str], None]]:
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True),
     )
-    console = Console(stderr=True, highlight=False)
-    period: Any = {"speed_estimate_period": _REMEMBERED, "transient": True, "redirect_stdout": False}
-    with Progress(*columns, console=console, **period) as bar:
+    with Progress(
+        *columns,
+        console=Console(stderr=True, highlight=False),
+        speed_estimate_period=_REMEMBERED,
+        transient=True,
+        redirect_stdout=False,
+    ) as bar:
 
         def draw(done: int, total: int, line: str) -> None:
             task = bar.task_ids[0] if bar.task_ids else bar.add_task(line, total=total)
