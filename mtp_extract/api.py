@@ -68,14 +68,12 @@ def inspect(
     if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
-        if against is None:
-            return inspection.inspect(
-                opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window
-            )
-        if not os.path.isdir(against):
+        if against is not None and not os.path.isdir(against):
             why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
             raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
-        return compare_base(opened, Path(against), progress)
+        if against is not None:
+            return compare_base(opened, Path(against), progress)
+        return inspection.inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
 
 
 def insert(

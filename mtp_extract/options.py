@@ -88,8 +88,9 @@ def check_values(plan: Any) -> None:
         given = getattr(plan, name)
         kind, *told = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
-        options = [(one.min, one.max) for one in told if isinstance(one, ParameterInfo)]
-        ((least, most),) = options or [(one.ge, one.le) for one in told if isinstance(one, Meta)] or [(None, None)]
+        limits = [(one.min, one.max) for one in told if isinstance(one, ParameterInfo)]
+        limits += [(one.ge, one.le) for one in told if isinstance(one, Meta)]
+        least, most = limits[0] if limits else (None, None)
         for value in given if isinstance(given, (list, tuple)) else (given,):
             if choices and value is not None and value not in choices:
                 raise ValueError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")

@@ -86,7 +86,8 @@ def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
 def _drafter_sizes(of: Mapping[str, Any]) -> list[str]:
     """Layers and heads; vocabulary."""
     sliding, full = (of["layer_types"].count(f"{kind}_attention") for kind in ("sliding", "full"))
-    kinds = [f"{sliding} sliding (window {of['sliding_window']})"] * bool(sliding) + [f"{full} full"] * bool(full)
+    kinds = [f"{sliding} sliding (window {of['sliding_window']})"] if sliding else []
+    kinds += [f"{full} full"] if full else []
     dims, kv = ("/".join(map(str, sorted(set(of[key])))) for key in ("head_dims", "num_kv_heads"))
     cap = of["final_logit_softcap"]
     return [

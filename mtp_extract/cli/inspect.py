@@ -125,10 +125,12 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     say_all(headline(report))
     table(list(report["items"].items()))
     if sections := report["sections"]:
+        shown = []
         for one in sections:
-            one["items"] = ", ".join(f"{key}={value}" for key, value in one["items"].items() if key != "model_type")
+            items = ", ".join(f"{key}={value}" for key, value in one["items"].items() if key != "model_type")
+            shown.append({**one, "items": items})
         columns = {"#": "index", "type": "type", "model type": "model_type", "begin": "begin", "bytes": "size"}
-        _listed(f"{len(sections)} sections", sections, **columns, items="items")
+        _listed(f"{len(sections)} sections", shown, **columns, items="items")
     if "model" in report:
         _show_model(report["model"])
     elif report["drafter"] is not None:
@@ -171,14 +173,13 @@ def _show_model(model: Mapping[str, Any]) -> None:
             table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
     if "tensors" not in model:
         return
+    shown = []
     for tensor in model["tensors"]:
         data, made = tensor["data"] or {"length": None}, tensor["quantization"] or {"block_size": 0, "scales": 0}
-        tensor["bytes"] = data.get("length", "unreadable")
-        tensor["scales"] = _blocks(made) or (
-            f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else None
-        )
+        scales = _blocks(made) or (f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else None)
+        shown.append({**tensor, "bytes": data.get("length", "unreadable"), "scales": scales})
     columns = {"graph": "subgraph", "tensor": "index", "type": "type", "shape": "shape", "bytes": "bytes"}
-    _listed("Tensors", model["tensors"], **columns, quantization="scales", name="name")
+    _listed("Tensors", shown, **columns, quantization="scales", name="name")
 
 
 def _listed(title: str, entries: Sequence[Mapping[str, Any]], **columns: str) -> None:

@@ -58,10 +58,10 @@ def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
 
 
 def over_texts(bounds: Callable[..., Bounds], *columns: Sequence[float], level: float = 0.95) -> Interval | None:
-    """The interval of what ``bounds`` is of: :func:`share_bounds`, :func:`difference_bounds` or
-    :func:`ratio_bounds`.
+    """The interval, over texts, of a share, a difference or a ratio.
 
     Args:
+        bounds: :func:`share_bounds`, :func:`difference_bounds` or :func:`ratio_bounds`.
         columns: as ``bounds`` takes them, a number of each text; the last are its draws, and a text without any says
             nothing.
         level: share of such intervals that hold the truth.
@@ -89,7 +89,7 @@ def over_texts(bounds: Callable[..., Bounds], *columns: Sequence[float], level: 
 def share_bounds(hits: ArrayLike, sizes: ArrayLike, *, level: float = 0.95) -> Bounds:
     """Of a share of draws, Σ hits / Σ sizes; a mean of values between 0 and K is K times a share.
 
-    As of :func:`difference_bounds` and :func:`ratio_bounds`, of many at once.
+    Of many shares at once, as :func:`difference_bounds` and :func:`ratio_bounds` are of many differences and ratios.
 
     Args:
         hits: [..., texts], of each text, 0 to its size; whole or not.

@@ -369,8 +369,9 @@ class Server:
                 page = _decoded(_body(response), dict[str, Any], "a JSON object")
             except ServerError:
                 page = {}  # a page for people
-            said = _words_of(page.get("error", page)) + ". Give the address as it stands before /v1" * (status == 404)
-            found = f"{status} {response.reason_phrase}".strip()
+            said, found = _words_of(page.get("error", page)), f"{status} {response.reason_phrase}".strip()
+            if status == 404:
+                said += ". Give the address as it stands before /v1"
             raise ServerError(f"expected {path}, found {found}{said}", remedies=_REMEDIES.get(status, ()))
 
 

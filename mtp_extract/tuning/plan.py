@@ -183,7 +183,7 @@ class TuningPlan:
         if self.mode != EAGLE3 and self.draft_vocab != TuningPlan.draft_vocab:
             yield f"draft_vocab in the mode eagle3 alone, found the mode {self.mode}. Leave it out.", "draft_vocab"
         if self.text_model and not self.text_from:
-            yield "the server whose model text_model is, found none. Give it, too.", "text_from"
+            yield "a server that has the model named by text_model, found none. Name it.", "text_from"
         if text and self.prompts:
             yield "prompts or texts, found both. Leave one out.", "prompts", "text"
         if text and self.text_from:
