@@ -23,7 +23,7 @@ import numpy as np
 from mtp_extract.errors import several
 from mtp_extract.evaluation.intervals import Interval, over_texts, ratio_bounds, share_bounds
 from mtp_extract.evaluation.progress import counted
-from mtp_extract.evaluation.prompts import Prompt, prompts_or_shipped, require_texts
+from mtp_extract.evaluation.prompts import Prompt, prompts_or_shipped
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
 from mtp_extract.serving.client import Question, Server, counted_in
@@ -43,9 +43,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    given = prompts_or_shipped(plan.prompts)
-    if not plan.chat_template:
-        require_texts(given)  # before anything is asked
+    given = prompts_or_shipped(plan.prompts, chat_template=plan.chat_template)
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(given)}.values())[::-1]
     with ExitStack() as stack:
