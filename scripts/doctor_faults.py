@@ -67,7 +67,7 @@ class Bench:
                 made.counted[name] for name in ("rounds", "drafted", "accepted", "tokens")
             )
             counted = Counters(rounds=rounds, drafted=drafted, accepted=accepted, positions=positions)
-            told.append(Answer(made.pieces[0], tokens, 1, None, 0.0, counted=counted))
+            told.append(Answer(made.pieces[0], tokens, None, 0.0, counted=counted))
         plan = DoctorPlan("the pair", "the base", max_tokens=NEW_TOKENS)
         chosen = samples(self.generator, [self.encoded[row] for row in rows], told, plan)
         clean, text = served_counts(chosen, STEPS, base.stop_token_ids), text_fit(self.generator, chosen)

@@ -43,7 +43,6 @@ class Serving(Record):
 
     name: str  #: its URL, without login and query
     kind: str  #: what it was recognised as
-    version: str | None = None  #: as it says
     drafted: Count | None = None  #: drafts that were verified; null where not reported
     per_round: NotNegative | None = None  #: drafts a round; null where not reported
 

@@ -17,7 +17,7 @@ from mtp_extract.evaluation.agreement import base_texts, figure, groups
 from mtp_extract.evaluation.intervals import repeats
 from mtp_extract.evaluation.measured import share_over_texts
 from mtp_extract.evaluation.prompts import Prompt
-from mtp_extract.serving.client import Answer, Question, Server
+from mtp_extract.serving.client import Answer, Server, question
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, likeliest_of_base
@@ -45,7 +45,7 @@ def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list
     found = []
     for prompt in prompts:
         before, more = server.counters(), {"temperature": 0.0, **server.kind.ids}
-        (answer,) = server.ask([Question(prompt.content, plan.max_tokens, plan.chat_template, more)])
+        (answer,) = server.ask([question(prompt.content, plan.max_tokens, plan.chat_template, **more)])
         counted, _ = server.counted(before, [answer], plan.max_tokens)
         found.append(structs.replace(answer, counted=counted))
     return found

@@ -2,13 +2,14 @@
 
 Names were read in the sources of llama.cpp 0c1e57098 (``server_slot_stats::to_json``, ``to_metrics``), mlx-vlm 0.7.10
 (``GenerationTimings``), SGLang 0.5.23 (``SpecTokensDetails``, ``metrics_collector.py``) and vLLM 0.33.0
-(``SpeculativeDecodingMetrics``, ``SpecDecodingProm``, ``loggers.py``).
+(``SpeculativeDecodingMetrics``, ``SpecDecodingProm``, ``loggers.py``). No two of them share one.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import sub
@@ -21,8 +22,42 @@ from mtp_extract.io.typed import Count, Record
 
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
 _MOST_BEYOND = 64  # drafts that the last round accepts beyond the last token that was asked for
-_LABELS = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?'
-_POSITION = re.compile(r'position="([0-9]{1,3})"')
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of server, and what only that is asked."""
+
+    name: str = "unknown"
+    sign: str = "unknown"  # who owns its models, or what its ``Server`` header begins with
+    request: Mapping[str, Any] = field(default_factory=dict)  # fields of each request
+    ids: Mapping[str, Any] = field(default_factory=dict)  # fields of one whose answer is to have its token ids
+
+
+KINDS = (
+    # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
+    Kind("llama-server", "llamacpp", {"cache_prompt": False}),
+    Kind("mlx-vlm", "mlx_vlm"),
+    Kind("SGLang", "sglang", {"return_spec_tokens_details": True}),
+    Kind("vLLM", "vllm", ids={"return_token_ids": True}),
+)
+
+# Our name of a counter → the servers'.
+_IN_ANSWERS = {
+    "tokens": ("predicted_n",),
+    "rounds": ("draft_rounds", "spec_verify_ct", "num_spec_steps"),
+    "drafted": ("draft_n", "spec_num_proposed_drafts", "num_draft_tokens"),
+    "accepted": ("draft_n_accepted", "spec_num_correct_drafts", "num_accepted_draft_tokens"),
+}
+_ON_PAGES = {
+    "requests": "vllm:request_success_total|sglang:num_requests_total",
+    "tokens": "(?:vllm|sglang):generation_tokens_total|llamacpp:tokens_predicted_total",
+    "rounds": "(?:vllm|llamacpp):spec_decode_num_drafts_total|sglang:spec_verify_calls_total",
+    "drafted": "(?:vllm|llamacpp):spec_decode_num_draft_tokens_total",
+    "accepted": "(?:vllm|llamacpp):spec_decode_num_accepted_tokens_total",
+    "positions": "(?:vllm|llamacpp):spec_decode_num_accepted_tokens_per_pos_total",
+}
+_LINE = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?[ \t]+(\S+)'  # labels and value
 
 
 class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
@@ -43,79 +78,61 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
 
         return Counters(*map(less, astuple(self), astuple(before)))
 
-    def filled(self, page: Counters) -> Counters:
-        """These, and from ``page`` what these do not say."""
-        return Counters(*(b if a is None else a for a, b in zip(astuple(self), astuple(page), strict=True)))
-
     def possible(self, most_tokens: int) -> bool:
         """Whether answers of at most ``most_tokens`` tokens together can have come to it.
 
         Every round writes at least one token; the last one's drafts may reach beyond the end.
         """
         answers, drafted = self.requests or 1, _LARGEST if self.drafted is None else self.drafted
-        accepted = 0 if self.rounds == 0 else min(most_tokens + _MOST_BEYOND * answers, drafted)
-        bounds = (self.tokens, most_tokens), (self.rounds, most_tokens + answers), (self.accepted, accepted)
+        rounds = most_tokens + answers if self.rounds is None else self.rounds
+        accepted = min(most_tokens + _MOST_BEYOND * answers, drafted) if rounds else 0
+        bounds = [(self.tokens, most_tokens), (rounds, most_tokens + answers), (self.accepted, accepted)]
+        bounds += [(hits, rounds) for hits in self.positions or ()]
         return drafted >= 0 and all(0 <= (value or 0) <= bound for value, bound in bounds)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A row of :data:`KINDS`: how a server is recognised, what to ask it for, and the names of its counters."""
+def counters_of_answer(timings: Any, metrics: Any, sglext: Any) -> Counters | None:
+    """The counters in these fields of an event of an answer; None where it has none.
 
-    name: str = "unknown"
-    owner: str = ""  # ``owned_by`` of its models
-    header: str = ""  # how its ``Server`` header begins
-    version: tuple[str, str] | None = None  # page and key; without, the header says it
-    request: Mapping[str, Any] = field(default_factory=lambda: {"stream_options": {"include_usage": True}})
-    ids: Mapping[str, Any] = field(default_factory=dict)  # fields of one whose answer is to have its token ids
-    answer: tuple[str, ...] = ()  # keys that lead to the counters in an event of an answer
-    counts: Mapping[str, str] = field(default_factory=dict)  # our names of these counters → the server's
-    page: Mapping[str, str] = field(default_factory=dict)  # the same on ``/metrics``
-    exact_below: int = _LARGEST  # larger counts are rounded on its page, and not taken
+    Raises:
+        ServerError: one is not a count.
+    """
+    sent = timings or at(metrics, "speculative_decoding") or at(sglext, "spec_tokens_details")
+    if not isinstance(sent, dict) or not sent.keys() & {name for names in _IN_ANSWERS.values() for name in names}:
+        return None
+    known = ((ours, name) for ours, names in _IN_ANSWERS.items() for name in names if sent.get(name) is not None)
+    found = {ours: _count(name, sent[name]) for ours, name in known}
+    if timings and found.keys() <= {"tokens"}:
+        found |= {"rounds": 0, "drafted": 0, "accepted": 0}  # left out there, where there were no drafts
+    return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
 
-    def of_answer(self, event: Mapping[str, Any]) -> Counters | None:
-        """The counters in one event of an answer; None where it has none.
 
-        Raises:
-            ServerError: one is not a count.
-        """
-        sent = at(event, *self.answer)
-        if not isinstance(sent, dict) or not sent.keys() & set(self.counts.values()):
-            return None
-        found = {ours: _count(name, sent[name]) for ours, name in self.counts.items() if sent.get(name) is not None}
-        if self.answer == ("timings",) and not found.keys() & {"rounds", "drafted", "accepted"}:
-            found |= {ours: 0 for ours in self.counts if ours != "tokens"}  # left out where there were no drafts
-        return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
+def counters_of_page(text: str) -> Counters:
+    """The counters on a page in Prometheus' format, added up over their labels.
 
-    def of_page(self, text: str) -> Counters:
-        """The counters on a page in Prometheus' format, added up over their labels.
+    A line is a name, perhaps labels, a value, and perhaps a time or an exemplar, which has a value of its own.
 
-        A line is a name, perhaps labels, a value, and perhaps a time or an exemplar, which has a value of its own.
-
-        Raises:
-            ServerError: one is not a count.
-        """
-        by_position = self.page.get("accepted", "").replace("_total", "_per_pos_total")
-        names = "|".join(map(re.escape, filter(None, (*self.page.values(), by_position))))
-        sums, places = defaultdict[str, int](int), defaultdict[int, int](int)
-        for name, labels, value in re.findall(rf"^({names}){_LABELS}[ \t]+(\S+)", text, re.MULTILINE):
-            try:
-                whole: Any = int(float(value)) if float(value).is_integer() else value
-            except ValueError:
-                whole = value
-            sums[name] += (count := _count(name, whole))
-            if name == by_position and (place := _POSITION.search(labels)):
-                places[int(place[1])] += count
-        found = {ours: sums[name] for ours, name in self.page.items() if name in sums and sums[name] < self.exact_below}
-        by_place = tuple(places[number] for number in range(max(places, default=-1) + 1))
-        # If all positions together are not all accepted drafts, they count something else.
-        return Counters(**found, positions=by_place if by_place and sum(by_place) == found.get("accepted") else None)
+    Raises:
+        ServerError: one is not a count.
+    """
+    sums, places = Counter[str](), Counter[int]()
+    for ours, names in _ON_PAGES.items():
+        for labels, value in re.findall(f"^(?:{names}){_LINE}", text, re.MULTILINE):
+            sums[ours] += _count(ours, value)
+            if ours == "positions" and (place := re.search('position="([0-9]{1,3})"', labels)):
+                places[int(place[1])] += _count(ours, value)
+    found: dict[str, Any] = {**sums, "positions": tuple(places[n] for n in range(max(places, default=-1) + 1)) or None}
+    return Counters(**found)
 
 
 def _count(name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
+    try:
+        count = float(value)
+    except (ValueError, TypeError, OverflowError):
+        count = math.nan
+    if not 0 <= count < _LARGEST or not count.is_integer():
         raise ServerError(f"expected a count for {name}, found {escape(value, 40)}")
-    return value
+    return int(count)
 
 
 def total(counts: Iterable[int | None]) -> int | None:
@@ -129,55 +146,3 @@ def at(value: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-# Usage in every event says how many tokens came with the first text.
-_USAGE_ALWAYS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-_TIMINGS = {"tokens": "predicted_n", "drafted": "draft_n", "accepted": "draft_n_accepted"}
-_SPEC_DECODE = {"rounds": "drafts_total", "drafted": "draft_tokens_total", "accepted": "accepted_tokens_total"}
-
-KINDS = (
-    Kind(
-        "llama-server",
-        owner="llamacpp",
-        header="llama.cpp",
-        version=("/props", "build_info"),
-        # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
-        request={**Kind().request, "cache_prompt": False},
-        answer=("timings",),
-        counts=_TIMINGS,
-        page={"tokens": "llamacpp:tokens_predicted_total"}
-        | {ours: f"llamacpp:spec_decode_num_{theirs}" for ours, theirs in _SPEC_DECODE.items()},
-        exact_below=10**6,  # it writes six digits
-    ),
-    Kind("mlx-vlm", header="mlx_vlm", answer=("timings",), counts={**_TIMINGS, "rounds": "draft_rounds"}),
-    Kind(
-        "SGLang",
-        owner="sglang",
-        version=("/server_info", "version"),
-        request={**_USAGE_ALWAYS, "return_spec_tokens_details": True},
-        answer=("sglext", "spec_tokens_details"),
-        counts={
-            "rounds": "spec_verify_ct",
-            "drafted": "spec_num_proposed_drafts",
-            "accepted": "spec_num_correct_drafts",
-        },
-        page={
-            "requests": "sglang:num_requests_total",
-            "tokens": "sglang:generation_tokens_total",
-            "rounds": "sglang:spec_verify_calls_total",
-        },
-    ),
-    Kind(
-        "vLLM",
-        owner="vllm",
-        version=("/version", "version"),
-        request=_USAGE_ALWAYS,
-        ids={"return_token_ids": True},
-        answer=("metrics", "speculative_decoding"),
-        counts={"rounds": "num_spec_steps", "drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"},
-        page={"requests": "vllm:request_success_total", "tokens": "vllm:generation_tokens_total"}
-        | {ours: f"vllm:spec_decode_num_{theirs}" for ours, theirs in _SPEC_DECODE.items()},
-    ),
-)
-"""Every kind whose counters are known; any other server is of no kind here, and reports text and tokens at most."""

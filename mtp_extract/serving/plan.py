@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 from msgspec import Meta
 
-from mtp_extract.errors import escape
 from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.options import ApiKey, ServedModel, Workloads
 
@@ -31,13 +29,6 @@ class BenchPlan:
     concurrency: Annotated[int, typer.Option(help="Requests in flight at a time.", min=1, max=64, metavar="N")] = 1
     warm_up: Annotated[int, Meta(ge=0)] = 1
     """Requests to each server that are not measured."""
-    timeout: Annotated[float, Meta(ge=0.1)] = 300.0
-    """Seconds an answer may take."""
     chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or as text to be continued.")] = True
     say: Say = silent
     show: Show = silent
-
-    def wrong(self) -> Iterator[tuple[str, ...]]:
-        """What was expected, and what to change."""
-        if self.baseline is not None and self.baseline.rstrip("/") == self.url.rstrip("/"):
-            yield f"another server than {escape(self.url)}, started without a drafter. Name that.", "baseline"

@@ -12,30 +12,14 @@ from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 
 
-class Asked(Record):
-    """A server that was asked."""
-
-    url: Annotated[str, Meta(pattern="^https?://[^@?#]*$")]  #: without login and query
-    kind: str  #: what it was recognised as: vLLM, SGLang, llama-server, mlx-vlm or unknown
-    version: str | None  #: as it says
-    model: str  #: as it calls it
-
-
-class Latency(Record):
-    """Milliseconds, over answers."""
-
-    mean: NotNegative  #: their mean
-    p99: NotNegative  #: 99 % are not above
-
-
 class Side(Record):
     """What one server did."""
 
     tokens: Count | None  #: of all answers, as the server counts
-    tokens_per_s: Figure  #: of one answer: tokens after those of its first text, over the time from there to its end
+    tokens_per_s: Figure  #: of one answer: tokens after its first, over the time from the first text to its end
     output_throughput: NotNegative | None  #: tokens of all over the time; null of a workload asked among others
-    ttft_ms: Latency | None  #: time to first token: from request to first text
-    tpot_ms: Latency | None  #: time per output token after the first text
+    ttft_ms: dict[str, float] | None  #: time to first token, from request to first text: `mean` and `p99` of answers
+    tpot_ms: dict[str, float] | None  #: the same of the time per output token after the first
     counted: Count  #: answers whose drafts were counted; what follows is of these
     drafted: Count | None  #: drafts judged
     accepted: Count | None  #: of these
@@ -80,10 +64,8 @@ class Benchmark(Record, kw_only=True):
     verdict: str = ""  #: the result in one sentence
     findings: list[str] = field(default_factory=list)  #: what a reader should not miss
     notes: list[str] = field(default_factory=list)  #: what was not reported, and what disturbed the measurement
-    servers: dict[str, Asked]  #: by side: `server`, and `baseline` where there is one
+    servers: dict[str, dict[str, str]]  #: by side (`server`, and `baseline` where there is one): `url`, `kind`, `model`
     settings: dict[str, Any]  #: what a second run needs
-    prompts: dict[str, Positive]  #: by workload: how many
-    repeated: Count  #: prompts that repeat one before them, and were not asked
     total: Figures  #: over all prompts
     workloads: dict[str, Figures]  #: the same by workload
     windows: dict[str, list[Window]]  #: by side: every request

@@ -9,7 +9,6 @@ from mtp_extract.report.numbers import DASH, mean, number, rate
 from mtp_extract.report.page import Table
 from mtp_extract.serving.result import Benchmark
 
-_MOST_NAMED = 8  # prompts of a workload
 _COLUMNS = (
     *("workload", "side", "tokens/s", "speedup", "same text", "TTFT ms", "TPOT ms"),
     *("all tokens/s", "acceptance %", "tokens/round"),
@@ -41,39 +40,25 @@ def _findings(found: Benchmark) -> Iterator[str]:
         yield "the server drafted nothing: it was started without a drafter, or does not use it"
     if baseline is not None and baseline.drafted:
         yield f"the baseline drafts too ({several(baseline.drafted, 'draft')}): it is none"
-    asked = [one for window in found.windows["server"] for one in window.requests]
-    leaving = sorted((one.prompt, one.leaves_at, one.workload) for one in asked if one.leaves_at is not None)
-    for name in found.workloads:
-        if places := [f"{prompt + 1} at character {at + 1}" for prompt, at, workload in leaving if workload == name]:
-            yield f"{name}: the text leaves the baseline's in prompt {few(places, _MOST_NAMED)}"
+    asked = sorted((one for window in found.windows["server"] for one in window.requests), key=lambda one: one.prompt)
+    if places := [f"{one.prompt + 1} at character {one.leaves_at + 1}" for one in asked if one.leaves_at is not None]:
+        yield f"the text leaves the baseline's in prompt {few(places, 8)}"
 
 
 def _notes(found: Benchmark) -> Iterator[str]:
-    if found.repeated:
-        asked = sum(found.prompts.values()) + found.repeated
-        yield f"{asked} prompts, {found.repeated} of them repeats, which were not asked."
     for side, server in found.servers.items():
-        yield from (f"{server.url} ({server.kind}){note}" for note in _notes_of(found, side))
-    sides = [f"{server.kind} {server.version or ''} {server.model}" for server in found.servers.values()]
-    if len(set(sides)) > 1:
+        windows, drafts, name = found.windows[side], found.total.sides[side], f"{server['url']} ({server['kind']})"
+        if others := sum(window.disturbed for window in windows):
+            yield (
+                f"{name}: its counters moved by other than these requests {others} of {several(len(windows), 'time')}: "
+                "somebody else used it, or it rounds them. Those counts are left out."
+            )
+        if uncounted := found.total.texts - drafts.counted:
+            yield f"{name} reports no draft counters for {uncounted} of {several(found.total.texts, 'answer')}."
+        if places := drafts.acceptance_by_position:
+            yield f"{name}: accepted by position in a round: {', '.join(map(rate, places))} %."
+    if len(sides := dict.fromkeys(f"{server['kind']} {server['model']}" for server in found.servers.values())) > 1:
         yield f"Server and baseline differ in more than the drafter: {' and '.join(sides)}."
-
-
-def _notes_of(found: Benchmark, side: str) -> Iterator[str]:
-    """What a server reports of others too, not at all, or by position; and whether prompts were too few."""
-    windows, wanted = found.windows[side], found.settings["concurrency"]
-    asked = sum(len(window.requests) for window in windows)
-    if others := sum(window.disturbed for window in windows):
-        yield (
-            f": its counters moved by more than these requests {others} of {several(len(windows), 'time')}, so "
-            "somebody else used it. Those counts are left out, and times are not of these requests alone."
-        )
-    if uncounted := asked - found.total.sides[side].counted:
-        yield f" reports no draft counters for {uncounted} of {several(asked, 'answer')}."
-    if places := found.total.sides[side].acceptance_by_position:
-        yield f": accepted by position in a round: {', '.join(map(rate, places))} %."
-    if (most := max(len(window.requests) for window in windows)) < wanted:
-        yield f": at most {most} of {wanted} requests were in flight: give more prompts."
 
 
 def table_of(found: Benchmark) -> Table:
@@ -82,7 +67,7 @@ def table_of(found: Benchmark) -> Table:
     for name, of in {**found.workloads, "all": found.total}.items():
         for side, one in of.sides.items():
             same = DASH if of.identical is None else f"{of.identical}/{of.texts}"
-            times = (f"{t.mean:.1f}, {t.p99:.1f}" if t else DASH for t in (one.ttft_ms, one.tpot_ms))
+            times = (f"{t['mean']:.1f}, {t['p99']:.1f}" if t else DASH for t in (one.ttft_ms, one.tpot_ms))
             compared = (mean(of.speedup), same) if side == "server" else ("", "")
             speed = number(one.tokens_per_s.value, ".1f", one.tokens_per_s.ci95)
             drafts = rate(one.acceptance), mean(one.tokens_per_round)

@@ -25,7 +25,7 @@ from mtp_extract.evaluation.agreement import base_texts, groups
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import Messages, Prompt, encode_prompts
 from mtp_extract.io.files import read_regular
-from mtp_extract.serving.client import Question, Server
+from mtp_extract.serving.client import Server, question
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE
@@ -40,7 +40,7 @@ MOST_SURPRISE = 0.25
 
 _LARGEST = 1 << 34  # bytes of all texts
 _LOOKED_AT = 32  # texts, to see whose they are
-_ARGUMENTS = {"key": "text_key", "model": "text_model", "concurrency": "batch"}  # of a server, as a plan calls them
+_ARGUMENTS = {"key": "text_key", "model": "text_model"}  # of a server, as a plan calls them
 
 Tokens = tuple[int, ...]
 """A prompt as the base is fed it."""
@@ -129,10 +129,10 @@ class Writer:
             batch, seed = len(prompts), number([self._seed, *prompts])
             drawn: dict[str, Any] = {"new_tokens": self.new_tokens, "temperature": self.temperature, "seed": seed}
             return base_texts(base, prompts, batch=batch, **drawn)
-        questions, found = list[Question](), list[Tokens]()
+        questions, found = list[dict[str, Any]](), list[Tokens]()
         for prompt in prompts:
             more = {"temperature": self.temperature, "seed": int(self._name(prompt)[:7], 16), **server.kind.ids}
-            questions.append(Question(self.contents[prompt], self.new_tokens, self.pair.plan.chat_template, more))
+            questions.append(question(self.contents[prompt], self.new_tokens, self.pair.plan.chat_template, **more))
         for answer in server.ask(questions, len(questions)):
             tokens = answer.token_ids or (() if answer.reasoning else codec.continued(answer.text))
             if (most := max(tokens, default=0)) >= base.vocab_size:
@@ -260,8 +260,7 @@ def agreement(base: Base, texts: Sequence[Text], temperature: float, server: Ser
             hits += int((logits.argmax(-1) == tokens).sum())
             surprise -= float(likely.gather(1, tokens[:, None]).sum() - (likely.exp() * likely).sum())
             positions += len(tokens)
-    by = (server.kind.name, server.version, server.model) if server else ("people", None, None)
-    found: dict[str, Any] = dict(zip(("kind", "version", "model"), by, strict=True))
+    found: dict[str, Any] = {"kind": server.kind.name, "model": server.model} if server else {"kind": "people"}
     found |= {"texts": len(chosen), "positions": positions}
     if not positions:
         return found

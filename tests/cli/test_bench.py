@@ -80,8 +80,8 @@ def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: 
     windows = len(found.windows["server"])
     assert shown == [(done + 1, windows) for done in range(windows)]
     # Of what rolls, a page of counters tells no workload.
-    together = concurrency > 1 and found.servers["server"].kind in ("llama-server", "vLLM")
-    told = found.servers["server"].kind != "vLLM"
+    together = concurrency > 1 and found.servers["server"]["kind"] in ("llama-server", "vLLM")
+    told = found.servers["server"]["kind"] != "vLLM"
     for name, of in (*found.workloads.items(), ("all", found.total)):
         names = list(FEW) if name == "all" else [name]
         texts = sum(len(FEW[workload]) for workload in names)
@@ -99,7 +99,7 @@ def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: 
         assert of.sides["server"].tokens_per_round.value == pytest.approx(1 + accepted / rounds)
     # These two say of themselves that they drafted nothing.
     idle = found.total.sides["baseline"]
-    none = (5, 0, 0) if found.servers["server"].kind in ("llama-server", "mlx-vlm") else (0, None, None)
+    none = (5, 0, 0) if found.servers["server"]["kind"] in ("llama-server", "mlx-vlm") else (0, None, None)
     assert (idle.counted, idle.drafted, idle.accepted, idle.acceptance.value) == (*none, None)
     # Windows are the draws, and several at a time are one window.
     assert (found.total.sides["server"].tokens_per_round.ci95 is None) == (concurrency > 1)
@@ -110,9 +110,8 @@ def test_a_prompt_that_repeats_another_is_not_asked(pair: tuple[ModelServer, Mod
     path = tmp_path / "copies.jsonl"
     write_prompts(path, {"code": [*FEW["code"], FEW["code"][0]], "prose": [*FEW["prose"], FEW["code"][1]]})
     found = run_benchmark(plan(path, *pair))
-    report = checked(found)
-    assert (found.repeated, found.total.texts, found.prompts) == (2, 5, {"code": 3, "prose": 2})
-    assert "7 prompts, 2 of them repeats, which were not asked." in report["notes"]
+    assert {name: of.texts for name, of in found.workloads.items()} == {"code": 3, "prose": 2}
+    assert checked(found)["total"]["texts"] == 5
 
 
 def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], t
     assert server.asked == []
     found = run_benchmark(plan(path, server, warm_up=0))
     assert [asked["messages"] for _, asked in server.asked] == [[{"role": "user", "content": "first"}], said]
-    assert found.repeated == 1
+    assert found.total.texts == 2
 
 
 def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
@@ -144,7 +143,7 @@ def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompt
     assert order == ["server"] * 5 + ["baseline"] * 5
     write_prompts(prompts, {"many": [f"prompt {number}" for number in range(40)]})
     found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3))
-    assert [len(window.requests) for window in found.windows["server"]] == [13, 13, 14]
+    assert [len(window.requests) for window in found.windows["server"]] == [14, 13, 13]
 
 
 def test_windows_are_full_of_all_workloads(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_windows_are_full_of_all_workloads(tmp_path: Path) -> None:
     windows = found.windows["server"]
     counts = [Counter(request.workload for request in window.requests) for window in windows]
     assert counts == [{"code": 12, "prose": 4}] * 2
-    assert not any("in flight" in note for note in checked(found)["notes"])
+    checked(found)
 
 
 def test_a_server_that_tells_nothing(prompts: Path) -> None:
@@ -205,13 +204,14 @@ def test_counters_that_others_moved_or_that_move_as_none_can(
     server.answer = moving
     found = run_benchmark(plan(prompts, server, warm_up=0))
     assert all(window.disturbed for window in found.windows["server"])
-    assert "moved by more than these requests 5 of 5 times" in checked(found)["notes"][0]
+    assert "moved by other than these requests 5 of 5 times" in checked(found)["notes"][0]
     side = found.total.sides["server"]
     assert (side.tokens, side.drafted) == (summed("tokens"), summed("drafted") if told else None)
 
 
-def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
+def test_drafts_by_their_place_in_a_round(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the page counts them."""
+    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.1)
     counted = {"requests": 1, "tokens": 5, "rounds": 2, "drafted": 6, "accepted": 3, "accepted_0": 2, "accepted_1": 1}
     with model_server("vLLM") as server:
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted)
@@ -226,7 +226,7 @@ def test_drafts_by_their_place_in_a_round(prompts: Path) -> None:
     assert [place.value for place in apart or ()] == shares
     assert all(place.ci95 is not None and place.ci95[0] <= place.value <= place.ci95[1] for place in apart or ())
     assert all(of.sides["server"].acceptance_by_position is None for of in found.workloads.values())
-    assert wrong.total.sides["server"].acceptance_by_position is None
+    assert all(window.disturbed for window in wrong.windows["server"])
     (window,) = checked(found)["windows"]["server"]
     assert found.total.sides["server"].output_throughput == pytest.approx(25 / window["wall_s"])
     assert any(note.endswith("by position in a round: 100.0, 50.0, 0.0, 0.0 %.") for note in found.notes)
@@ -240,8 +240,8 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     (asked,) = (one for window in found.windows["server"] for one in window.requests if one.prompt == 1)
     assert asked.leaves_at == at
     report = checked(found)
-    (finding,) = (text for text in report["findings"] if text.startswith("code: "))
-    assert finding.startswith("code: the text leaves the baseline's in prompt 1 at character ")
+    (finding,) = report["findings"]
+    assert finding.startswith("the text leaves the baseline's in prompt 1 at character ")
     assert f", 2 at character {at + 1}" in finding
     assert "in 0 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
@@ -258,14 +258,12 @@ def test_a_baseline_that_is_none(prompts: Path) -> None:
     assert report["findings"][0].startswith("the server drafted nothing")
     assert report["findings"][1].startswith(f"the baseline drafts too ({summed('drafted')} drafts)")
     assert [note for note in report["notes"] if "differ in more than the drafter: llama-server" in note]
-    assert [note for note in report["notes"] if note.endswith("google/gemma-4-E4B-it and vLLM 0.33.0 another.")]
+    assert [note for note in report["notes"] if note.endswith("google/gemma-4-E4B-it and vLLM another.")]
 
 
 def windows(*answers: tuple[int | None, float, float | None]) -> list[Window]:
     """A window for each answer of so many tokens, seconds, and seconds to its first text."""
-    asked = (
-        Request("code", n, Answer("text", tokens, 1, first, took)) for n, (tokens, took, first) in enumerate(answers)
-    )
+    asked = (Request("code", n, Answer("text", tokens, first, took)) for n, (tokens, took, first) in enumerate(answers))
     return [Window([one], 4.0, Counters(), False) for one in asked]
 
 
@@ -280,7 +278,7 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     assert server.tokens_per_s.value == pytest.approx((10 + 20) / 2)
     assert server.output_throughput == pytest.approx(32 / 8)
     assert server.ttft_ms is not None
-    assert server.ttft_ms.mean == pytest.approx(1e3 * 0.6 / 2)
+    assert server.ttft_ms["mean"] == pytest.approx(1e3 * 0.6 / 2)
     assert baseline.tokens_per_s.value == pytest.approx((10 + 40) / 10)
     # The first text: 4 s for as many tokens; the second: 6 s for 40, so 3 for 20.
     assert found.speedup.value == pytest.approx((4 + 3) / (1 + 1))
@@ -290,11 +288,8 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     assert (faster.value, faster.ci95) == (pytest.approx(2), pytest.approx([2, 2]))
 
 
-ALL_AT_ONCE = Window([Request("code", 0, Answer("text", 4, 4, 0.5, 1.0))], 4.0, Counters(), False)
-
-
 @pytest.mark.parametrize(
-    "odd", [windows(one)[0] for one in ((1, 0.0, 0.5), (0, 0.0, None), (None, 1.0, 0.5), (9, 0.0, 0.5))] + [ALL_AT_ONCE]
+    "odd", [windows(one)[0] for one in ((1, 0.0, 0.5), (0, 0.0, None), (None, 1.0, 0.5), (9, 0.0, 0.5))]
 )
 def test_answers_without_a_speed(odd: Window) -> None:
     alone = side([odd])
@@ -309,7 +304,7 @@ def test_latency_is_as_vllm_has_it() -> None:
     expected = {"ttft_ms": np.array([2500, 3500, 5500]), "tpot_ms": np.array([800 / 1, 1200 / 2, 2000 / 4])}
     for name, values in expected.items():
         latency = getattr(found, name)
-        assert (latency.mean, latency.p99) == pytest.approx((values.mean(), np.percentile(values, 99)))
+        assert (latency["mean"], latency["p99"]) == pytest.approx((values.mean(), np.percentile(values, 99)))
 
 
 def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +336,7 @@ def test_an_error_in_the_middle(pair: tuple[ModelServer, ModelServer], prompts: 
     server.answer = answer_two
     done = run_here("bench", server.url, "--prompts", prompts)
     assert (done.returncode, done.stdout) == (1, "")
-    said = "expected /v1/chat/completions, found 429 Too Many Requests: too many requests (--concurrency)."
+    said = "expected /v1/chat/completions, found 429 Too Many Requests: too many requests."
     assert done.stderr.splitlines()[-1] == f"error: {server.url}: {said}"
 
 

@@ -11,7 +11,7 @@ from mtp_extract.drafter.mtp import LITERT, MtpDrafter
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, likeliest_of_base
+from mtp_extract.speculate.teacher import Text
 
 NEW_TOKENS, STEPS = 32, 3
 
@@ -42,7 +42,7 @@ def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
 
     def counts(*positions: int, tokens: int = 10, stops: tuple[int, ...] = ()) -> tuple[float, list[float] | None]:
         told = Counters(rounds=5, drafted=15, accepted=sum(positions), positions=positions)
-        found = served_counts([Sample(text, Answer("", tokens, 1, None, 0.0, counted=told))], STEPS, stops)
+        found = served_counts([Sample(text, Answer("", tokens, None, 0.0, counted=told))], STEPS, stops)
         assert found is not None and found.tokens.tolist() == [9] and found.rounds.tolist() == [5]
         return float(found.accepted[0]), found.by_step[0].tolist() if found.by_step is not None else None
 
@@ -52,13 +52,3 @@ def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
     assert counts(3, 2, 0) == (4, [3, 1, 0]) and counts(3, 2, 0, stops=(13,)) == (5, [3, 2, 0])
     assert counts(4, 2, 1, tokens=11) == (6, [4, 2, 0]), "the token that ended the text is missing in it"
     assert counts(5, 5, 5) == (4, None), "no single round has so many"
-
-
-def test_what_the_base_writes_is_its_likeliest(generator: SpeculativeGenerator, encoded: list[tuple[int, ...]]) -> None:
-    """And a token in place of one of these is not; of two texts of unlike lengths."""
-    result = generator.generate(encoded[0], max_new_tokens=8, drafts=0)
-    first, own = len(result.prompt_tokens), (*result.prompt_tokens, *result.tokens)
-    other = (*own[:-2], (own[-2] + 1) % generator.base.vocab_size)
-    found = likeliest_of_base(generator.base, [Text(own, first), Text(other, first)])
-    assert found[0, first - 1 :].all()
-    assert found[1, first - 1 : len(other) - 1].tolist() == [True] * 6 + [False]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from mtp_extract.doctor.counts import Counts, compare, sure
+from mtp_extract.doctor.counts import Counts, compare
 from mtp_extract.doctor.faults import FAULTS, SOUND, Expected
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving, TextFit
 from mtp_extract.doctor.run import hold_against
@@ -81,24 +82,29 @@ def test_the_fault_that_was_simulated_is_the_suspect(rates: Mapping[str, np.ndar
     assert (verdict.outcome, verdict.suspect) == ("below", fault)
 
 
-def test_what_is_below_and_like_nothing_known_has_no_suspect(rates: Mapping[str, np.ndarray]) -> None:
-    """Everything rejected: below all patterns by far."""
-    verdict = judged(rates, simulated(np.full((TEXTS, STEPS), 0.03), np.random.default_rng(1)))
+FIRST, SECOND = list(FAULTS)[:2]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "rate", "said"),
+    [
+        (lambda rates: rates, lambda rates: np.full((TEXTS, STEPS), 0.03), "no fault that is known explains it"),
+        (lambda rates: {**rates, SECOND: rates[FIRST]}, lambda rates: rates[FIRST], "too alike"),
+        # As of an EAGLE-3 head.
+        (lambda rates: {SOUND: rates[SOUND]}, lambda rates: rates[FIRST], "faults are known of MTP drafters only"),
+    ],
+)
+def test_what_no_known_fault_explains_has_no_suspect(
+    rates: Mapping[str, np.ndarray], patterns: Any, rate: Any, said: str
+) -> None:
+    verdict = judged(patterns(rates), simulated(rate(rates), np.random.default_rng(1)))
     assert (verdict.outcome, verdict.suspect) == ("below", None)
-    assert "no fault that is known explains it" in verdict.verdict
-
-
-def test_twins_are_not_told_apart(rates: Mapping[str, np.ndarray]) -> None:
-    first, second = list(FAULTS)[:2]
-    twins = {**rates, second: rates[first]}
-    verdict = judged(twins, simulated(rates[first], np.random.default_rng(1)))
-    assert verdict.suspect is None
-    assert "too alike" in verdict.verdict
+    assert said in verdict.verdict
 
 
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
     found = undiagnosed(TextFit(20, Figure(0.8, 600, [0.75, 0.85]), None))
-    served = simulated(rates[next(iter(FAULTS))], np.random.default_rng(1))
+    served = simulated(rates[FIRST], np.random.default_rng(1))
     hold_against(found, Expected({SOUND: expectation(rates[SOUND])}, LITERT), served)
     verdict = judge(found)
     assert (verdict.outcome, verdict.suspect) == ("another text", None)
@@ -111,13 +117,6 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     assert "90 % of the prompts are other tokens there" in verdict.verdict
 
 
-def test_a_drafter_without_known_faults_is_below_and_no_more(rates: Mapping[str, np.ndarray]) -> None:
-    """As an EAGLE-3 head is."""
-    verdict = judged({SOUND: rates[SOUND]}, simulated(rates[next(iter(FAULTS))], np.random.default_rng(1)))
-    assert (verdict.outcome, verdict.suspect) == ("below", None)
-    assert "faults are known of MTP drafters only" in verdict.verdict
-
-
 def test_the_likelihood_is_of_drafts_by_step() -> None:
     """Of one text by hand: 10 rounds, 6 and then 3 drafts stand; expected 5 of 10, then 4 of 5."""
     one = (np.array([value]) for value in (19.0, 10.0, 9.0))
@@ -128,12 +127,3 @@ def test_the_likelihood_is_of_drafts_by_step() -> None:
     wanted = 6 * np.log(first) + 4 * np.log(1 - first) + 3 * np.log(second) + 3 * np.log(1 - second)
     assert fit.log_likelihood == pytest.approx(wanted)
     assert (fit.behind, fit.behind_at_least, fit.missing.value, fit.missing.ci95) == (0, None, 0, None)
-
-
-def test_a_server_that_does_what_is_expected_misses_nothing(rates: Mapping[str, np.ndarray]) -> None:
-    expected = {name: expectation(rate) for name, rate in rates.items()}
-    fits = compare(expected[SOUND], expected)
-    assert fits[0].name == SOUND
-    assert sure(fits, TEXTS)
-    assert fits[0].missing.ci95 == [0, 0]
-    assert [fit.log_likelihood for fit in fits] == sorted((fit.log_likelihood for fit in fits), reverse=True)

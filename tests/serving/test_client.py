@@ -11,21 +11,20 @@ from typing import Any
 
 import pytest
 from helpers.bounds import HANG
-from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, prompt_of, words_of
+from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.options import key_from
 from mtp_extract.serving import client
-from mtp_extract.serving.client import Answer, Question, Server, read_answer
-from mtp_extract.serving.counters import KINDS, Counters
+from mtp_extract.serving.client import Answer, Server, question, read_answer
+from mtp_extract.serving.counters import Counters, counters_of_answer, counters_of_page
 
 PROMPT = "class Foo(object):"
-KIND = {kind.name: kind for kind in KINDS}
 
 
 def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = False, **more: Any) -> Answer:
     """The answer to one question."""
-    (found,) = server.ask([Question(prompt, most, chat, more)])
+    (found,) = server.ask([question(prompt, most, chat, **more)])
     return found
 
 
@@ -35,11 +34,9 @@ def written(*events: Any) -> bytes:
     return b"".join(b"data: " + data + b"\n\n" for data in datas)
 
 
-def read(kind: str, *pieces: tuple[float, bytes], asked: int = 9) -> Answer:
+def read(*pieces: tuple[float, bytes], asked: int = 9) -> Answer:
     """The answer that came in ``pieces``, each at its second."""
-    clock = iter([at for at, _ in pieces])
-
-    return read_answer((piece for _, piece in pieces), KIND[kind], 10.0, asked, clock.__next__)
+    return read_answer((piece for _, piece in pieces), 10.0, asked, iter([at for at, _ in pieces]).__next__)
 
 
 Connect = Callable[..., Server]
@@ -52,32 +49,22 @@ def connect() -> Iterator[Connect]:
         yield lambda url, **arguments: stack.enter_context(Server(url, **arguments))
 
 
-@pytest.fixture(params=sorted(MANNERS))
-def any_server(request: pytest.FixtureRequest) -> Iterator[ModelServer]:
-    with model_server(request.param) as server:
-        yield server
-
-
 @pytest.fixture
 def vllm() -> Iterator[ModelServer]:
     with model_server("vLLM") as server:
         yield server
 
 
-def test_each_kind_is_recognised_and_answers(connect: Connect, any_server: ModelServer) -> None:
-    found, kind, tokens, counted = connect(any_server.url + "/v1/"), any_server.kind, words_of(PROMPT, 6), account(6)
-    versions = {"vLLM": "0.33.0", "SGLang": "0.5.23", "llama-server": "b1-0c1e570", "mlx-vlm": "0.7.10"}
-    assert (found.kind.name, found.model, found.name, found.version) == (
-        kind,
-        MODEL,
-        any_server.url,
-        versions.get(kind),
-    )
-    answer = ask(found, most=6, chat=True, temperature=0)
-    path, asked = any_server.asked[-1]
+@pytest.mark.parametrize("kind", sorted(MANNERS))
+def test_each_kind_is_recognised_and_answers(connect: Connect, kind: str) -> None:
+    with model_server(kind) as server:
+        found, tokens, counted = connect(server.url + "/v1/"), words_of(PROMPT, 6), account(6)
+        assert (found.kind.name, found.model, found.name) == (kind, MODEL, server.url)
+        answer = ask(found, most=6, chat=True, temperature=0)
+    path, asked = server.asked[-1]
     assert (path, asked["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": PROMPT}])
-    assert (asked["model"], asked["max_tokens"], asked["temperature"], asked["stream"]) == (MODEL, 6, 0, True)
-    assert (answer.text, answer.finish_reason, answer.first_tokens) == ("".join(tokens), "length", 1)
+    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == (MODEL, 6, 0)
+    assert answer.text == "".join(tokens)
     assert (answer.tokens, answer.prompt_tokens) == ((None, None) if kind == "unknown" else (6, 5))
     assert answer.first_s is not None and answer.first_s > 0
     drafts = {name: counted[name] for name in ("drafted", "accepted")}
@@ -102,41 +89,38 @@ def test_counters_of_the_pages() -> None:
         "llama-server": Counters(None, 21236, 5867, 22891, 14987, (4721, 4060, 3434, 2772)),
     }
     pages = {name: (PAGES / manner.page).read_text() for name, manner in MANNERS.items() if manner.page}
-    assert {name: KIND[name].of_page(page) for name, page in pages.items()} == expected
+    assert {name: counters_of_page(page) for name, page in pages.items()} == expected
 
 
 @pytest.mark.parametrize(
     ("timings", "expected"),
     [
-        ({"predicted_n": 3, "predicted_ms": 8.5}, Counters(tokens=3, drafted=0, accepted=0)),
+        ({"predicted_n": 3, "predicted_ms": 8.5}, Counters(tokens=3, rounds=0, drafted=0, accepted=0)),
         ({"predicted_n": 3, "draft_n_accepted": 3}, Counters(tokens=3, accepted=3)),
         ({"predicted_n": 3, "draft_n": 4}, Counters(tokens=3, drafted=4)),
     ],
 )
 def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Counters) -> None:
     """Of drafts, but where none of their counters is there."""
-    assert KIND["llama-server"].of_answer({"timings": timings}) == expected
-
-
-def test_text_that_comes_at_once_has_no_speed() -> None:
-    """A proxy that keeps the text until it ends, and sends the end after it."""
-    found = read("vLLM", (11.0, written(TEXT)), (13.0, written(FINISHED | used(3))))
-    assert (found.tokens, found.first_s, found.seconds) == (3, 1.0, 0.0)
+    assert counters_of_answer(timings, None, None) == expected
 
 
 def test_times_are_those_of_arrival() -> None:
     """Pieces may end anywhere; what comes in one came at one time."""
-    data = written(TEXT | used(2), TEXT, {"choices": [{"text": "b"}]} | used(4), FINISHED)
+    data = written(TEXT, TEXT, {"choices": [{"text": "b"}]}, FINISHED | used(4))
     second, third = (data.index(b"data", at) + 9 for at in (1, data.index(b'"b"')))
-    answer = read("vLLM", (11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
-    assert (answer.text, answer.tokens, answer.first_tokens) == ("aab", 4, 2)
+    answer = read((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
+    assert (answer.text, answer.tokens) == ("aab", 4)
     assert (answer.first_s, answer.seconds) == (1.0, 2.0)
+    # Text that comes at once has no speed: a proxy keeps it until it ends, and sends the end after it.
+    answer = read((11.0, written(TEXT)), (13.0, written(FINISHED | used(3))))
+    assert (answer.tokens, answer.first_s, answer.seconds) == (3, 1.0, 0.0)
 
 
 def test_token_ids_are_taken_where_they_are_all_there() -> None:
     def ids(*given: Any) -> tuple[int, ...] | None:
         events = ({"choices": [{"text": "a", "token_ids": some}]} for some in given)
-        return read("vLLM", (11.0, written(*events, used(3) | FINISHED))).token_ids
+        return read((11.0, written(*events, used(3) | FINISHED))).token_ids
 
     assert ids([5], [7, 0]) == (5, 7, 0)
     assert ids([5], [7]) is None, "fewer than were counted"
@@ -150,17 +134,10 @@ POSITIONS = (f'{ACCEPTED}_per_pos_total{{position="0"}} 4', f'{ACCEPTED}_per_pos
 
 
 @pytest.mark.parametrize(
-    ("kind", "lines", "expected"),
+    ("lines", "expected"),
     [
-        # A page that rounds large counts.
-        (
-            "llama-server",
-            ("llamacpp:tokens_predicted_total 1.23457e+06", "llamacpp:spec_decode_num_drafts_total 999999"),
-            Counters(rounds=999999),
-        ),
         # The value of a line stands before its time and its exemplar.
         (
-            "vLLM",
             (
                 'vllm:generation_tokens_total{model_name="a # } 7 b"} 493 # {trace_id="x"} 1',
                 'vllm:generation_tokens_total{model_name="b\\" } 2"} 7 1795404470000',
@@ -171,13 +148,11 @@ POSITIONS = (f'{ACCEPTED}_per_pos_total{{position="0"}} 4', f'{ACCEPTED}_per_pos
             ),
             Counters(requests=3, tokens=500),
         ),
-        ("vLLM", (f"{ACCEPTED}_total 7", *POSITIONS), Counters(accepted=7, positions=(4, 0, 3))),
-        # By position, others than all that were accepted.
-        ("vLLM", (f"{ACCEPTED}_total 8", *POSITIONS), Counters(accepted=8)),
+        ((f"{ACCEPTED}_total 7", *POSITIONS), Counters(accepted=7, positions=(4, 0, 3))),
     ],
 )
-def test_lines_of_a_page(kind: str, lines: Sequence[str], expected: Counters) -> None:
-    assert KIND[kind].of_page("\n".join(lines)) == expected
+def test_lines_of_a_page(lines: Sequence[str], expected: Counters) -> None:
+    assert counters_of_page("\n".join(lines)) == expected
 
 
 def test_counters_move_by_their_difference() -> None:
@@ -188,11 +163,9 @@ def test_counters_move_by_their_difference() -> None:
 
 def test_the_model_is_chosen(connect: Connect) -> None:
     with model_server("mlx-vlm") as server:
-        server.models.append({"id": "another", "loaded": False})
-        assert connect(server.url).model == MODEL
+        server.models.append({"id": "another"})
         assert connect(server.url, model="another").model == "another"
-        server.models.append({"id": "a third", "loaded": True})
-        with pytest.raises(ServerError, match=f"expected one model, found {MODEL}, another, a third"):
+        with pytest.raises(ServerError, match=f"expected one model, found {MODEL}, another"):
             connect(server.url)
         with pytest.raises(ServerError, match="expected the model x, found") as caught:
             connect(server.url, model="x")
@@ -212,11 +185,9 @@ def test_the_key_is_sent_and_shown_to_nobody(
     assert caught.value.remedies == ("key",)
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", "two words", "schlüssel", "a\x00b"])
-def test_what_is_no_key(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SOME_KEY", raising=False)
-    # An environment cannot hold a NUL.
-    monkeypatch.setattr("os.environ", {"SOME_KEY": value} if value is not None else {})
+@pytest.mark.parametrize("value", ["", "  ", "two words", "schlüssel"])
+def test_what_is_no_key(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(MtpExtractError, match="environment variable SOME_KEY"):
         key_from("SOME_KEY")
 
@@ -224,18 +195,15 @@ def test_what_is_no_key(value: str | None, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "localhost:8000", "ftp://host", "http://", "http://[::1", "http://a b", "http://h\n", "http://host:0"),
-        *("http://host:99999", "http://\u2603:1", "http://[v1.a]:1", f"http://host/{'a' * 70_000}"),
+        *("", "localhost:8000", "ftp://host", "http://", "http://[::1", "http://a b", "http://h\n"),
+        *("http://\u2603:1", "http://[v1.a]:1", f"http://host/{'a' * 70_000}", "http://user:pa%20ss@h/?token=secret"),
+        "http://host:99999",
     ],
 )
 def test_what_is_no_url(connect: Connect, url: str) -> None:
-    with pytest.raises(MtpExtractError, match="expected the URL of a server"):
+    """Nor is a login one, which is not shown."""
+    with pytest.raises(MtpExtractError, match="expected the URL of a server, without a login") as caught:
         connect(url)
-
-
-def test_a_login_in_the_url_is_refused_and_not_shown(connect: Connect) -> None:
-    with pytest.raises(MtpExtractError, match="expected a URL without a login") as caught:
-        connect("http://user:pa%20ss@host/?token=secret")
     assert not any(secret in str(caught.value) for secret in ("user", "pa%20ss", "secret"))
 
 
@@ -304,11 +272,9 @@ NO_EVENTS: tuple[Any, ...] = (
         (status(500, "x" * 5000), "found 500 Internal Server Error: x+…"),
         (status(400, "\x1b[31mred\nline"), r"found 400 Bad Request: \\x1b\[31mred\\nline"),
         (status(302), "found 302 Found"),
-        (body(b"<html>"), "expected a stream of events, found application/json"),
-        (body(b"", "text/html"), "found text/html"),
+        (body(b"<html>"), "expected a stream of events"),
         (cut, "the connection was lost"),
-        (stream(TEXT, end=False), "the answer ended before its end"),
-        (stream(end=False), "the answer ended before its end"),
+        (stream(TEXT, end=False), "expected a stream of events"),
         (stream(TEXT, b"not json"), "expected an event of an answer as JSON, found not json"),
         (stream(TEXT, b"[1]"), "expected an event of an answer"),
         (stream(b"[" * 100_000), "expected an event of an answer"),
@@ -318,20 +284,16 @@ NO_EVENTS: tuple[Any, ...] = (
         *((stream(event, FINISHED), "expected an event of an answer as JSON") for event in NO_EVENTS),
         (stream(TEXT, told(num_draft_tokens=-1)), "expected a count for num_draft_tokens, found -1"),
         (stream(TEXT, told(num_draft_tokens=1.5)), "expected a count for num_draft_tokens, found 1.5"),
-        (stream(TEXT, told(num_spec_steps="7")), "expected a count for num_spec_steps, found 7"),
-        (stream(TEXT, told(num_draft_tokens=True)), "expected a count"),
         (stream(TEXT, told(num_draft_tokens=1 << 60)), "expected a count"),
-        (stream(TEXT, used(4), FINISHED), "expected counts of an answer of 1 to 3 tokens, found 4 tokens"),
-        (stream(TEXT, used(10**300), FINISHED), "expected counts of an answer"),
-        (stream(TEXT, used(0), FINISHED), "expected counts of an answer of 1 to 3 tokens, found 0 tokens"),
-        (stream(TEXT | used(3), used(2), FINISHED), "expected counts of an answer of 3 to 3 tokens, found 2 tokens"),
+        (stream(TEXT, told(num_draft_tokens=[])), "expected a count"),
+        (stream(TEXT, used(4), FINISHED), "expected counts of an answer of up to 3 tokens, found 4 tokens"),
+        (stream(TEXT, used(0), FINISHED), "expected counts of an answer of up to 3 tokens, found 0 tokens"),
         (stream(TEXT, told(num_accepted_draft_tokens=5)), "expected counts of an answer"),
         (stream(TEXT, told(num_spec_steps=0)), "expected counts of an answer"),
         (stream(TEXT, told(num_spec_steps=5)), "expected counts of an answer"),
         (stream(TEXT, told(num_draft_tokens=800, num_accepted_draft_tokens=800)), "expected counts of an answer"),
         (endless(b"a" * (1 << 16), "text/event-stream"), "too large"),
         (endless(b'data: {"choices": [{"text": "a"}]}\n' * 1000, "text/event-stream"), "too large"),
-        (endless(b"a" * (1 << 16), "application/json"), "found application/json"),
     ],
 )
 def test_answers_that_are_none(
@@ -351,7 +313,6 @@ def test_answers_that_are_none(
         ({"choices": None, "usage": None}, ""),
         ({"choices": [{"delta": None, "text": None}]}, ""),
         ({"metrics": {"speculative_decoding": 5}}, ""),
-        ({"metrics": 5}, ""),
         ({"choices": [{"delta": {"reasoning": "hm ", "reasoning_content": "hm ", "content": "yes"}}]}, "hm yes"),
     ],
 )
@@ -359,35 +320,19 @@ def test_events_of_other_forms(connect: Connect, vllm: ModelServer, event: dict[
     server = connect(vllm.url)
     vllm.overrides["/v1/completions"] = stream(event, FINISHED)
     answer = ask(server)
-    assert (answer.text, answer.tokens, answer.counted, answer.finish_reason) == (expected, None, None, "stop")
+    assert (answer.text, answer.tokens, answer.counted) == (expected, None, None)
     assert answer.reasoning is bool(expected)
 
 
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        (b"vllm:request_success_total NaN", "expected a count for vllm:request_success_total, found NaN"),
-        (b"vllm:request_success_total -1", "found -1"),
-        (b"vllm:request_success_total 1e400", "found 1e400"),
-        (b"vllm:request_success_total 1.5", "found 1.5"),
-        (b"vllm:request_success_total \xff\xfe\x1b[31m", r"found .*\\x1b\[31m"),
-    ],
-)
-def test_pages_that_make_no_sense(connect: Connect, vllm: ModelServer, page: bytes, message: str) -> None:
-    server = connect(vllm.url)
-    vllm.overrides["/metrics"] = body(page, "text/plain")
-    with pytest.raises(ServerError, match=message) as caught:
-        server.counters()
-    assert str(caught.value).startswith(f"{vllm.url}: ")
-
-
 def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
-    """None there, of something else, or without end."""
+    """None there, of something else, of what is no count, or without end."""
     server = connect(vllm.url)
     other = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
-    for answer in (status(501), body(other, "a/b"), endless(b"}{" * (1 << 15), "text/plain")):
+    wrong = [b"vllm:request_success_total " + value for value in (b"NaN", b"-1", b"1e400", b"1.5", b"\xff\x1b[31m")]
+    pages = [body(page, "a/b") for page in (other, *wrong)]
+    for answer in (status(501), *pages, endless(b"}{" * (1 << 15), "text/plain")):
         vllm.overrides["/metrics"] = answer
-        assert server.counters() is None
+        assert server.counters() == Counters()
 
 
 @pytest.mark.parametrize(
@@ -395,9 +340,9 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
     [
         (b"<html></html>", "expected a list of models, found <html>"),
         (b"[]", "expected a list of models"),
-        (b"{}", "expected a server that lists its models at /v1/models, found none"),
-        (b'{"data": {"id": "a"}}', "expected a list of models"),
-        (b'{"data": [{"id": 7}, null, "a"]}', "expected a list of models"),
+        (b"{}", "expected one model, found none"),
+        (b'{"data": {"id": "a"}}', "expected one model, found none"),
+        (b'{"data": [{"id": 7}, null, "a"]}', "expected one model, found 7, None"),
     ],
 )
 def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:
@@ -428,37 +373,35 @@ def test_an_answer_that_takes_too_long(
         patched.setattr(client, "_PAGE_TIMEOUT", 0.1)
         patched.setitem(vllm.overrides, "/v1/models", answer)
         connect(vllm.url)
-    monkeypatch.setattr(server, "_timeout", 0.1)
+    monkeypatch.setattr(client, "_ANSWER_TIMEOUT", 0.1)
     vllm.overrides["/v1/completions"] = answer
-    with pytest.raises(ServerError, match=rf"^{vllm.url}: expected an answer within 0\.1 seconds") as caught:
+    with pytest.raises(ServerError, match=rf"^{vllm.url}: expected an answer within 0\.1 seconds"):
         ask(server)
-    assert caught.value.remedies == ("timeout",)
 
 
 RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "given", "ends", "told", "text"),
+    ("name", "tokens", "given", "told", "text"),
     [
-        ("chat_stream", 12, 25, "stop", Counters(rounds=8, drafted=24, accepted=5), "1 Foro(Coro):"),
-        ("completions_stream", 24, 13, "length", Counters(rounds=13, drafted=39, accepted=11), "\n        return Not "),
+        ("chat_stream", 12, 25, Counters(rounds=8, drafted=24, accepted=5), "1 Foro(Coro):"),
+        ("completions_stream", 24, 13, Counters(rounds=13, drafted=39, accepted=11), "\n        return Not "),
     ],
 )
-def test_answers_of_a_real_vllm(name: str, tokens: int, given: int, ends: str, told: Counters, text: str) -> None:
+def test_answers_of_a_real_vllm(name: str, tokens: int, given: int, told: Counters, text: str) -> None:
     """As vLLM 0.32.0 sent them from a CPU, in pieces of any size."""
     data = (RECORDED / f"{name}.txt").read_bytes().partition(b"\r\n\r\n")[2]
     for size in (1, 100, len(data)):
         pieces = [(11.0 + number, data[at : at + size]) for number, at in enumerate(range(0, len(data), size))]
-        answer = read("vLLM", *pieces, asked=24)
-        assert (answer.tokens, answer.first_tokens, answer.counted, answer.finish_reason) == (tokens, 1, told, ends)
+        answer = read(*pieces, asked=24)
+        assert (answer.tokens, answer.counted) == (tokens, told)
         assert answer.text.startswith(text) and len(answer.token_ids or ()) == tokens
         assert answer.prompt_tokens == len(answer.prompt_ids or ()) == given
 
 
 def test_counters_of_a_real_vllm() -> None:
-    kind = KIND["vLLM"]
-    before, after = (kind.of_page((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after"))
+    before, after = (counters_of_page((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after"))
     assert after - before == Counters(3, 60, 34, 102, 27, (15, 9, 3))
 
 
@@ -466,9 +409,7 @@ def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelSer
     """Nobody is answered before all are there."""
     waiting, own = threading.Barrier(64), vllm.answer
     vllm.answer = lambda prompt, most: (waiting.wait(HANG), own(prompt, most))[1]
-    server = connect(vllm.url)
-
-    found = server.ask([Question("x" * number, 3) for number in range(64)], 64)
+    found = connect(vllm.url).ask([question("x" * number, 3) for number in range(64)], 64)
     assert [answer.text for answer in found] == ["".join(words_of("x" * number, 3)) for number in range(64)]
 
 
@@ -484,17 +425,16 @@ def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: Model
         return own(prompt, most)
 
     vllm.answer = answer
-    found = connect(vllm.url).ask([Question(prompt, 3) for prompt in "abc"], 2)
+    found = connect(vllm.url).ask([question(prompt, 3) for prompt in "abc"], 2)
     assert [one.text for one in found] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
 
 
 def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
-    """Others that are under way are not waited for."""
+    """Others that are under way are not waited for, and few more are asked."""
     never, own = threading.Event(), vllm.answer
     vllm.answer = lambda prompt, most: own(prompt, most) if prompt == "a" else [str(never.wait(HANG))]
     vllm.lies = {"a": 1 << 40}
-    server = connect(vllm.url)
     with pytest.raises(ServerError, match="expected counts of an answer"):
-        server.ask([Question(prompt, 3) for prompt in "abc"], 2)
-    assert "c" not in [prompt_of(asked) for _, asked in vllm.asked]
+        connect(vllm.url).ask([question(prompt, 3) for prompt in "abcdefgh"], 2)
+    assert len(vllm.asked) <= 3
     never.set()

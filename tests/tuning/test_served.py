@@ -56,7 +56,7 @@ def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served:
     record = verify(found.directory)
     validator("extraction")(record)
     told = record["tuning"]["text_from"]
-    assert (told["kind"], told["version"], told["model"]) == ("vLLM", "0.33.0", "google/gemma-4-E4B-it")
+    assert (told["kind"], told["model"]) == ("vLLM", "google/gemma-4-E4B-it")
     assert told["agreement"] == 1.0
     assert told["positions"] == 16 * told["texts"]
     assert any("would have written 100.0% of" in note for note in found.notes)
@@ -166,11 +166,6 @@ def test_what_a_server_wants_is_named_as_the_setting_has_it(
     plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
 ) -> None:
     served.key = "sesame"
-    made = of_server(plan, tmp_path / "tuned", served)
     with pytest.raises(ServerError, match="found 401 Unauthorized") as caught:
-        gather(Pair(made))
+        gather(Pair(of_server(plan, tmp_path / "tuned", served)))
     assert caught.value.remedies == ("text_key",)
-    served.overrides["/v1/completions"] = lambda handler: handler.json({"error": "slow down"}, 429)
-    with pytest.raises(ServerError, match="found 429 Too Many Requests") as caught:
-        gather(Pair(replace(made, text_key="sesame")))
-    assert caught.value.remedies == ("batch",)
