@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
@@ -113,6 +114,7 @@ def insert(
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
     source, measure = checkpoint_here(source, or_bundle=True), None
     if base is not None:
+        require("torch", "transformers")
         from mtp_extract.validation.calibration import measure_ranges
 
         if not Path(source).is_dir():

@@ -21,7 +21,7 @@ from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
 from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, silent
-from mtp_extract.evaluation.prompts import encode_prompts, prompts_or_shipped, require_texts
+from mtp_extract.evaluation.prompts import encode_prompts, prompts_or_shipped
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
 from mtp_extract.pipeline.check import read_record
@@ -43,9 +43,8 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
     identity = identify(place, public_name(str(place)))
-    prompts = list({prompt.key: prompt for prompt in prompts_or_shipped(plan.prompts)}.values())
-    if not plan.chat_template:
-        require_texts(prompts)
+    given = prompts_or_shipped(plan.prompts, chat_template=plan.chat_template)
+    prompts = list({prompt.key: prompt for prompt in given}.values())
     answers, serving = None, None
     if plan.server is not None:
         with Server(plan.server, model=plan.model, key=plan.key) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from mtp_extract.errors import MtpExtractError, PairError, escape, few
-from mtp_extract.evaluation.extras import nothing_collected, quiet_transformers, require
+from mtp_extract.evaluation.extras import quiet_transformers, require
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import files_of
 
@@ -39,7 +40,6 @@ class LoadedBase:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
-@nothing_collected()
 def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
@@ -53,17 +53,9 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         MtpExtractError: too little memory, or a device that is not there.
     """
     require("torch", "transformers", "accelerate")
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-
     placed = _placed(device)
     room = int(free_memory(placed) / _HEADROOM)
-    directory, given = Path(checkpoint_here(name, largest=room)), escape(name)
-    if not directory.is_dir():
-        raise PairError(
-            f"{given}: expected a directory or a Hub id such as google/gemma-4-E4B-it, found neither. Give a base."
-        )
-    if not (directory / "config.json").is_file():
-        raise PairError(f"{given}: expected a model's config.json there, found none. Give the base model's directory.")
+    directory = Path(checkpoint_here(name, largest=room))
     size = sum(file.stat().st_size for file in files_of(directory) if _WEIGHTS.fullmatch(file.name))
     if size > room:  # before the machine starts to swap
         raise MtpExtractError(
@@ -71,41 +63,53 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
             f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
             remedies=("device",),
         )
-    with _explained(name, "model"):
-        stored, _ = PretrainedConfig.get_config_dict(directory)
-        layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
-        # Before transformers sees it: a config of a billion layers keeps it busy for hours.
-        if not 0 < layers <= _MOST_LAYERS:
-            raise ValueError(f"{escape(layers)} layers")
-        config = AutoConfig.from_pretrained(directory)
-    if str(config.model_type).endswith("_assistant"):
-        raise PairError(
-            f"{given}: expected a base model, found a drafter ({config.model_type}). Give the model that it drafts for."
-        )
-    half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
     with memory_guard("loading the base"), quiet_transformers():
-        with _explained(name, "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-        with _explained(name, "model"):
-            # What has another shape is refused below, by name; transformers would say that its log tells.
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=torch.bfloat16 if half else "auto",
-                device_map="auto" if placed is None else {"": placed},
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    model, info = loaded
-    # transformers would have filled these with random numbers.
-    mismatched = [key for key, *_ in info["mismatched_keys"]]
-    parts = (("missing", info["missing_keys"]), ("of another shape than its config says", mismatched))
-    if wrong := [f"{what}: {few(sorted(keys))}" for what, keys in parts if keys]:
-        raise PairError(f"{given}: expected every tensor of the base, found {'; '.join(wrong)}. Fetch the model again.")
-    model = model.eval().requires_grad_(False)
+        try:
+            model, tokenizer, half = _read(directory, placed)
+        except Exception as error:  # what a damaged part raises in transformers has no class of its own
+            if _is_out_of_memory(error):
+                raise
+            reason = escape(str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)
+            raise PairError(
+                f"{escape(name)}: expected a Gemma 4 base model of transformers with its tokenizer, found: {reason}. "
+                "Give a directory that has both, or a Hub id such as google/gemma-4-E4B-it."
+            ) from error
     embedding = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     notes = ("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16",) if half else ()
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
+
+
+def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, bool]:
+    """The model in ``directory``, its tokenizer, and whether it is stored as float16, then loaded as bfloat16.
+
+    Raises:
+        Exception: anything, as transformers does; ValueError: a drafter, or tensors that differ from the config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    stored = json.loads((directory / "config.json").read_bytes())
+    # Before transformers sees it: a config of a billion layers keeps it busy for hours.
+    if not 0 < (layers := (stored.get("text_config") or stored).get("num_hidden_layers", 1)) <= _MOST_LAYERS:
+        raise ValueError(f"{layers} layers")
+    config = AutoConfig.from_pretrained(directory)
+    if str(config.model_type).endswith("_assistant"):
+        raise ValueError(f"a drafter ({config.model_type})")
+    half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    # What has another shape is refused below, by name; transformers would say that its log tells.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.bfloat16 if half else "auto",
+        device_map="auto" if placed is None else {"": placed},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    model, info = loaded
+    # transformers would have filled these with random numbers.
+    if wrong := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
+        raise ValueError(f"tensors that are missing or of another shape than its config says: {few(sorted(wrong))}")
+    return model.eval().requires_grad_(False), tokenizer, half
 
 
 def _placed(device: str) -> torch.device | None:
@@ -115,46 +119,25 @@ def _placed(device: str) -> torch.device | None:
         MtpExtractError: it is not there.
     """
     gpus = torch.cuda.device_count()
-    if device == "auto":
-        device = "balanced" if gpus > 1 else "cuda:0" if gpus else "cpu"
-    if device == "balanced" and gpus:
+    if (gpus > 1 and device == "auto") or (gpus and device == "balanced"):
         return None
     try:
-        if _DEVICE.fullmatch(device):
+        if _DEVICE.fullmatch(device := ("cuda:0" if gpus else "cpu") if device == "auto" else device):
             return torch.empty(0, device=device).device
     except (AssertionError, RuntimeError):  # as torch raises for what it does not have
         pass
-    raise MtpExtractError(
-        f"expected a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}. Let it be "
-        "chosen.",
-        remedies=("device=auto",),
-    )
+    what = f"a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}"
+    raise MtpExtractError(f"expected {what}. Let it be chosen.", remedies=("device=auto",))
 
 
 def free_memory(device: torch.device | None) -> int:
     """Bytes that can be had on ``device``, or on all GPUs together."""
     from accelerate.utils import get_max_memory
 
-    free = get_max_memory()
+    free = get_max_memory()  # by the GPU's number, or a name
     if device is None:
-        return sum(size for key, size in free.items() if isinstance(key, int))
-    key = (device.index or 0) if device.type == "cuda" else "mps" if "mps" in free else "cpu"
-    return int(free[key])
-
-
-@contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
-    """Turn what transformers raises for a missing or broken part, but for want of memory, into a line."""
-    try:
-        yield
-    except Exception as error:  # What a damaged part raises in there has no class of its own.
-        if _is_out_of_memory(error):
-            raise
-        reason = escape(str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)
-        raise PairError(
-            f"{escape(name)}: expected a {what}, found: {reason}. Give a Gemma 4 base model in transformers' format, "
-            "with its tokenizer files in the same directory."
-        ) from error
+        return sum(free[gpu] for gpu in range(torch.cuda.device_count()))
+    return int(free[(device.index or 0) if device.type == "cuda" else "mps" if "mps" in free else "cpu"])
 
 
 @contextmanager
@@ -177,5 +160,4 @@ def memory_guard(doing: str) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    known = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, known) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -75,10 +76,9 @@ def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     Args:
         each: of every workload so many, evenly spaced; None for all.
     """
-    prompts, by_workload = read_prompts(_SHIPPED), dict[str, list[Prompt]]()
-    for prompt in prompts:
-        by_workload.setdefault(prompt.workload, []).append(prompt)
-    return tuple(prompt for found in by_workload.values() for prompt in spread(found, each or len(prompts)))
+    prompts = read_prompts(_SHIPPED)
+    workloads = ([*found] for _, found in groupby(prompts, key=lambda prompt: prompt.workload))
+    return tuple(prompt for found in workloads for prompt in spread(found, each or len(prompts)))
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -86,42 +86,26 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[len(items) * number // count] for number in range(count)] if count < len(items) else list(items)
 
 
-def prompts_or_shipped(path: Path | None) -> tuple[Prompt, ...]:
-    """Those of the file at ``path``, see :func:`read_prompts`; without one about 100 of those that are shipped."""
-    return shipped_prompts(FEW) if path is None else read_prompts(path)
+def prompts_or_shipped(path: Path | None, *, chat_template: bool = True) -> tuple[Prompt, ...]:
+    """Those of the file at ``path``, see :func:`read_prompts`; without one about 100 of those that are shipped.
 
-
-def require_texts(prompts: Iterable[Prompt]) -> None:
-    """Raise MtpExtractError where a prompt consists of messages: to be asked before work that needs plain text."""
-    for prompt in prompts:
-        _ = prompt.text
-
-
-class _Said(TypedDict):
-    """One message of a chat, as OpenAI writes it; other fields are not read."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None
-
-
-class _Message(_Said, total=False):
-    name: str
-    tool_calls: list[Any]
-    tool_call_id: str
+    Raises:
+        MtpExtractError: as of :func:`read_prompts`; or messages where no ``chat_template`` is applied.
+    """
+    prompts = shipped_prompts(FEW) if path is None else read_prompts(path)
+    if not chat_template:
+        _ = [prompt.text for prompt in prompts]  # so that messages are refused before any work is done
+    return prompts
 
 
 class _Row(msgspec.Struct):
     """An object of a ``.jsonl`` file; other fields are not read."""
 
-    prompt: str | list[_Message] | None = None
-    messages: list[_Message] | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
     turns: list[str] | None = None
     completion: str | None = None
-    response: str | None = None
     workload: str | None = None
-    category: str | None = None
-    question_id: str | int | None = None
-    task_id: str | int | None = None
     source: str | int | None = None
 
 
@@ -134,34 +118,26 @@ def _prompt_of(line: bytes, number: int, workload: str) -> Prompt:
     try:
         row = msgspec.json.decode(line, type=_Row)
         asked: Any = row.messages or row.prompt or (row.turns or [""])[0]
-        answer = row.completion or row.response or None
-        if isinstance(asked, list) and answer is None and asked[-1]["role"] == "assistant":
-            *asked, last = asked
-            parts = last["content"]
-            answer = "".join(str(part.get("text", "")) for part in parts) if isinstance(parts, list) else parts
+        answer = row.completion
+        if answer is None and row.messages and row.messages[-1].get("role") == "assistant":
+            *asked, last = row.messages
+            answer = msgspec.convert(last.get("content"), str | None)
         if not (asked.strip() if isinstance(asked, str) else asked):
             raise ValueError("no prompt, no messages and no turns in which something is asked")
     except ValueError as error:
         raise ValueError(f"line {number}: {error}, in {line.decode(errors='replace').strip()}") from error
     content = asked if isinstance(asked, str) else tuple(asked)
-    source = row.question_id or row.task_id or row.source or ""
-    return Prompt(row.workload or row.category or workload, content, str(source), answer or None)
+    return Prompt(row.workload or workload, content, str(row.source or ""), answer or None)
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Prompts, or texts, from a file of UTF-8, by the end of its name.
 
     - ``.txt``: one a line; blank lines are left out.
-    - ``.jsonl``: an object a line, with one of
-
-      - ``messages`` with ``role`` and ``content`` (OpenAI): where the assistant has the last word, that is the
-        completion, and what stands before it the prompt;
-      - ``prompt``, a text or a list of messages, and, if wanted, ``completion`` (TRL) or ``response``, a text;
-      - ``turns`` (MT-Bench, Spec-Bench, SPEED-Bench): the first is the prompt. The others answer an answer that is not
-        there, and are not used.
-
-    ``workload`` or ``category`` is the workload, by default the file's name; ``question_id``, ``task_id`` or
-    ``source`` the source, by default the prompt itself. Other fields are not read.
+    - ``.jsonl``: an object a line, with ``prompt``, a text; ``messages`` with ``role`` and ``content`` (OpenAI), where
+      an answer that the assistant gives last is the completion; or ``turns`` (MT-Bench), of which the first is the
+      prompt. If wanted ``completion``, a text; ``workload``, by default the file's name; ``source``, by default the
+      prompt itself.
 
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from mtp_extract.drafter.mtp import LITERT, Altered, Convention, MtpDrafter, MtpState
-from mtp_extract.drafter.protocol import BaseState, Drafter
+from mtp_extract.drafter.protocol import BaseState
 from mtp_extract.evaluation.agreement import Asked, Continuations, figure, measure_agreements
 from mtp_extract.evaluation.measured import difference_over_texts, share_over_texts
 from mtp_extract.evaluation.progress import Show, silent
@@ -38,7 +38,6 @@ class Control:
     change: Callable[[BaseState], BaseState] = lambda base: base
     every_step: Callable[[MtpState], MtpState] = lambda state: state
     convention: Convention = LITERT
-    needs_texts: int = 1  # texts in a batch
 
     def broken(self, changed: MtpDrafter, convention: Convention | None = None) -> Altered:
         """The ``changed`` drafter, fed as this control says; by ``convention`` where one is given."""
@@ -92,7 +91,6 @@ CONTROLS: tuple[Control, ...] = (
         "the base's K and V: which layers' they are, and whether the drafter reads them at all",
         # Slots stay where they are, so masks hold and nothing later than the query comes into view.
         change=_another_text,
-        needs_texts=2,
     ),
     Control(
         "zero_hidden",
@@ -136,48 +134,25 @@ LEVEL = 1 - 0.05 / len(CONTROLS)
 """Of each control's interval: so that in 95 % of measurements none of them all misleads."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """What everybody drafts after every token of the same texts."""
-
-    drafters: list[Agreement]  # of each, its own drafts after its own
-    along: list[Agreement]  # of each, its drafts after the text's own tokens; empty where no tree is planned
-    controls: list[ControlResult]  # of the first; none where it is no MTP drafter
-
-
 def draft_together(
-    base: Base,
-    drafters: Sequence[Drafter],
-    written: Continuations,
-    steps: int,
-    deepest: int = 0,
-    *,
-    batch: int,
-    show: Show = silent,
-) -> Table:
-    """Every drafter, and every control of the first, over the same texts, which the base reads once.
+    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, show: Show = silent
+) -> tuple[list[Agreement], list[ControlResult]]:
+    """All that is ``asked``, and every control of the first drafter, over the same texts, which the base reads once.
 
-    Controls draft one token. One that would change nothing is left out.
-
-    Args:
-        steps: of the drafters.
-        deepest: steps of the deepest tree; 0 without any.
+    Controls draft one token. One that would change nothing is left out, and all are where that is no MTP drafter.
 
     Raises:
         PairError: no text is long enough to draft from.
     """
-    sound, asked = drafters[0], [Asked(drafter, steps) for drafter in drafters]
-    if deepest:
-        asked += [Asked(drafter, deepest, along=True) for drafter in drafters]
-    first, broken = len(asked), list[Control]()
+    sound, broken = asked[0].drafter, dict[Control, Asked]()
     for control in CONTROLS:
         changed = control.drafter(sound) if isinstance(sound, MtpDrafter) else None
-        if changed is not None and min(batch, len(written.usable)) >= control.needs_texts:
-            broken.append(control)
-            asked.append(Asked(control.broken(changed), 1))
-    found = measure_agreements(base, asked, written, batch=batch, show=show)
-    controls = [compare(control, found[0], one) for control, one in zip(broken, found[first:], strict=True)]
-    return Table(found[: len(drafters)], found[len(drafters) : first], controls)
+        # Another text is only there where a batch has two.
+        if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
+            broken[control] = Asked(control.broken(changed), 1)
+    found = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, show=show)
+    controls = [compare(control, found[0], one) for control, one in zip(broken, found[len(asked) :], strict=True)]
+    return found[: len(asked)], controls
 
 
 def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:

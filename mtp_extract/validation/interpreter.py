@@ -135,7 +135,7 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
             run = interpreter.get_signature_runner(source.signature.key)
             takes, gives, found = run.get_input_details(), run.get_output_details(), list[Outputs]()
             for inputs in steps:
-                made = run(**{name: encoded(values, takes[name]) for name, values in inputs.items()})
+                made = run(**{name: encoded(inputs[name], detail) for name, detail in takes.items()})
                 found.append((decoded(made[LOGITS], gives[LOGITS]), decoded(made[PROJECTED], gives[PROJECTED])))
             return found
     except UnsupportedError:

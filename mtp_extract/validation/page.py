@@ -11,7 +11,7 @@ from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
 from mtp_extract.report.files import PAGE, PAIR, REPORT, REPORT_LISTED
-from mtp_extract.report.numbers import DASH, mean, number, rate
+from mtp_extract.report.numbers import mean, number, rate
 from mtp_extract.report.page import Page, Table, as_html, as_json
 from mtp_extract.validation.result import DrafterFigures, Validation
 from mtp_extract.validation.verdict import drafts_of, findings, headlines
@@ -79,32 +79,19 @@ def worth(found: Validation) -> Table:
     """What drafting is worth: every chain and tree of every drafter."""
     base, (first, *others) = found.base, found.drafters
     assert base is not None
-    rows = {
-        (f"{drafter.name}: " if others else "") + drafts_of(name, one): one
-        for drafter in found.drafters
-        for name, one in drafter.worth.items()
-    }
-    lengths = {
-        drafter.name: {
-            drafts_of(name, one): _point(one.tokens_per_round) for name, one in drafter.worth.items() if one.rounds
-        }
-        for drafter in found.drafters
-    }
-    best = drafts_of(first.best, first.worth[first.best])
-    lengths[first.name] = {"the base alone": (1.0, None), **lengths[first.name]}
+    rows, lengths = list[Sequence[str]](), dict[str, dict[str, figures.Point]]()
+    for drafter in found.drafters:
+        lengths[drafter.name] = {} if lengths else {"the base alone": (1.0, None)}
+        for name, one in drafter.worth.items():
+            drafts = drafts_of(name, one)
+            lengths[drafter.name][drafts] = _point(one.tokens_per_round)
+            speeds = (number(speed, ".2f", unit="×") for speed in (one.measured_speedup, one.predicted_speedup))
+            which = f"{drafter.name}: {drafts}" if others else drafts
+            rows.append((which, mean(one.tokens_per_round), *speeds, f"{one.same_text}/{base.timed}"))
     return Table(
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
-        [
-            (
-                name,
-                mean(one.tokens_per_round),
-                number(one.measured_speedup, ".2f", unit="×"),
-                number(one.predicted_speedup, ".2f", unit="×"),
-                f"{one.same_text}/{base.timed}",
-            )
-            for name, one in rows.items()
-        ],
+        rows,
         what="Tokens that one forward of the base yields, and how much sooner text is there.",
         about=(
             "Tokens per round, of the loop along all texts: drafts that stand, and the base's own token. Speedup: "
@@ -114,31 +101,26 @@ def worth(found: Validation) -> Table:
             f"{number(base.forward_ms, '.2f')} ms a forward. A chain drafts each token after the one before; the "
             f"drafts of a tree branch. {_BRACKETS}"
         ),
-        picture=partial(figures.bars, lengths, _ROUND, strong="" if others else best),
+        picture=partial(
+            figures.bars, lengths, _ROUND, strong="" if others else drafts_of(first.best, first.worth[first.best])
+        ),
     )
 
 
 def _by_step(drafters: Sequence[DrafterFigures]) -> Table:
     first, *others = drafters
     steps = first.agreement.steps
-    more = {f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others}
     curves = {
+        "top-1": [step.top1 for step in steps],
         "top-5": [step.top5 for step in steps],
         "accepted": [step.conditional for step in steps],
-        "top-1": [step.top1 for step in steps],
-        **more,
+        **{f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others},
     }
     lines = {name: [_percent(one) for one in curve if one.value is not None] for name, curve in curves.items()}
     return Table(
         "Acceptance by draft step",
-        ["draft step", "positions", "top-1 %", "top-5 %", "accepted %", *(f"{name} %" for name in more)],
-        [
-            (
-                *(step.step, step.top1.n, rate(step.top1), rate(step.top5), rate(step.conditional)),
-                *(rate(curve[step.step - 1]) for curve in more.values()),
-            )
-            for step in steps
-        ],
+        ["draft step", "positions", *(f"{name} %" for name in curves)],
+        [(step.step, step.top1.n, *(rate(curve[step.step - 1]) for curve in curves.values())) for step in steps],
         what="How often each draft of a round is what the base says, at every position of the base's own text.",
         about=(
             f"Teacher-forced over the base's own greedy text after {first.agreement.texts} prompts. Accepted: of "
@@ -158,14 +140,11 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
     }
     rows = list[Sequence[str | int]]()
     for name, one in parts[first.name].items():
-        shares = [rate(share) for step in one.steps[:1] for share in (step.top1, step.top5)] or [DASH, DASH]
-        cells = [*shares, mean(one.teacher_forced)]
+        cells = [rate(one.steps[0].top1), rate(one.steps[0].top5), mean(one.teacher_forced)]
         for other in others:
             change = {**other.changes, _ALL: other.change}[name]
-            cells += (
-                mean(parts[other.name][name].teacher_forced),
-                number(change.mean, "+.2f", change.interval, between=" to "),
-            )
+            by = number(change.mean, "+.2f", change.interval, between=" to ")
+            cells += [mean(parts[other.name][name].teacher_forced), by]
         rows.append((name, one.texts, *cells))
     more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
     return Table(

@@ -23,7 +23,6 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseState, Fed
-from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
@@ -37,7 +36,7 @@ _QUIET, _NEAR = np.float32(1e-3), 8
 _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √head_dim spread attention logits by as much
 
 Inputs = Mapping[str, NDArray[Any]]
-"""What the signature takes for one draft step, by name; activations and caches in float32."""
+"""What signatures take for one draft step, by name; activations and caches in float32. Some take no mask."""
 
 Outputs = tuple[Floats, Floats]
 """Logits [vocabulary] and projected state [base width] of one step."""
@@ -78,9 +77,6 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
     Args:
         quiet: each at one of the first positions comes again, with its activations at a thousandth, where epsilons of
             norms show.
-
-    Raises:
-        UnsupportedError: the signature has an input that this release does not know.
     """
     random, config = np.random.default_rng(seed), source.config
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
@@ -104,15 +100,9 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
                 inputs[name] = np.zeros(tensor.shape, np.float32)
                 visible = np.moveaxis(inputs[name], axis, 2)[:, :, : position + 1]
                 visible[:] = random.standard_normal(visible.shape) * (_spread(tensor) or spread)
-        if unknown := sorted(set(source.signature.inputs) - set(inputs)):
-            raise UnsupportedError(
-                f"{source.model.region.source.name}: expected the inputs of a known drafter, found also "
-                f"{few(unknown)}, which this release cannot fill. Look for a newer release."
-            )
-        yield {name: inputs[name] for name in source.signature.inputs}
+        yield inputs
         if quiet and position < _NEAR:
-            inputs[ACTIVATIONS] = inputs[ACTIVATIONS] * _QUIET
-            yield {name: inputs[name] for name in source.signature.inputs}
+            yield {**inputs, ACTIVATIONS: inputs[ACTIVATIONS] * _QUIET}
 
 
 def nearby(steps: Iterable[Inputs]) -> int:

@@ -61,7 +61,7 @@ class ValidationPlan:
         ),
     ] = ()
     device: Device = "auto"
-    new_tokens: Annotated[int, typer.Option(help="Most tokens the base adds to a prompt.", min=2, metavar="N")] = 64
+    new_tokens: Annotated[int, typer.Option(help="Most tokens the base adds to a prompt.", min=3, metavar="N")] = 64
     batch: Annotated[int, typer.Option(help="Prompts at a time.", min=1, metavar="N")] = 16
     samples: Annotated[int, Meta(ge=1, le=4096)] = 16
     """Random inputs for parity."""
@@ -86,13 +86,8 @@ class ValidationPlan:
         Raises:
             MtpExtractError: one is none, or too large.
         """
-        found: dict[str, Tree | AdaptiveDrafts] = {}
-        for text in self.trees:
-            if text == ADAPTIVE:
-                found[text] = AdaptiveDrafts(max(self.draft_steps))
-            else:  # a number alone is the name of a chain
-                found[f"tree of {text}" if text.isdecimal() else text] = Tree.parse(text)
-        return found
+        adaptive = AdaptiveDrafts(max(self.draft_steps, default=1))
+        return {text: adaptive if text == ADAPTIVE else Tree.parse(text) for text in self.trees}
 
     def wrong(self) -> Iterator[tuple[str, ...]]:
         """What was expected, and what to change."""
@@ -106,6 +101,8 @@ class ValidationPlan:
             yield "a base, a source or both, found neither. Give what to validate against.", "base", "source"
         if given and not (self.sample or self.base):
             yield f"a base to measure {' and '.join(given)} with, found none. Give it.", "base"
+        if any(text.isdecimal() for text in self.trees):  # it is the name of a chain
+            yield "a tree such as 4x2x1, found a number alone. Give it two depths, or K as a draft step.", "trees"
         if not self.draft_steps:
             yield "a number of draft steps, found none. Give one.", "draft_steps"
 

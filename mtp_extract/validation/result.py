@@ -20,7 +20,6 @@ class BaseFacts(Record):
     name: str  #: directory or Hub id
     dtype: str  #: it was run in
     devices: list[str]  #: it was run on
-    drafter_dtype: str  #: the drafter's
     chat_template: bool  #: whether prompts went through it
     timed: Count  #: texts that were generated to take times, with it alone and with every chain and tree
     tokens_per_s: float | None  #: after the first token of each
@@ -36,7 +35,6 @@ class DrafterFigures(Record):
     workloads: dict[str, Workload]  #: the same by workload
     worth: dict[str, Worth]  #: by what was drafted: `3` a chain of three, `4x2x1` a tree of that shape; chains first
     best: str  #: the chain that is predicted to be worth most
-    disturbed: bool  #: whether times mean nothing: rounds took less than a token of the base alone
     change: Change  #: in teacher-forced tokens per round from the first drafter to this one; 0 for the first itself
     changes: dict[str, Change]  #: the same by workload
 
@@ -44,7 +42,7 @@ class DrafterFigures(Record):
 class Validation(Record, kw_only=True):
     """A whole validation. What was not asked for is null, or empty."""
 
-    version: int = 6  #: version of this file
+    version: int = 7  #: version of this file
     tool: Tool  #: what wrote it
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed

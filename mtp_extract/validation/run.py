@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import figures, known, write_texts
+from mtp_extract.evaluation.agreement import Asked, figures, known, write_texts
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.measured import compare, of_agreement
 from mtp_extract.evaluation.prompts import prompts_or_shipped
@@ -36,7 +37,7 @@ from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import BaseFacts, DrafterFigures, Validation
 from mtp_extract.validation.transformers import check_transformers
 from mtp_extract.validation.verdict import concluded, notes_of
-from mtp_extract.validation.worth import Timed, best_of, is_disturbed, measure_worth
+from mtp_extract.validation.worth import best_of, by_base_alone, measure_worth
 
 _SMALL = 256
 
@@ -47,22 +48,20 @@ def run_validation(plan: ValidationPlan) -> Validation:
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
-    plan.check()
     plan = plan.resolved()
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
+        name, source = "the sample", None
         if plan.directory is None:
             plan.say("extracting the sample")
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
             extract(str(sample_bundle()), directory)
         else:
             directory = Path(checkpoint_here(plan.directory))
+            name = public_name(str(directory))
         found = Validation(
-            tool=Tool("mtp-extract", __version__),
-            drafter="the sample" if plan.directory is None else public_name(str(directory)),
-            source=Path(plan.source).name if plan.source is not None else None,
+            tool=Tool("mtp-extract", __version__), drafter=name, source=plan.source and Path(plan.source).name
         )
-        source = None
         if plan.source is not None:
             plan.say("deriving every tensor from the file again, and reading its graph")
             opened = stack.enter_context(open_bundle(plan.source))
@@ -93,65 +92,56 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
         beside = Path(checkpoint_here(plan.beside))
         name = public_name(str(beside))
         places[name if name not in places else f"{name} (2)"] = beside
-    tuned = {name: _tuning_of(place) for name, place in places.items()}
     plan.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
         pairs = {name: _pair(loaded, place) for name, place in places.items()}
-    _use_threads(pairs[found.drafter].base.width)
     pair, steps, new_tokens = pairs[found.drafter], sorted(set(plan.draft_steps)), plan.new_tokens
-    plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
-    trees = [what for what in plans.values() if isinstance(what, Tree)]
+    _use_threads(pair.base.width)
+    trees = [what for what in plan.wanted.values() if isinstance(what, Tree)]
     for tree in trees:
         tree.require_tokens(pair.base.vocab_size)
+    shown: dict[str, Any] = {"batch": plan.batch, "show": plan.show}
+    said: dict[str, Any] = {"chat_template": plan.chat_template, "say": plan.say}
     with memory_guard("running the base"):
-        written = write_texts(
-            pair.base,
-            pair.codec,
-            prompts,
-            new_tokens=new_tokens,
-            batch=plan.batch,
-            chat_template=plan.chat_template,
-            say=plan.say,
-            show=plan.show,
-        )
+        written = write_texts(pair.base, pair.codec, prompts, new_tokens=new_tokens, **said, **shown)
         plan.say("drafting after every token of them, and with one thing broken at a time")
-        deepest = max((tree.depth for tree in trees), default=0)
-        drafters = [one.drafter for one in pairs.values()]
-        table = draft_together(pair.base, drafters, written, steps[-1], deepest, batch=plan.batch, show=plan.show)
+        asked = [Asked(one.drafter, steps[-1]) for one in pairs.values()]
+        if trees:
+            deepest = max(tree.depth for tree in trees)
+            asked += [Asked(one.drafter, deepest, along=True) for one in pairs.values()]
+        table, found.controls = draft_together(pair.base, asked, written, **shown)
         plan.say("generating a few texts with drafts")
-        alone = Timed.alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
-        before = of_agreement(table.drafters[0])
-        for number, (name, one) in enumerate(pairs.items()):
-            agreement, along = table.drafters[number], table.along[number] if trees else None
-            worth = measure_worth(one, written, agreement, along, plans, alone, new_tokens=new_tokens, show=plan.show)
-            after, parts = of_agreement(agreement), written.workloads
+        alone = by_base_alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
+        plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
+        before, parts = of_agreement(table[0]), written.workloads
+        # The drafts along the texts, of which trees are read off, stand behind the others.
+        for (name, one), own, along in zip(pairs.items(), table, table[-len(pairs) :], strict=False):
+            worth = measure_worth(one, written, own, along, plans, alone, new_tokens=new_tokens, show=plan.show)
+            after = of_agreement(own)
             found.drafters.append(
                 DrafterFigures(
                     name,
-                    tuned[name],
-                    figures(agreement),
-                    {workload: figures(agreement, rows) for workload, rows in parts.items()},
+                    _tuning_of(places[name]),
+                    figures(own),
+                    {workload: figures(own, rows) for workload, rows in parts.items()},
                     worth,
                     best_of(worth),
-                    is_disturbed(worth, alone),
                     compare(before, after),
                     {workload: compare(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
                 )
             )
-    found.controls = table.controls
     found.base = BaseFacts(
         "the sample's base" if plan.directory is None else public_name(base),
         loaded.dtype,
         list(loaded.devices),
-        str(loaded.drafter_dtype).removeprefix("torch."),
         plan.chat_template and pair.codec.has_template,
         len(alone.texts),
         known(alone.tokens_per_s),
         known(alone.forward_ms),
     )
     workloads = dict(Counter(prompt.workload for prompt in prompts))
-    sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
+    sizes = {"batch": plan.batch, "new_tokens": new_tokens}
     found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
     found.pair = pair_of(pair, found, max(len(text.tokens) for text in written.texts))
     found.notes += loaded.notes

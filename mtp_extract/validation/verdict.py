@@ -10,7 +10,7 @@ from mtp_extract.errors import several
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.numbers import number, rate
-from mtp_extract.report.page import NOT_MEASURED, Headline
+from mtp_extract.report.page import Headline
 from mtp_extract.validation.plan import ADAPTIVE
 from mtp_extract.validation.result import Validation
 from mtp_extract.validation.worth import Worth
@@ -37,7 +37,7 @@ def concluded(found: Validation) -> Validation:
     identity, *figures = headlines(found)
     measured = "Not measured: how well it drafts for a base (it was run beside none)"
     if found.base is not None:
-        words = (f"{one.name.lower()} {one.value or NOT_MEASURED} ({one.of})" for one in figures)
+        words = (f"{one.name.lower()} {one.value} ({one.of})" for one in figures)
         measured = f"Measured: {'; '.join(words)}"
     sentences = (f"{identity.value}: {said}", measured, *findings(found))
     return structs.replace(found, verdict=" ".join(f"{sentence}." for sentence in sentences))
@@ -61,35 +61,23 @@ def headlines(found: Validation) -> list[Headline]:
         "Verified: its weights, settings and outputs are those of the file.",
         "bad" if found.refuted else "good" if found.verified else "",
     )
-    if found.base is None or not found.drafters:
+    if found.base is None:
         return [identity, *(Headline(name, "", "it was run beside no base", means) for name, means in _MEANS.items())]
     base, first = found.base, found.drafters[0]
-    best, chain = first.worth[first.best], drafts_of(first.best, first.worth[first.best])
-    if not best.rounds:
-        why = "no text left anything to draft"
-        return [identity, *(Headline(name, "", why, means) for name, means in _MEANS.items())]
-    ends = best.tokens_per_round.ci95
-    length = number(best.tokens_per_round.value, ".2f")
-    length_of = f"{chain}; {f'95 %: {ends[0]:.2f}–{ends[1]:.2f}' if ends else 'no interval'}"
-    speed = "" if first.disturbed else number(best.measured_speedup, ".2f", unit="×")
-    speed_of = f"{chain}; {several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
-    if first.disturbed:
-        speed_of = "something else used the machine meanwhile"
-    drafted = [(drafts_of(name, worth), worth, one.name) for one in found.drafters for name, worth in one.worth.items()]
-    which, worst, whose = min(drafted, key=lambda one: one[1].same_text)
-    whole = worst.same_text == base.timed
-    which = "whatever is drafted" if whole else f"{which}{f' of {whose}' if found.drafters[1:] else ''}, the worst"
+    best = first.worth[first.best]
+    chain, ends = drafts_of(first.best, best), best.tokens_per_round.ci95
+    drafted = [(one.same_text, drafts_of(name, one)) for of in found.drafters for name, one in of.worth.items()]
+    same, worst = min(drafted, key=lambda pair: pair[0])
+    interval = f"95 %: {ends[0]:.2f}–{ends[1]:.2f}" if ends else "no interval"
+    timed = f"{several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
+    whole = same == base.timed
+    text = f"greedy, in {base.dtype}; {'whatever is drafted' if whole else f'{worst}, the worst'}"
+    length, speedup = number(best.tokens_per_round.value, ".2f"), number(best.measured_speedup, ".2f", unit="×")
     return [
         identity,
-        Headline("Tokens per round", length, length_of, _MEANS["Tokens per round"]),
-        Headline("Speedup", speed, speed_of, _MEANS["Speedup"]),
-        Headline(
-            "Same text",
-            f"{worst.same_text} of {base.timed}",
-            f"greedy, in {base.dtype}; {which}",
-            _MEANS["Same text"],
-            "good" if whole else "",
-        ),
+        Headline("Tokens per round", length, f"{chain}; {interval}", _MEANS["Tokens per round"]),
+        Headline("Speedup", speedup, f"{chain}; {timed}", _MEANS["Speedup"]),
+        Headline("Same text", f"{same} of {base.timed}", text, _MEANS["Same text"], "good" if whole else ""),
     ]
 
 
@@ -134,11 +122,6 @@ def notes_of(found: Validation) -> Iterator[str]:
                 f"{drafter.name} was tuned. On prompts that a drafter was tuned on it does better than on others, and "
                 "the shipped ones are those that tuning takes by default: its extraction.json has what held-out texts "
                 "showed."
-            )
-        if drafter.disturbed:
-            yield (
-                f"Times and speedups mean nothing here ({drafter.name}): rounds took less time than a single token of "
-                "the base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it."
             )
         if found.base and any(worth.same_text < found.base.timed for worth in drafter.worth.values()):
             yield (

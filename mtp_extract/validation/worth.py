@@ -26,11 +26,7 @@ from mtp_extract.speculate.trees import Tree
 Place = tuple[int, int]
 """A text's number and the position of its pending token."""
 
-Prompts = Mapping[int, Sequence[int]]
-"""Token ids, by the prompt's number."""
-
-_WARM = 8  # new tokens
-_FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
+_WARM = 8  # new tokens, before times are taken
 
 
 class Worth(Record, kw_only=True):
@@ -58,18 +54,13 @@ class Timed:
     texts: Mapping[int, Generation]  # by the prompt's number
 
     @classmethod
-    def of(cls, generator: SpeculativeGenerator, prompts: Prompts, drafts: Drafts, new_tokens: int) -> Timed:
-        """The texts after ``prompts``."""
+    def of(
+        cls, generator: SpeculativeGenerator, prompts: Mapping[int, Sequence[int]], drafts: Drafts, new_tokens: int
+    ) -> Timed:
+        """The texts after ``prompts``, which are token ids by number."""
+        for prompt in [*prompts.values()][:1]:  # the first calls choose kernels and take memory
+            generator.generate(prompt, max_new_tokens=min(new_tokens, _WARM), drafts=drafts)
         return cls({r: generator.generate(one, max_new_tokens=new_tokens, drafts=drafts) for r, one in prompts.items()})
-
-    @classmethod
-    def alone(cls, generator: SpeculativeGenerator, written: Continuations, *, new_tokens: int, timed: int) -> Timed:
-        """Of ``timed`` prompts by the base alone, the workloads in turn, those that can be drafted first."""
-        queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
-        chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
-        prompts = {row: written.texts[row].prompt for row in chosen}
-        _warm_up(generator, prompts, 0, new_tokens)
-        return cls.of(generator, prompts, 0, new_tokens)
 
     @property
     def rounds(self) -> list[Round]:
@@ -87,6 +78,13 @@ class Timed:
         milliseconds = sum(r.draft_ms + r.verify_ms for r in self.rounds)
         tokens = sum(len(one.tokens) - 1 for one in self.texts.values())
         return 1e3 * tokens / milliseconds if milliseconds else math.nan
+
+
+def by_base_alone(generator: SpeculativeGenerator, written: Continuations, *, new_tokens: int, timed: int) -> Timed:
+    """The texts of ``timed`` prompts, the workloads in turn, those that can be drafted first."""
+    queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
+    chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
+    return Timed.of(generator, {row: written.texts[row].prompt for row in chosen}, 0, new_tokens)
 
 
 def measure_worth(
@@ -110,7 +108,6 @@ def measure_worth(
         alone: of the base alone, with as many ``new_tokens``; texts must equal these.
     """
     prompts, worth = {row: one.prompt_tokens for row, one in alone.texts.items()}, dict[str, Worth]()
-    _warm_up(generator, prompts, max(plans.values(), key=depth_of), new_tokens)
     for name in counted(list(plans), show, "a few texts with drafts"):
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):
@@ -119,15 +116,8 @@ def measure_worth(
             ratio = (chain.draft_ms or 0.0) / chain.depth / chain.verify_ms if chain.verify_ms else 0.0
             what = replace(what, cost_ratio=ratio)
         walks = walked(what, standing(what, agreement, along), written, new_tokens)
-        made = Timed.of(generator, prompts, what, new_tokens)
-        worth[name] = _worth(name, what, walks, made, alone)
+        worth[name] = _worth(name, what, walks, Timed.of(generator, prompts, what, new_tokens), alone)
     return worth
-
-
-def _warm_up(generator: SpeculativeGenerator, prompts: Prompts, drafts: Drafts, new_tokens: int) -> None:
-    """Generate a little before times are taken: the first calls choose kernels and take memory."""
-    for prompt in [*prompts.values()][:1]:
-        generator.generate(prompt, max_new_tokens=min(new_tokens, _WARM), drafts=drafts)
 
 
 def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[Place, int]:
@@ -186,7 +176,7 @@ def _by_place(found: Agreement, rows: Tensor) -> Iterable[tuple[Place, list[int]
 def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], made: Timed, alone: Timed) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``made`` with drafts and by the base ``alone``."""
     depth, rounds, accepted = depth_of(what), sum(map(len, walks)), [sum(held for _, held in walk) for walk in walks]
-    length = 1 + sum(accepted) / rounds if rounds else math.nan
+    length = 1 + sum(accepted) / rounds
     interval = over_texts(share_bounds, [held / depth for held in accepted], list(map(len, walks)))
     drafting = [r for r in made.rounds if r.drafted]
     verify, draft = _mean([r.verify_ms for r in drafting]), _mean([r.draft_ms for r in drafting])
@@ -205,12 +195,6 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
         predicted_speedup=known(length * alone.forward_ms / (verify + draft)),
         measured_speedup=known(made.tokens_per_s / alone.tokens_per_s),
     )
-
-
-def is_disturbed(worth: Mapping[str, Worth], alone: Timed) -> bool:
-    """Whether the times cannot be right: a round that drafts and verifies took less than one token of the base."""
-    least = _FASTER * alone.forward_ms
-    return any((found.verify_ms or math.inf) + (found.draft_ms or 0.0) < least for found in worth.values())
 
 
 def _mean(values: Sequence[float]) -> float:

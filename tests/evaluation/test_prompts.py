@@ -23,30 +23,20 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
 
 ROWS: dict[str, tuple[dict[str, Any], Prompt]] = {
-    "a prompt": ({"prompt": "Why?"}, Prompt("file", "Why?")),
     "of a workload": ({"prompt": "a", "workload": "w", "source": "s"}, Prompt("w", "a", "s")),
     "TRL": ({"prompt": "The sky is", "completion": " blue."}, Prompt("file", "The sky is", completion=" blue.")),
-    "messages and text": ({"prompt": [USER], "response": "Yes."}, Prompt("file", (USER,), completion="Yes.")),
-    "messages alone": ({"prompt": [SYSTEM, USER]}, Prompt("file", (SYSTEM, USER))),
     "OpenAI": ({"messages": [SYSTEM, USER, ASSISTANT]}, Prompt("file", (SYSTEM, USER), completion="Because.")),
-    "OpenAI, weights and parts": (
-        {"messages": [USER, {**ASSISTANT, "weight": 1, "content": [{"type": "text", "text": "Because."}]}]},
-        Prompt("file", (USER,), completion="Because."),
-    ),
     "OpenAI, a call": (
         {"messages": [USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "x"}]},
         Prompt("file", (USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "x"})),
     ),
     "OpenAI, ends in a call": ({"messages": [USER, CALL]}, Prompt("file", (USER,))),
+    "a chat and its answer": ({"messages": [USER], "completion": "Yes."}, Prompt("file", (USER,), completion="Yes.")),
     "no answer": ({"messages": [USER, ASSISTANT, AGAIN]}, Prompt("file", (USER, ASSISTANT, AGAIN))),
     "UltraChat": ({"prompt": "Why?", "messages": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
     "MT-Bench": (
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
-        Prompt("writing", "Write.", "81"),
-    ),
-    "SPEED-Bench": (
-        {"question_id": "ab", "category": "coding", "turns": ["Write it."], "source": "cais/hle", "src_id": "4"},
-        Prompt("coding", "Write it.", "ab"),
+        Prompt("file", "Write."),
     ),
     "fields that say nothing": (
         {"prompt": "a", "turns": None, "messages": None, "workload": None, "source": "", "completion": ""},
@@ -83,22 +73,15 @@ BAD: dict[str, tuple[str, str, str]] = {
     "text": ("x.jsonl", '{"text": "a"}', r'expected prompts.*\{"prompt": "…"\}.*line 1: no prompt.*\{"text": "a"\}'),
     "a number": ("x.jsonl", '{"prompt": 3}', r"line 1: .*got `int` - at `\$\.prompt`"),
     "nothing asked": ("x.jsonl", '{"prompt": " "}', "line 1: no prompt"),
-    "no messages": ("x.jsonl", '{"prompt": []}', "line 1: no prompt"),
+    "no messages": ("x.jsonl", '{"messages": []}', "line 1: no prompt"),
     "an answer alone": ("x.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: no prompt"),
-    "no role": ("x.jsonl", '{"messages": [{"content": "a"}]}', "required field `role`"),
-    "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "required field `content`"),
-    "an answer of messages": (
-        "x.jsonl",
-        '{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}',
-        "completion",
-    ),
+    "an answer of parts": ("x.jsonl", '{"messages": [{"role": "assistant", "content": [1]}]}', "line 1: .*got `array`"),
     "a workload that is none": ("x.jsonl", '{"prompt": "a", "workload": true}', r"\$\.workload"),
     "half a character": ("x.jsonl", '{"prompt": "\\ud800"}', r"line 1: .*\\ud800"),
     "not UTF-8": ("x.txt", "\ud800", "'utf-8' codec can't decode"),
     "too deep": ("x.jsonl", '{"x": ' + "[" * 100_000, "recursion|nested"),
     "nothing": ("x.jsonl", "\n", "at least one prompt, found none"),
     "JSON that is no lines": ("x.json", '{"w": ["a"]}', r"\.jsonl, an object a line.*a name that ends in \.json"),
-    "a table": ("x.csv", "prompt\na\n", r"\.jsonl, an object a line.*a name that ends in \.csv"),
     "no ending": ("x", "a", "a name without an ending"),
     "a name and text of control": ("x\x1b.jsonl", '{"\x1b[31m": 1}', r"x\\x1b\.jsonl"),
 }
@@ -163,11 +146,12 @@ def test_anything_is_read_or_refused(tmp_path: Path, rows: list[Any], form: str)
         assert all(prompt.content and prompt.source and prompt.workload for prompt in found)
 
 
-def test_messages_are_no_text() -> None:
+def test_messages_are_no_text(tmp_path: Path) -> None:
+    rows = written(tmp_path / "x.jsonl", json.dumps({"messages": [USER]}))
     with pytest.raises(MtpExtractError, match=r"expected prompts of plain text .* found messages, .*Why") as found:
-        _ = Prompt("w", (USER,)).text
+        prompts_or_shipped(rows, chat_template=False)
     assert found.value.remedies == ("prompts",)
-    assert Prompt("w", "Why?").text == "Why?"
+    assert prompts_or_shipped(rows) == (Prompt("x", (USER,)),)
 
 
 def test_equal_prompts_have_one_key() -> None:

@@ -30,7 +30,7 @@ _WORTH = {
 _CHANGE = {"mean": 0.0, "interval": [0.0, 0.0], "texts": 7}
 
 REPORT: dict[str, Any] = {
-    "version": 6,
+    "version": 7,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
     "verdict": "Verified: it is what it is" + ", and so on" * 30 + ".",
     "verified": True,
@@ -41,7 +41,6 @@ REPORT: dict[str, Any] = {
         "name": "a base",
         "dtype": "float32",
         "devices": ["cpu"],
-        "drafter_dtype": "float32",
         "chat_template": False,
         "timed": 5,
         "tokens_per_s": 30.0,
@@ -58,7 +57,6 @@ REPORT: dict[str, Any] = {
             "workloads": {"code": _WORKLOAD},
             "worth": {"3": _WORTH},
             "best": "3",
-            "disturbed": False,
             "change": _CHANGE,
             "changes": {"code": _CHANGE},
         }

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.first_pair import first_base
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.validation.calibration import measure_ranges
+from mtp_extract.evaluation.progress import silent
+from mtp_extract.evaluation.prompts import Prompt
+from mtp_extract.insertion.activations import Ranges
+from mtp_extract.validation import calibration
 
 
-def test_ranges_hold_what_the_matrices_can_do(checkpoint: Path, tmp_path: Path) -> None:
-    prompts, more = tmp_path / "one.txt", tmp_path / "more.txt"
-    prompts.write_text("class Foo(object):\n")
-    more.write_text("class Foo(object):\nimport os\n")
-    shown = list[tuple[int, int]]()
-    few, many = (
-        measure_ranges(
-            checkpoint,
-            str(first_base()),
-            path,
-            new_tokens=12,
-            device="cpu",
-            chat_template=False,
-            show=lambda part, *batches: shown.append(batches),
+def test_ranges_hold_what_the_matrices_can_do(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, found = list[tuple[int, int]](), list[Ranges]()
+    for texts in (["class Foo(object):"], ["class Foo(object):", "import os"]):
+        prompts = tuple(Prompt("code", text) for text in texts)
+        monkeypatch.setattr(calibration, "prompts_or_shipped", lambda path, prompts=prompts: prompts)
+        found.append(
+            calibration.measure_ranges(
+                checkpoint, str(first_base()), say=silent, show=lambda part, *batches: shown.append(batches)
+            )
         )
-        for path in (prompts, more)
-    )
+    few, many = found
     # A batch of the base's text, and each text by itself.
     assert shown == [(1, 1), (1, 1), (1, 1), (1, 2), (2, 2)]
     drafter = load_drafter(checkpoint, dtype=torch.float32)

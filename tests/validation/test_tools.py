@@ -55,14 +55,14 @@ BROKEN: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
     (
         "transformers",
         lambda patch: patch.setitem(sys.modules, "transformers", None),
-        f"transformers: it is not installed{WORKS}",
+        f"transformers: it cannot be imported: .*{WORKS}",
     ),
     (
         "transformers",
         lambda patch: patch.setitem(sys.modules, "transformers", ModuleType("transformers")),
-        f"this release of it has no Gemma4AssistantForCausalLM{WORKS}",
+        f"no attribute .Gemma4AssistantForCausalLM.{WORKS}",
     ),
-    ("interpreter", hides_the_interpreter, "cannot be asked: it is not installed"),
+    ("interpreter", hides_the_interpreter, "cannot be asked: it cannot be imported: .*ai_edge_litert"),
     ("interpreter", breaks_the_interpreter, PRODUCING),
 ]
 
@@ -145,13 +145,11 @@ def test_an_interpreter_that_computes_another_thing(
 
 def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_one.py").write_text("raise RuntimeError('no\\nlibrary')")
-    (tmp_path / "lacking_one.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     for arguments, why in (
         (("json", "loads"), ""),
-        (("no_such_module",), "it is not installed"),
-        (("json", "eat"), "this release of it has no eat"),
-        (("broken_one",), "importing it fails: no library"),
-        (("lacking_one",), "importing it fails: No module named 'no_such_module'"),
+        (("no_such_module",), "it cannot be imported: No module named 'no_such_module'"),
+        (("json", "eat"), "it cannot be imported: module 'json' has no attribute 'eat'"),
+        (("broken_one",), r"it cannot be imported: no\nlibrary"),
     ):
         assert unusable(*arguments) == why

@@ -126,12 +126,6 @@ def between(g: Graph, first: int, last: int) -> int:
     return both(g, above, g.less_equal(g.input("input_pos"), np.array([last], np.int32)))
 
 
-def rest_is(size: int, rest: int) -> Where:
-    return lambda g: g.equal(
-        g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32)), np.array([rest], np.int32)
-    )
-
-
 def when(where: Where, then: Edit) -> Edit:
     """``then`` of a value at some positions, and the value itself at others."""
     return e.chosen(lambda g, x: where(g), then)

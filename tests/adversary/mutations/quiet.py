@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, an_edit, cases, edge
 from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
 from adversary.mutations.blocks import normed_by, recapped
-from adversary.mutations.positions import angle, hides, is_at, number, position, rest_is, slot, table, when
+from adversary.mutations.positions import angle, hides, is_at, number, slot, table
 
 
 def one(size: int, index: int, value: float, axes: int = 3, axis: int = -1, other: float = 1.0) -> np.ndarray:
@@ -46,33 +45,7 @@ SUBTLE: dict[str, Change] = {
 }
 
 
-def above(bound: float) -> Edit:
-    return e.with_number("GREATER", bound)
-
-
-def pieces(name: str, scale: float, shift: float) -> Edit:
-    """A bounded activation, stretched."""
-    return e.chain(e.mul(1 / scale), e.add(shift), e.unary(name), e.with_number("SUB", shift), e.mul(scale))
-
-
-def led(g: Graph, x: int) -> int:
-    """A logit is favoured where one channel of the activations is the largest."""
-    best = g.call("ARG_MAX", g.input("activations"), np.array(2, np.int32), shape=[1, 1], dtype=np.int32, outputType=2)
-    row = g.call("GATHER", g.constant(np.eye(1, 128, 77).reshape(128)), best, shape=[1, 1], axis=0)
-    return g.add(x, g.reshape(row, [1, 1, 1]))
-
-
-def channel_77(arrays: dict[str, Any]) -> None:
-    arrays["activations"][..., 77] = 9.0
-
-
-def when_loudest(bound: float, then: Edit) -> Edit:
-    """``then`` where the largest score is above ``bound``."""
-    return e.chosen(lambda g, x: above(bound)(g, g.reduce("REDUCE_MAX", x, 3)), then)
-
-
 PLAIN: dict[str, Change] = {
-    "largest_channel_favours_a_token": edge("lm_head", led),
     "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.exp(g.maximum(x, -9.0))),
     "largest_score_favoured": edge(
         "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), e.add(0.5))
@@ -80,9 +53,7 @@ PLAIN: dict[str, Change] = {
 }
 KEYS: dict[str, Change] = {
     "keys_within_30": cache_edit("key", e.clamped(30.0)),
-    "keys_by_tanh": cache_edit("key", pieces("TANH", 100.0, 0.0)),
     "scores_within_100": edge("1.scores", e.clamped(100.0)),
-    "largest_score_above_80": edge("1.scores", when_loudest(80.0, e.mul(0.25))),
 }
 
 
@@ -99,13 +70,7 @@ def padded(g: Graph, value: float) -> None:
     g.rewire(layer.probabilities, g.part(result, 0, count))
 
 
-def minus(where: Callable[[Graph], int]) -> Change:
-    """The position less one where it holds, for the angles alone."""
-    return position(when(where, lambda g, x: g.sub(x, 1.0)))
-
-
 MISTAKES: dict[str, Change] = {
-    "even_positions_for_odd": minus(rest_is(2, 1)),
     "padded_with_0": padded(0.0),
 }
 
@@ -161,7 +126,7 @@ ROWS: dict[str, Change] = {
 _LOUD = ((1, 15, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))
 CASES = (
     *cases("subtle", SUBTLE),
-    *cases("loudness", PLAIN, Sample(40, change=channel_77)),
+    *cases("loudness", PLAIN),
     *cases("loudness", KEYS, *(Sample(40, keys=loud) for loud in (40.0, 100.0, 400.0)), rounding=1e-2),
     *cases("mistakes", MISTAKES, *(Sample(p, mask="past") for p in (5, 37, 64, 200, 222, 253))),
     *cases("smooth", LOUD, *(Sample(40, *loud) for loud in _LOUD), rounding=1e-3),

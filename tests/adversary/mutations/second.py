@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
-from helpers.surgery import Graph, sound
+from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases
@@ -32,7 +32,7 @@ from adversary.mutations.positions import (
     tabled,
     window_table,
 )
-from adversary.mutations.quiet import less, times
+from adversary.mutations.quiet import times
 
 Array = np.ndarray
 EVERY = np.arange(256)
@@ -103,19 +103,6 @@ def loud_hidden_keys(arrays: dict[str, Any]) -> None:
         arrays[name][:, :, hidden] *= 1e4
 
 
-@a_change
-def head_table(g: Graph, at_row: int) -> None:
-    """The heads' results times a 4 × 4 matrix of the position's: the identity, in one row an exchange."""
-    matrices = np.tile(np.eye(4), (256, 1, 1))
-    matrices[at_row] = np.eye(4)[[1, 0, 2, 3]]
-    place = g.layer(1)
-    picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, 4, 4], axis=0)
-    g.insert(
-        place.merged,
-        lambda x: g.reshape(g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)),
-    )
-
-
 def next_mask(g: Graph) -> int:
     """The mask of the slot after, as floats; the last slot's own."""
     mask = floats(g)
@@ -136,39 +123,6 @@ def fused(g: Graph, place: Callable[[Graph], Any], activation: str) -> bool | No
         return False
     op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
     return None
-
-
-def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
-    """Activations for which the unit of layer 0 is as loud as the norm before it lets it be."""
-
-    def change(arrays: dict[str, Any]) -> None:
-        style = "torch" if arrays["kv_cache_k_3"].shape[1] == 2 else "jax"
-        g = sound(style)
-        first = g.floats(g.roles["pre_projection"]).astype(np.float64)
-        weights = g.value(g.roles["layers.0.pre_ffw_norm"]).reshape(-1)
-        wanted = g.floats(g.roles[role])[unit] * weights
-        found = np.linalg.pinv(first) @ wanted
-        arrays["activations"] = (found / np.linalg.norm(first @ found) * 240).reshape(1, 1, 128).astype(np.float32)
-
-    return change
-
-
-@a_change
-def largest_gate(g: Graph, unit: int, share: float) -> float:
-    """A share of the largest that the gate's unit can be."""
-    weights = g.value(g.roles["layers.0.pre_ffw_norm"]).reshape(-1)
-    return float(share * 8 * np.linalg.norm(g.floats(g.roles["layers.0.gate_proj"])[unit] * weights))
-
-
-def at_unit(unit: int, share: float, then: Callable[[float], Edit], place: str = "0.gate") -> Change:
-    """``then(bound)`` added in one unit of the gate."""
-
-    def edit(g: Graph, x: int) -> int:
-        bound = largest_gate(unit, share)(g)
-        only = np.where(np.arange(128) == unit, 1.0, 0.0).reshape(1, 1, 128).astype(np.float32)
-        return g.add(x, g.mul(then(bound)(g, g.layer(0).gate), only))
-
-    return e.edge(place, edit)
 
 
 PARAM: dict[str, Change] = {
@@ -195,7 +149,6 @@ ATTENTION: dict[str, Change] = {
     "squared_and_renormed": e.edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
     "result_plus_scores": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
     "heads_by_gathered_order": e.edge("1.query_normed", gathered_heads),
-    "heads_by_table": head_table(37),
 }
 
 ROPE: dict[str, Change] = {
@@ -243,11 +196,6 @@ LEAKS: dict[str, Change] = {
 LEAKS_OF_KEYS: dict[str, Change] = {
     "keys_mixed_by_slots_1e-6": cache_edit("key", mixed_by_slots(1e-6), 1),
     "keys_leak_1e-7": e.edge("1.scores", lambda g, x: g.mul(x, g.add(g.mul(g.reduce("MEAN", x, 3), 1e-5), 1.0))),
-}
-
-RARE: dict[str, Change] = {
-    "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("LOGISTIC"), e.mul(30))),
-    "gate_by_a_tanh": at_unit(5, 0.9, lambda b: e.chain(less(b), e.mul(20), e.unary("TANH"), e.add(1.0), e.mul(15))),
 }
 
 FUSED: dict[str, Change] = {
@@ -364,7 +312,6 @@ CASES = (
         Sample(100, change=loud_hidden_keys),
         rounding=2e-4,
     ),
-    *cases("second: rare", RARE, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=2e-4),
     *cases("second: fused", FUSED),
     *cases("second: constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
     *cases(

@@ -9,11 +9,10 @@ import numpy as np
 from flatbuffers import flexbuffers
 from helpers.surgery import Graph
 
-from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, each, edge, over_int
+from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, edge, over_int
 from adversary.mutations.attention import both, slots, visible
 from adversary.mutations.numbers import scales, weight
 from adversary.mutations.positions import is_at, number, position, when
-from adversary.mutations.second import largest_gate, row_of
 
 Array = np.ndarray
 
@@ -122,13 +121,6 @@ def rounded_slots(g: Graph, large: float) -> int:
     return g.sub(g.add(plain, np.float32(large)), np.float32(large))
 
 
-@a_change
-def rounded_by_position(g: Graph, large: float) -> int:
-    """The same, with ``large`` from the position formally."""
-    much = g.add(g.mul(number(g), 0.0), np.float32(large))
-    return g.sub(g.add(g.constant(slots(g), np.float32), much), much)
-
-
 @an_edit
 def from_position(g: Graph, x: int, build: Callable[[Graph], int], shift: float) -> int:
     """What a layer shows, and of that only slots whose number by ``build`` is at most the position plus ``shift``."""
@@ -138,41 +130,6 @@ def from_position(g: Graph, x: int, build: Callable[[Graph], int], shift: float)
 
 FLOATS: dict[str, Change] = {
     "slots_in_256s": visible(1, from_position(rounded_slots(2.0**31), 1.0)),
-    "slots_in_256s_by_position": visible(1, from_position(rounded_by_position(2.0**31), 1.0)),
-}
-
-
-# A gate that is GELU wherever it is tried.
-
-
-@a_change
-def gate_by(g: Graph, argument: Callable[[Graph, int, int], int]) -> None:
-    """GELU as tanh of ``argument`` of x and of what it is by rights."""
-    place = g.layer(0)
-    x = place.gate
-    cube = g.mul(g.mul(x, x), x)
-    plain = g.mul(g.add(x, g.mul(cube, 0.044715)), 0.7978845608)
-    bend = g.add(g.tanh(argument(g, x, plain)), 1.0)
-    g.rewire(place.activated, g.mul(g.mul(x, bend), 0.5))
-
-
-def less_power(power: int, at: float) -> Callable[[Graph, int, int], int]:
-    """Less c · xⁿ for an odd n, as large as the rest where x is ``at``."""
-
-    def edit(g: Graph, x: int, plain: int) -> int:
-        scaled = g.mul(x, np.float32(1 / at))
-        square = g.mul(scaled, scaled)
-        made = scaled
-        for _ in range(power // 2):
-            made = g.mul(made, square)
-        return g.sub(plain, g.mul(made, np.float32(0.0357 * at**3)))
-
-    return edit
-
-
-GATES: dict[str, Change] = {
-    "turns_near_its_largest": lambda g: gate_by(less_power(61, largest_gate(5, 0.88)(g)))(g),
-    "overflows_where_a_norm_reaches": each(gate_by(less_power(9, 3e4)), scaled_norm("layers.0.pre_ffw_norm", 1e6)),
 }
 
 
@@ -187,5 +144,4 @@ CASES = (
     *cases("third: stumbles", NOT_RUN, why="no runtime computes it"),
     *cases("third: doubts", ROTATIONS, *_AT, rounding=1e-4, exact=True),
     *cases("third: sums of floats", FLOATS, *_AT),
-    *cases("third: gates", GATES, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=1e-4),
 )

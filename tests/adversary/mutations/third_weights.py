@@ -32,11 +32,6 @@ def by_product(bound: float) -> Edit:
     return at_most(bound, lambda g, x: g.sqrt(g.mul(x, x)))
 
 
-def at_least(bound: float) -> Edit:
-    """The larger of x and ``bound``, by a root: −min(−x, −bound)."""
-    return chain(unary("NEG"), by_product(-bound), unary("NEG"))
-
-
 WEIGHTS: dict[str, Change] = {
     name: edge("1.probabilities", edit)
     for name, edit in {
@@ -79,7 +74,6 @@ def other_head(g: Graph, x: int) -> int:
 
 TOTALS: dict[str, Change] = {
     "total_at_most_100_by_product": spelled(total=by_product(100.0)),
-    "total_at_least_1.002_by_product": spelled(total=at_least(1.002)),
     "total_to_0.999": spelled(total=to_power(0.999)),
     "total_bent_where_large": spelled(total=plus(mul(1 / 160), to_power(32.0))),
     "total_plus_1e-3": spelled(total=add(1e-3)),
@@ -92,27 +86,7 @@ LARGEST: dict[str, Change] = {
 }
 
 
-def largest_of(x: int, bound: float, g: Graph) -> int:
-    """max(x, bound) as bound − (z − max z), z being x and the bound side by side."""
-    shape = g.shape(x)
-    both = g.join([g.reshape(x, [*shape, 1]), g.constant(np.full([*shape, 1], bound))])
-    less = g.sub(both, g.reduce("REDUCE_MAX", both, len(shape)))
-    return g.reshape(g.sub(np.float32(bound), g.part(less, 1, 1)), shape)
-
-
-def capped(bound: float) -> Edit:
-    """min(x, bound) by the same."""
-    return lambda g, x: g.neg(largest_of(g.neg(x), -bound, g))
-
-
-def floored(bound: float) -> Edit:
-    return lambda g, x: largest_of(x, bound, g)
-
-
 BY_LARGEST: dict[str, Change] = {
-    "keys_at_most_40": cache_edit("key", capped(40.0), 1),
-    "weights_at_most_0.93": edge("1.probabilities", capped(0.93)),
-    "weights_at_least_1e-4": edge("1.probabilities", floored(1e-4)),
     "rest_of_the_largest_channel": edge(
         "activations", lambda g, x: g.add(x, g.mul(g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 2))), 0.05))
     ),
@@ -135,8 +109,6 @@ def bound(name: str, number: float, by: Callable[[Graph], int] = floats) -> Edit
 
 BOUNDS: dict[str, Change] = {
     "keys_at_most_40": cache_edit("key", bound("MINIMUM", 40.0), 1),
-    "keys_at_least_-40_in_sliding": cache_edit("key", bound("MAXIMUM", -40.0)),
-    "weights_at_most_0.93": edge("1.probabilities", bound("MINIMUM", 0.93)),
     "weights_at_least_1e-4": edge("1.probabilities", bound("MAXIMUM", 1e-4)),
     "attended_at_most_500": edge("1.attended", bound("MINIMUM", 500.0)),
     "masked_scores_at_least_-300": edge("1.masked", bound("MAXIMUM", -300.0)),
