@@ -21,9 +21,7 @@ _READ = 1 << 20
 class Assembled(Source):
     """A file of ``size`` bytes put together from parts of other sources; it is not written anywhere.
 
-    Args:
-        pieces: where each begins, and the region that lies there; a later piece covers an earlier one, and zeros lie
-            where there is none.
+    Of each of ``pieces`` it is said where it begins; a later one covers an earlier one, and elsewhere there are zeros.
     """
 
     def __init__(self, name: str, size: int, pieces: Iterable[tuple[int, Region]]) -> None:
@@ -51,16 +49,13 @@ class Assembled(Source):
 def write_copy(
     path: Path, source: Source, advance: Advance = lambda _: None, fill: Callable[[Put], None] = lambda _: None
 ) -> None:
-    """Write the new file ``path``: ``source``, and over it what ``fill`` writes. Read it back and compare.
-
-    Args:
-        fill: is given a function that writes bytes at a place of the file, from any thread.
+    """Write the new file ``path``: what ``fill`` writes, from any thread, elsewhere ``source``. Read it and compare.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
         SourceError: ``source`` cannot be read.
     """
-    filled: list[tuple[int, int, str]] = []
+    written: list[tuple[int, int, str]] = []  # begin, length and digest
     # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
     writing = threading.Lock()
     source.prefetch(0, source.size)
@@ -69,24 +64,16 @@ def write_copy(
         def put(at: int, data: bytes | memoryview) -> None:
             with writing:
                 write_all(fd, data, at)
-            filled.append((at, at + len(data), xxh3_128_hexdigest(data)))
+            written.append((at, len(data), xxh3_128_hexdigest(data)))
             advance(len(data))
 
-        for begin in range(0, source.size, _READ):
-            piece = source.read(begin, min(_READ, source.size - begin))
-            write_all(fd, piece, begin)
-            advance(len(piece))
         fill(put)
+        end = 0
+        for begin, length, _ in [*sorted(written), (source.size, 0, "")]:
+            for at in range(end, begin, _READ):
+                put(at, source.read(at, min(_READ, begin - at)))
+            end = begin + length
     with LocalSource(path) as back:
-
-        def agrees(span: tuple[int, int, str]) -> bool:
-            """Whether what was filled in has its digest; what has none is the source's."""
-            begin, length, digest = span[0], span[1] - span[0], span[2]
-            found = back.read(begin, length)
-            return xxh3_128_hexdigest(found) == digest if digest else found == source.read(begin, length)
-
-        edges = [0, *(edge for begin, end, _ in sorted(filled) for edge in (begin, end)), source.size]
-        gaps = zip(edges[::2], edges[1::2], strict=True)
-        copied = [(at, min(at + _READ, end), "") for begin, end in gaps for at in range(begin, end, _READ)]
-        if back.size != source.size or not all(on_all_cores(agrees, copied + filled)):
+        same = on_all_cores(lambda span: xxh3_128_hexdigest(back.read(*span[:2])) == span[2], written)
+        if back.size != source.size or not all(same):
             raise read_back_error(path)
