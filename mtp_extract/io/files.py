@@ -13,8 +13,6 @@ from typing import BinaryIO
 from mtp_extract.errors import OutputError
 from mtp_extract.io.place import shown, unwritten
 
-_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-
 
 def open_regular(path: Path) -> BinaryIO:
     """The regular file at ``path``, open for reading.
@@ -27,10 +25,10 @@ def open_regular(path: Path) -> BinaryIO:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), path) from error
-    kind = stat.S_IFMT(os.fstat(fd).st_mode)
-    if kind != stat.S_IFREG:
+    if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, f"expected a regular file, found {_KINDS.get(kind, 'a device')}", path)
+        found = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise OSError(errno.EINVAL, f"expected a regular file, found {found}", path)
     return open(fd, "rb")
 
 
@@ -45,9 +43,7 @@ def read_regular(path: Path, largest: int) -> bytes:
 
 @contextmanager
 def new_file(path: Path, size: int) -> Iterator[int]:
-    """The descriptor of the new file ``path``, to write to; the last of its folders is made if need be.
-
-    Its space is claimed: a disk that is too small says so before any work is done.
+    """The descriptor of the new file ``path`` of ``size`` zeros, to write to; its folder is made if need be.
 
     Raises:
         OutputError: it cannot be written; whatever OSError the block ends with is one.
@@ -55,20 +51,10 @@ def new_file(path: Path, size: int) -> Iterator[int]:
     try:
         path.parent.mkdir(exist_ok=True)
         with open(path, "xb") as file:
-            _reserve(file.fileno(), size)
+            os.ftruncate(file.fileno(), size)
             yield file.fileno()
     except OSError as error:
         raise unwritten(path, error) from error
-
-
-def _reserve(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except (AttributeError, OSError) as error:
-        # macOS has no such call, and some file systems cannot reserve: a full disk then shows while writing.
-        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(fd, size)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:

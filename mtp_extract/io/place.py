@@ -3,17 +3,10 @@
 Every command that writes asks here. Never replaced is what is read, what holds it and what lies in it; and a directory
 with a file that its record does not list.
 
-A result is made in the directory ``.NAME.partial`` beside its place. One run at a time locks that directory; the lock
-ends with the process, however that ends. In there are
-
-``mtp-extract``
-    an empty file: the directory is ours, and a run may clear it,
-``new``
-    the result, until it takes its name; a file takes the name of another in one step,
-``old``
-    the directory that it replaces: beside ``new`` it is to be put back, without ``new`` it has been replaced.
-
-So the next run in the same place knows what a killed run has left, and clears it.
+A result is made in the directory ``.NAME.partial`` beside its place, which one run at a time locks; the lock ends with
+the process, however that ends. In there are ``mtp-extract``, an empty file that says that a run may clear the
+directory; ``new``, the result, until it takes its name; and ``old``, the directory that it replaces: beside ``new`` it
+is to be put back, without ``new`` it has been replaced. So the next run in the same place knows what a killed one left.
 """
 
 from __future__ import annotations
@@ -50,8 +43,7 @@ def listing(record: str, files: Container[str]) -> Listed:
 
     def listed(place: Path) -> Container[str]:
         if not (place / record).is_file():
-            why = f"exists and is none that mtp-extract wrote (it has no {record}), so it is not replaced."
-            raise _refusal(place, why)
+            raise _refusal(place, f"is not replaced, as mtp-extract did not write it (it has no {record}).")
         return files
 
     return listed
@@ -59,22 +51,17 @@ def listing(record: str, files: Container[str]) -> Listed:
 
 def files_of(directory: PathLike | None) -> list[Path]:
     """The files in ``directory``, where it is one here: the inputs, if other things may be written beside them."""
-    if directory is not None and os.path.isdir(directory):
-        with suppress(OSError):  # who reads it will say so
-            return [path for path in sorted(Path(directory).iterdir()) if not path.is_dir()]
-    return []
+    root, _, names = next(os.walk(directory or ""), ("", (), ()))
+    return [Path(root, name) for name in sorted(names)]
 
 
 def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Listed | None = None) -> None:
-    """Check that :func:`staged` may put its result at ``place``, before any work is done.
+    """Raise OutputError, before any work is done, unless :func:`staged` may put its result at ``place``.
 
     Args:
         overwrite: replace what is there, if it is of the same kind.
         inputs: what is read, and so is neither replaced nor written into.
         listed: of a directory; None for a file.
-
-    Raises:
-        OutputError: it may not; the message says why.
     """
     with _stage_of(_absolute(place), overwrite, inputs, listed):
         pass
@@ -85,10 +72,7 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     """The path of a new directory, or of a file to be made, that takes the name ``place`` when the block ends well.
 
     It is on the disk before that. When the block fails nothing is left; when the process is killed, the next run in
-    the same place finds what it left. Modes follow the umask.
-
-    Args:
-        overwrite, inputs, listed: as for :func:`check_place`.
+    the same place finds what it left. Modes follow the umask. Arguments are those of :func:`check_place`.
 
     Raises:
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
@@ -124,9 +108,7 @@ def shown(path: Path) -> str:
 
 def unwritten(path: Path, error: OSError) -> OutputError:
     """What to tell the user when ``path`` cannot be written."""
-    advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
-    why = f"cannot be written: {error.strerror or escape(error)}. Nothing was kept."
-    return _refusal(path, why, f"{advice} another place.")
+    return _refusal(path, f"cannot be written: {error.strerror or escape(error)}. Nothing was kept.")
 
 
 def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
@@ -136,9 +118,7 @@ def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") 
 def _absolute(place: PathLike) -> Path:
     """``place`` with every link resolved but its last."""
     path = Path(place)
-    if path.name in ("", ".."):
-        return Path(os.path.realpath(path))
-    return Path(os.path.realpath(path.parent), path.name)
+    return Path(os.path.realpath(path.parent), path.name) if os.path.islink(path) else Path(os.path.realpath(path))
 
 
 @contextmanager
@@ -179,15 +159,11 @@ def _check_inputs(target: Path, inputs: Inputs) -> None:
     for read in inputs:
         if read is None or not os.path.exists(read):
             continue
-        found, why = Path(os.path.realpath(read)), ""
-        if target.exists() and target.samefile(found):
-            why = "is read"
-        elif target in found.parents:
-            why = f"holds {escape(read)}, which is read"
-        elif found in target.parents:
-            why = f"lies inside {escape(read)}, which is read"
-        if why:
-            raise _refusal(target, f"{why} and stays as it is.")
+        found = Path(os.path.realpath(read))
+        holds, inside = target in found.parents, found in target.parents
+        if holds or inside or (target.exists() and target.samefile(found)):
+            where = "holds" if holds else "lies inside" if inside else "is"
+            raise _refusal(target, f"{where} {escape(read)}, which is read and stays as it is.")
 
 
 def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
@@ -204,8 +180,8 @@ def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
             why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
             raise _refusal(target, why, _ELSEWHERE)
     if not overwrite:
-        why = "exists. Replace it, or choose another place."
-        raise OutputError(f"{shown(target)}: {why}", remedies=("overwrite", "out"))
+        exists = f"{shown(target)}: exists. Replace it, or choose another place."
+        raise OutputError(exists, remedies=("overwrite", "out"))
 
 
 def _foreign(folder: Path, ours: Container[str], below: str = "") -> Iterator[str]:
@@ -254,10 +230,8 @@ def _clear(stage: Path, target: Path) -> None:
         try:
             os.rename(old, target)
         except OSError as error:
-            raise OutputError(
-                f"{escape(target)}: what was there before a run that was killed is in {escape(old)}, and cannot be put "
-                f"back: {error.strerror}. Move one of the two elsewhere."
-            ) from error
+            why = f"what a killed run was to replace is in {escape(old)}, and cannot be put back: {error.strerror}."
+            raise _refusal(target, why, "Move one of the two elsewhere.") from error
         _sync(target.parent)
     for left in (new, old):
         shutil.rmtree(left, ignore_errors=True)

@@ -32,14 +32,7 @@ def forget_interruptions() -> None:
 
 
 def check_interrupted() -> None:
-    """Raise an interruption that has come and was lost.
-
-    Python runs a signal's handler wherever the main thread is. In a finalizer or a callback of a weak reference, what
-    it raises is printed and dropped.
-
-    Raises:
-        Interrupted: a signal came.
-    """
+    """Raise an Interrupted that was lost: what a signal's handler raises in a finalizer is printed and dropped."""
     if _signals:
         raise Interrupted(_signals[0])
 
@@ -52,9 +45,6 @@ def on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:
-        try:
-            found = list(pool.map(work, items))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        found = list(pool.map(work, items))
     check_interrupted()
     return found

@@ -17,7 +17,6 @@ import pytest
 from helpers.commands import run_here
 
 from mtp_extract.checkpoint import files
-from mtp_extract.io import files as io_files
 from mtp_extract.io import place, threads
 from mtp_extract.pipeline import extraction
 
@@ -40,7 +39,7 @@ def is_lost() -> None:
 
 
 PLACES: dict[str, tuple[object, str]] = {
-    "before anything is written": (io_files, "_reserve"),
+    "before anything is written": (files, "new_file"),
     "while it is written": (files, "write_all"),
     "before it is read back": (files, "_sums"),
     "while it is read back": (files, "read_header"),

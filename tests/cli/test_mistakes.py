@@ -201,10 +201,10 @@ def ordinary_user(folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, size: int) -> None:
+    def full(*where: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mtp_extract.io.files._reserve", full)
+    monkeypatch.setattr(files, "write_all", full)
 
 
 @pytest.fixture

@@ -195,9 +195,9 @@ def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
     tensors, gguf = tmp_path / "model.safetensors", tmp_path / "mtp-a-F32.gguf"
     for path in (tensors, gguf):
         os.mkfifo(path)
-        with pytest.raises(CheckpointError, match="named pipe"):
+        with pytest.raises(CheckpointError, match="found a pipe"):
             read_header(path)
-    for path, match in ((tensors, "named pipe"), (gguf, "named pipe"), (Path("/dev/zero"), "device")):
+    for path, match in ((tensors, "a pipe"), (gguf, "a pipe"), (Path("/dev/zero"), "a device")):
         with pytest.raises(OSError, match=match):
             open_regular(path)
         (link := tmp_path / f"{path.name}.jsonl").symlink_to(path)

@@ -130,7 +130,7 @@ def test_what_is_no_file_stays(place: Path) -> None:
 
 def test_a_directory_of_another_kind_stays(place: Path, tmp_path: Path) -> None:
     (place / "record.json").unlink()
-    refused(place, r"is none that mtp-extract wrote \(it has no record\.json\)")
+    refused(place, r"as mtp-extract did not write it \(it has no record\.json\)")
     refused(place / "weights", "not a directory")
     refused(place, "not a file", listed=None)
     refused(link(tmp_path / "link", place), "not a directory")
@@ -348,7 +348,7 @@ def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
     stage = fill(place.parent / ".x.partial", {"mtp-extract": b""})
     fill(stage / "old", {"record.json": b"older"})
     fill(stage / "new", NEW)
-    with pytest.raises(OutputError, match=r"was there before a run that was killed is in .*\.x\.partial/old"):
+    with pytest.raises(OutputError, match=r"what a killed run was to replace is in .*\.x\.partial/old"):
         check_place(place, overwrite=True, listed=LISTED)
     assert held(stage / "old") == {"record.json": b"older"}
     assert held(place) == OLD

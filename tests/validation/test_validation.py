@@ -219,7 +219,7 @@ def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypat
     assert (target / "model.safetensors").read_text() == "weights"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")
-    with pytest.raises(OutputError, match="is none that mtp-extract wrote"):
+    with pytest.raises(OutputError, match="as mtp-extract did not write it"):
         check_place(tmp_path / "other", overwrite=True, listed=REPORT_LISTED)
 
 
