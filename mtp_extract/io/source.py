@@ -1,11 +1,9 @@
 """Random-access bytes: the one place where this package touches the outside of a file.
 
-A :class:`Source` reads exact byte ranges. Everything above it asks for ranges it has already checked against
-:attr:`Source.size`, so a source that answers short is an error of the source, never a short array further up.
+A :class:`Source` reads exactly the bytes that it is asked for, or raises.
 
 Local files are read with ``pread`` rather than mapped: a file that shrinks or a disk that fails while it is being
 read then ends in an exception instead of a SIGBUS, and resident memory is what was asked for and nothing else.
-Remote sources (``hf://``, ``https://``) live in :mod:`mtp_extract.io.remote`.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
 
 _PAGE = 1 << 15
-_PAGES_KEPT = 256
-_LONGEST_PATH = 1 << 12
 
 
 def nothing_shown(done: int, total: int) -> None:
@@ -52,19 +48,12 @@ def counter(progress: Progress, total: int) -> Advance:
 
 
 class Source(AbstractContextManager["Source"]):
-    """Bytes with a known size that can be read at any offset.
+    """Bytes with a known size that can be read at any offset."""
 
-    Attributes:
-        name: how the user named it; safe to print.
-        size: length in bytes.
-        provenance: what identifies the bytes beyond their name (repository, commit, ETag), for the record.
-        path: of the file, where it is one here.
-    """
-
-    name: str
-    size: int
-    provenance: dict[str, str]
-    path: Path | None = None
+    name: str  # as the user named it; safe to print
+    size: int  # in bytes
+    provenance: dict[str, str]  # what identifies the bytes beyond their name (repository, commit, ETag), for the record
+    path: Path | None = None  # of the file, where it is one here
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -85,7 +74,7 @@ class Source(AbstractContextManager["Source"]):
 
     @cached_property
     def _page(self) -> Callable[[int], bytes]:
-        return lru_cache(_PAGES_KEPT)(lambda index: self.read(index * _PAGE, min(_PAGE, self.size - index * _PAGE)))
+        return lru_cache(256)(lambda index: self.read(index * _PAGE, min(_PAGE, self.size - index * _PAGE)))
 
     def prefetch(self, offset: int, length: int) -> None:
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
@@ -143,12 +132,12 @@ class LocalSource(FileSource):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = local = Path(path)
-        self.name, self.provenance = escape(local, _LONGEST_PATH), {}
+        self.name, self.provenance = escape(local, 1 << 12), {}
         try:
             self.file = open_regular(local)
         except OSError as error:
-            what = "Name a file in it" if local.is_dir() else "Check the path, and whether you may read it"
-            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}. {what}.") from error
+            why = f"cannot be opened: {error.strerror}. Check the path, and whether you may read it."
+            raise SourceError(f"{self.name}: {why}") from error
         self.size = os.fstat(self.file.fileno()).st_size
 
 

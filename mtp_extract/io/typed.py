@@ -1,8 +1,7 @@
 """Records as types: the JSON files that are written, their schemas and their page in the docs have one definition.
 
-An object of such a file is a :class:`Record`. Its fields are the object's, in order; their types have the bounds, a
-comment ``#:`` behind or above a field says what it means, the docstring what the object is;
-:mod:`mtp_extract.schemas` makes JSON schemas of them. A field that may be left out is ``UNSET`` then.
+An object of such a file is a :class:`Record`: its fields are the object's, in order, their types have the bounds, a
+comment ``#:`` says what a field means, and the docstring what the object is. A field that may be left out is ``UNSET``.
 """
 
 from __future__ import annotations

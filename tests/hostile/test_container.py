@@ -218,8 +218,8 @@ FILES: dict[str, tuple[Callable[[Path], object], type[MtpExtractError], str]] = 
     "missing": (lambda path: None, SourceError, "No such file"),
     "empty": (lambda path: path.touch(), SourceError, r"found an empty file\. Fetch it again"),
     "directory": (lambda path: path.mkdir(), SourceError, "found a directory"),
-    "fifo": (os.mkfifo, SourceError, "found a named pipe"),
-    "/dev/zero": (lambda path: path.symlink_to("/dev/zero"), SourceError, "found a device"),
+    "fifo": (os.mkfifo, SourceError, "found a pipe, a socket or a device"),
+    "/dev/zero": (lambda path: path.symlink_to("/dev/zero"), SourceError, "or a device"),
     "link to itself": (lambda path: path.symlink_to(path), SourceError, "cannot be opened"),
     "magic alone": (lambda path: path.write_bytes(b"LITERTLM"), TruncatedError, "8 bytes"),
     "identifier alone": (lambda path: path.write_bytes(b"\0\0\0\0TFL3"), FormatError, "flatbuffer"),
@@ -235,10 +235,10 @@ def test_files_that_are_something_else(tmp_path: Path, case: str) -> None:
     refuse(path, tmp_path / "out" / "x", kind, match)
 
 
-def _zip(name: str, method: int = zipfile.ZIP_STORED) -> bytes:
+def _zip() -> bytes:
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", method) as archive:
-        archive.writestr(name, b"x" * 4096)
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("config.json", b"x" * 4096)
     return made.getvalue()
 
 
@@ -253,24 +253,18 @@ def _tar() -> bytes:
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 3655827456\n" % (b"0" * 64)
 KINDS = {
-    "Git LFS pointer": (_POINTER, "a Git LFS pointer, which stands for a file. Fetch the file itself: git lfs pull"),
+    "Git LFS pointer": (_POINTER, "a Git LFS pointer. Fetch the file itself: git lfs pull"),
     "page": (b"\n<!DOCTYPE html>\n<html class=''>\n<head>", "an HTML page. Fetch the file itself"),
     "page without a declaration": (b"<HTML><body>404</body></HTML>", "an HTML page"),
-    "refusal of a storage": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "a text"),
-    "zip": (_zip("config.json", zipfile.ZIP_DEFLATED), "an archive. Unpack it"),
-    "empty zip": (b"PK\x05\x06" + bytes(18), "an archive"),
+    "zip": (_zip(), "an archive. Unpack it"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file. Give a LiteRT file"),
     "safetensors": (safetensors.numpy.save({"w": np.zeros(9, np.float32)}), "a safetensors file. Give a LiteRT file"),
-    "torch.save": (_zip("archive/data.pkl"), "an archive"),
-    "gzip": (gzip.compress(b"x"), "an archive. Unpack it"),
+    "gzip": (gzip.compress(b"x"), "an archive"),
     "xz": (lzma.compress(b"x"), "an archive"),
     "Zstandard": (b"\x28\xb5\x2f\xfd\x24\x01", "an archive"),
     "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\4", "an archive"),
     "tar": (_tar(), "an archive. Unpack it"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(99), "another kind of file"),
     "a download that was begun": (bytes(1 << 12), "zeros at its beginning. The download is probably incomplete"),
-    "text": ("Grüße\n".encode() * 200, "a text. Check"),
-    "a text that is cut in a letter": (b"x" + "ü".encode() * 400, "a text"),
     "noise": (bytes(range(240, 256)) * 9, "another kind of file (first bytes f0 f1 f2 f3 f4 f5 f6 f7). Check"),
     "one byte": (b"\xff", "another kind of file (first bytes ff)"),
 }
