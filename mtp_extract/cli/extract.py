@@ -20,7 +20,7 @@ def command(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A .litertlm or a drafter's .tflite: a path, a URL, or ORG/NAME[/FILE][@REVISION] of the Hub.",
+            help="A .litertlm or a drafter's .tflite: a path, a URL, or ORG/NAME[@REVISION][/FILE] of the Hub.",
             metavar="SOURCE",
         ),
     ] = None,

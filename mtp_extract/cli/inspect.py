@@ -21,7 +21,7 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="A .litertlm or a .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL; or a "
+            help="A .litertlm or a .tflite: a path, ORG/NAME[@REVISION][/FILE] of the Hugging Face Hub, or a URL; or a "
             "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
             metavar="SOURCE",
         ),

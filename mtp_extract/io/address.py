@@ -14,22 +14,15 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MODEL_FILES = (BUNDLE, ".tflite", ".task")
 _CACHED = re.compile(r"(?P<folder>.*/models--(?P<repository>[^/]+))/snapshots/(?P<commit>[0-9a-f]{40})(/(?P<path>.*))?")
-_REVISION_AT_END = re.compile(r"^([^/@]+/[^/@]+)/(.+\.(?:litertlm|tflite|task|gguf))@(.+)$")
 
 
 @dataclass(frozen=True)
 class HubAddress:
-    """A file in a repository of models on the Hub.
+    """A file in a repository of models on the Hub, or a folder of one, or all of it."""
 
-    Attributes:
-        repository: ``org/name``.
-        path: of the file within the repository; of a folder it ends in "/", and of the repository itself it is empty.
-        revision: branch, tag or commit; None for the default branch.
-    """
-
-    repository: str
-    path: str
-    revision: str | None = None
+    repository: str  # org/name
+    path: str  # within the repository; of a folder it ends in "/", and of the repository itself it is empty
+    revision: str | None = None  # branch, tag or commit; None for the default branch
 
     @property
     def name(self) -> str:
@@ -55,8 +48,6 @@ class HubAddress:
 def parse_address(text: str) -> HubAddress | None:
     """What ``text`` names on the Hub: ``[hf://]org/repo[@revision][/path]``, or the URL of a page of its site.
 
-    A revision may also stand behind a file's name. Browsers leave the ``https://`` of a URL out.
-
     Returns:
         None for a URL of another site and for what can only be a path: no repository is called as a bundle is, so that
         ``models/a.litertlm`` is one.
@@ -72,18 +63,16 @@ def parse_address(text: str) -> HubAddress | None:
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
     try:
-        uri = text if is_page else "hf://" + _REVISION_AT_END.sub(r"\1@\3/\2", rest)
-        found = parse_hf_uri(uri, endpoint=constants.ENDPOINT)
+        found = parse_hf_uri(text if is_page else f"hf://{rest}", endpoint=constants.ENDPOINT)
         path, folder = found.path_in_repo, text.endswith("/") or (is_page and "/tree/" in text)
         is_here = scheme != "hf" and not path and found.id.endswith(_MODEL_FILES)
         if found.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
             return HubAddress(found.id, f"{path}/" if path and folder else path, found.revision)
     except ValueError:
         pass  # of a page it is another route, and of a name a path
-    if scheme != "hf":
-        return None
-    wanted = "hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo@revision/file.litertlm"
-    raise SourceError(f"Expected {wanted}, found {escape(text)}.")
+    if scheme == "hf":
+        raise SourceError(f"Expected hf://org/repo, with @revision and /file if need be, found {escape(text)}.")
+    return None
 
 
 def cached_address(path: Path) -> HubAddress | None:

@@ -19,38 +19,28 @@ _LOGIN = "log in (hf auth login) or set HF_TOKEN"
 STATUSES = {
     401: f"the Hub does not accept the token: {_LOGIN}",
     403: "the token does not give access to the repository",
-    404: "there is no such file: check the address",
+    404: "there is no such file or revision: check the address",
     416: "the file is empty, or has become shorter",
 }
 """What a status means, of the Hub's where its answer does not say more."""
 
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
-_OFFLINE = (
-    "offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. Unset it, or give the path of a local copy"
-)
-_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
-_SECONDS = re.compile(r"[0-9]{1,9}")
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+_OFFLINE = "offline mode is on (HF_HUB_OFFLINE): name what the Hub's cache has, a bundle as ORG/NAME/FILE, or unset it"
+_NO_ADDRESS = "the address is none of http:// or https://, or the server redirects to what is none, or in circles"
 
 # By name, as an application may have given huggingface_hub a client of another library. The first decides.
-_MEANINGS = {
-    "OfflineModeIsEnabled": _OFFLINE,
-    "LocalEntryNotFoundError": _OFFLINE,
+_LASTING = {
+    **dict.fromkeys(("OfflineModeIsEnabled", "LocalEntryNotFoundError"), _OFFLINE),
     "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}",
-    "RevisionNotFoundError": "the repository has no such revision: check what follows the @",
-    "RemoteEntryNotFoundError": "the repository has no such file: check the path",
-    "DisabledRepoError": "the Hub has disabled access to the repository",
     "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}",
-    "TooManyRedirects": "the server redirects in circles",
-    "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://",
-    "InvalidURL": "the address, or where the server redirects to, is none that can be requested",
-    "ValueError": "the server's answer cannot be read, or it redirects to what is no address",
+    **dict.fromkeys(("TooManyRedirects", "UnsupportedProtocol", "InvalidURL", "ValueError"), _NO_ADDRESS),
+}
+_PASSING = {
     "TimeoutException": "the server does not answer in time",
-    "ConnectError": "the server cannot be reached",
-    "ProxyError": "the server cannot be reached",
+    **dict.fromkeys(("ConnectError", "ProxyError"), "the server cannot be reached"),
     "TransportError": "the connection was lost, or what came over it is not HTTP",
 }
-_PASSING = ("TimeoutException", "ConnectError", "ProxyError", "TransportError")
 
 
 def http_library() -> ModuleType:
@@ -62,16 +52,11 @@ def http_library() -> ModuleType:
 
 
 class FaultError(SourceError):
-    """Something that may go away.
+    """Something that may go away; ``what`` says it without the name of what was asked for."""
 
-    Attributes:
-        what: it is, without the name of what was asked for.
-        wait: seconds the server asked to be left alone; None if it did not say.
-    """
-
-    def __init__(self, name: str, what: str, wait: float | None = None) -> None:
+    def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name}: {what}. Run it again.")
-        self.what, self.wait = what, wait
+        self.what = what
 
 
 @contextmanager
@@ -90,23 +75,18 @@ def faults(name: str) -> Iterator[None]:
     except MtpExtractError:
         raise
     except Exception as error:
-        answer = getattr(error, "response", None)
-        status = answer.status_code if answer is not None else 0
-        if answer is not None and status in _BUSY:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status in _BUSY:
             what = "limits the rate of requests" if status == 429 else "is not available"
-            wait = answer.headers.get("retry-after", "").strip()
-            # Of a Retry-After, seconds count and no date.
-            seconds = float(wait) if _SECONDS.fullmatch(wait) else None
-            raise FaultError(name, f"the server {what} ({status})", seconds) from None
+            raise FaultError(name, f"the server {what} ({status})") from None
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        kind = next((kind for kind in _MEANINGS if kind in kinds), None)
-        if kind is None and not status:
-            raise  # a fault of ours
-        meaning = _MEANINGS[kind] if kind else STATUSES.get(status, f"the server answered {status}")
-        if kind not in _PASSING:
-            raise SourceError(f"{name}: {meaning}.") from None
-        why = f": {_ERRNO.sub('', escape(error))}" if meaning.endswith("reached") else ""
-        raise FaultError(name, meaning + why) from None
+        if why := next((why for kind, why in _LASTING.items() if kind in kinds), STATUSES.get(status)):
+            raise SourceError(f"{name}: {why}.") from None
+        if why := next((why for kind, why in _PASSING.items() if kind in kinds), ""):
+            raise FaultError(name, f"{why}: {escape(error)}" if why.endswith("reached") else why) from None
+        if status:
+            raise SourceError(f"{name}: the server answered {status}.") from None
+        raise  # a fault of ours
 
 
 def hide_queries() -> None:

@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, BinaryIO
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.files import write_all
@@ -20,8 +21,7 @@ from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.source import FileSource, Progress, nothing_shown
 
 _BLOCK = 1 << 16
-_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each further attempt
-_LONGEST_WAIT = 45.0  # seconds that a server may ask for
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further attempt
 _FORGIVEN = 16  # an attempt that brought so many blocks is no failure
 _WINDOW, _LEAST = 60.0, 1 << 17  # an answer that brings fewer bytes in so many seconds has failed
 _BY_HAND = "Download the file yourself and give its path."
@@ -34,18 +34,16 @@ class RemoteSource(FileSource):
     """Byte ranges of a file behind HTTP, which must stay the same file throughout.
 
     A read fetches the blocks of 64 KiB around it, unless they are here: all that was fetched stays at its own offset of
-    a sparse, nameless temporary file, which takes disk space for what was written and no memory, and vanishes with the
-    process however that ends. Threads may read at the same time; they wait while one of them fetches.
+    a sparse, nameless temporary file, which takes no memory and vanishes with the process however that ends. Threads
+    may read at the same time; they wait while one of them fetches.
 
     Args:
-        name: of the file, safe to print.
-        url: where it is served; it is not shown.
+        name: of the file, safe to print; ``url`` is not shown.
         token: for the Hub, as for :func:`~mtp_extract.io.opening.open_source`.
         size: bytes that it has, where that is known.
         progress: called with bytes done and bytes in all while a prefetched range arrives.
 
-    Raises:
-        SourceError: refused, gone, changed, without ranges or a validator, or not reachable.
+    Raises SourceError: refused, gone, changed, without ranges or a validator, or not reachable.
     """
 
     def __init__(
@@ -61,15 +59,17 @@ class RemoteSource(FileSource):
         self._here: set[int] = set()  # numbers of the blocks in the file
         self._lock = threading.Lock()
         try:
-            self.file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - it is closed with the source
             self._fetch(0, 1)
-        except OSError as error:
-            raise self._no_room(error) from error
         except BaseException:
-            self.close()
+            if "file" in vars(self):
+                self.close()
             raise
         told = {"url": name, "etag": self._told["ETag"], "last_modified": self._told["Last-Modified"]}
         self.provenance = {key: str(value) for key, value in told.items() if value}
+
+    @cached_property
+    def file(self) -> BinaryIO:  # type: ignore[override]
+        return tempfile.TemporaryFile(prefix="mtp-extract-")
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
@@ -93,19 +93,13 @@ class RemoteSource(FileSource):
                         self._request(missing[0], missing[-1] + 1, show)
                 except FaultError as fault:
                     failures = 1 if len(self._here) - before >= _FORGIVEN else failures + 1
-                    if failures > len(_PAUSES) or (fault.wait or 0) > _LONGEST_WAIT:
-                        again = "later" if fault.wait is None else f"in {fault.wait:.0f} seconds, as it asks"
-                        last = f"{self.name}: {fault.what} (attempt {failures}, the last). Try again {again}."
+                    if failures > len(_PAUSES):
+                        last = f"{self.name}: {fault.what} (attempt {failures}, the last). Try again later."
                         raise SourceError(last) from fault
-                    time.sleep(_PAUSES[failures - 1] if fault.wait is None else fault.wait)
+                    time.sleep(_PAUSES[failures - 1])
                 except OSError as error:
-                    raise self._no_room(error) from error
-
-    def _no_room(self, error: OSError) -> SourceError:
-        return SourceError(
-            f"{self.name}: what is fetched is kept in a temporary file, which cannot be written: "
-            f"{error.strerror or error}. Set TMPDIR to a directory with more room."
-        )
+                    why = f"the temporary file for what is fetched cannot be written: {error.strerror or error}"
+                    raise SourceError(f"{self.name}: {why}. Set TMPDIR to a directory with more room.") from error
 
     def _request(self, block: int, last: int, show: Callable[[int], None]) -> None:
         """Fetch the blocks from ``block`` up to ``last``, and keep each as soon as it is whole."""
@@ -130,8 +124,7 @@ class RemoteSource(FileSource):
                 show(at)
                 if (passed := time.monotonic() - since) > _WINDOW:
                     if arrived < _LEAST:
-                        slow = f"the server is too slow: {arrived} bytes in {passed:.0f} seconds"
-                        raise FaultError(self.name, slow)
+                        raise FaultError(self.name, f"the server is too slow: {arrived} bytes in {passed:.0f} seconds")
                     since, arrived = since + passed, 0
         if at < end:
             raise FaultError(self.name, f"the answer ended {end - at} bytes early")
@@ -139,10 +132,7 @@ class RemoteSource(FileSource):
     def _examine(self, response: Any, begin: int, end: int) -> int:
         """Check status and headers of an answer, and hold them against the first one's; where what follows ends.
 
-        Raises:
-            FaultError: another attempt may do.
-            SourceError: refused, gone, changed, or a server that sends no ranges of one file.
-            OSError: the status is an error's.
+        Raises FaultError where another attempt may do, else SourceError; OSError where the status is an error's.
         """
         from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # public, not in __all__
 
@@ -152,20 +142,15 @@ class RemoteSource(FileSource):
             # What the Hub redirects to is signed for a while, and anew for each request.
             raise FaultError(self.name, refused) if self._told else self._refused(refused)
         hf_raise_for_status(response)
-        if status != 206:
-            found = "one of whole files" if status == 200 else f"one that answers with the status {status}"
-            found = "an HTML page" if headers.get("content-type", "").startswith("text/html") else found
-            raise self._refused(f"expected a server of byte ranges, found {found}")
-        if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise self._refused("the server compresses what it sends, which makes offsets meaningless")
+        if status != 206 or headers.get("content-encoding", "identity") != "identity":
+            raise self._refused(f"expected a range of bytes (206) as they are, found another answer ({status})")
         size = headers.get("content-range", "").rpartition("/")[2]
         if not _SIZE.fullmatch(size):
             raise FaultError(self.name, "the server sent a range without saying of how many bytes")
         told = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
         for what, value in told.items():
             if self._told.setdefault(what, value) != value:
-                changed = f"the file changed while it was being read (another {what}). Start again."
-                raise SourceError(f"{self.name}: {changed}")
+                raise SourceError(f"{self.name}: the file changed while being read (another {what}). Start again.")
         if not _STRONG.fullmatch(str(told["ETag"])) and not told["Last-Modified"]:
             raise self._refused("the server gives neither a strong ETag nor a date, so a change would not be seen")
         self.size = int(size)

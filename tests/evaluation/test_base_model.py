@@ -97,7 +97,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match=r"google/gemma-nope: offline mode is on.*There is no file google/gemma-nope"):
+    with pytest.raises(SourceError, match=r"google/gemma-nope: offline mode is on"):
         load_base("google/gemma-nope", "cpu")
 
 
@@ -135,9 +135,7 @@ def test_the_size_is_that_of_the_weights(
     with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base has 2\.0 GB of weights") as found:
         load_base(str(tmp_path), "cpu")
     assert found.value.remedies == ("device",)
-    with pytest.raises(
-        SourceError, match=r"org/base@main: expected at most 1\.0 GB, found 11\.0 GB.*than the memory holds"
-    ):
+    with pytest.raises(SourceError, match=r"org/base@main: expected at most 1\.0 GB .*memory has\), found 11\.0 GB"):
         load_base("org/base@main", "cpu")
     assert not [request for request in hub.requests if request.server == "storage"]
     with pytest.raises(SourceError, match="org/none"):

@@ -13,9 +13,6 @@ HUB = "https://huggingface.co"
     ("text", "expected"),
     [
         ("hf://org/repo/a.litertlm", HubAddress("org/repo", "a.litertlm")),
-        ("hf://org/repo/a.litertlm@main", HubAddress("org/repo", "a.litertlm", "main")),
-        ("hf://org/repo/sub/a.litertlm@refs/pr/3", HubAddress("org/repo", "sub/a.litertlm", "refs/pr/3")),
-        ("hf://org/repo@v1/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1")),
         ("hf://org/repo@v1.5/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1.5")),
         ("hf://org/repo@refs/pr/3/sub/a.tflite", HubAddress("org/repo", "sub/a.tflite", "refs/pr/3")),
         ("hf://org/repo@refs%2Fpr%2F3/a.tflite", HubAddress("org/repo", "a.tflite", "refs/pr/3")),
@@ -28,8 +25,18 @@ HUB = "https://huggingface.co"
         (f"{HUB}/org/repo/?library=litert#x", HubAddress("org/repo", "")),
         (f"{HUB}/org/repo/tree/main", HubAddress("org/repo", "", "main")),
         (f"{HUB}/org/repo/tree/v1/sub", HubAddress("org/repo", "sub/", "v1")),
+        ("huggingface.co/org/repo", HubAddress("org/repo", "")),
+        ("org/repo@v1.5/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1.5")),
         (f"{HUB}/org/repo/discussions/1", None),
         ("https://example.org/x/a.litertlm?k=1", None),
+        # What can only be a path.
+        ("models/a.litertlm", None),
+        ("datasets/org/repo/a.litertlm", None),
+        ("a.litertlm", None),
+        ("./org/repo", None),
+        ("~/org/repo", None),
+        ("/org/repo", None),
+        ("", None),
     ],
 )
 def test_addresses(text: str, expected: object) -> None:
@@ -55,30 +62,8 @@ def test_what_is_no_address(text: str) -> None:
 
 @pytest.mark.parametrize("url", ["https://", "https://[::1/a", "ftp://example.org/a", "file:///etc/passwd"])
 def test_what_cannot_be_requested(url: str) -> None:
-    with pytest.raises(SourceError, match=r"none of http|no address|none that can be requested"):
+    with pytest.raises(SourceError, match="none of http:// or https://"):
         open_source(url)
-
-
-@pytest.mark.parametrize(
-    ("text", "may_be"),
-    [
-        ("litert-community/gemma-4-E4B-it-litert-lm", True),
-        ("org/repo/sub/a.litertlm@v1", True),
-        ("org/repo@v1.5/a.litertlm", True),
-        ("huggingface.co/org/repo", True),
-        ("models/a.litertlm", False),
-        ("sub/a.litertlm", False),
-        ("datasets/org/repo/a.litertlm", False),
-        ("a.litertlm", False),
-        ("./org/repo", False),
-        ("../org/repo", False),
-        ("~/org/repo", False),
-        ("/org/repo", False),
-        ("", False),
-    ],
-)
-def test_what_may_be_an_id_of_the_hub(text: str, may_be: bool) -> None:
-    assert (parse_address(text) is not None) == may_be
 
 
 @pytest.mark.parametrize("url", ["https://user:password@example.org:8443/a.litertlm?sig=s#t", "x://u:p@[::1/a?sig=s"])

