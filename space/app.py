@@ -28,7 +28,7 @@ from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.extraction import default_directory
 from mtp_extract.pipeline.inspection import inspect
 from mtp_extract.pipeline.writing import ExtractionResult
-from mtp_extract.report.markdown import plain, table
+from mtp_extract.report.markdown import plain
 
 LARGEST = 2_000_000_000
 """Bytes of a drafter: of its section, and of its numbers as F32. That of Gemma 4 E4B has 44 MB and 312 MB."""
@@ -119,7 +119,8 @@ def bundle_in_words(found: Mapping[str, Any]) -> str:
             f"{shape['backbone_hidden_size']}, vocabulary {shape['vocab_size']}."
         )
     rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), size(s["size"])] for s in found["sections"]]
-    return "\n\n".join([*said, table(["#", "holds", "bytes"], rows)])
+    lines = ("| " + " | ".join(row) + " |" for row in (("#", "holds", "bytes"), ("---",) * 3, *rows))
+    return "\n\n".join([*said, "\n".join(lines)])
 
 
 def refused(error: MtpExtractError) -> str:

@@ -1,9 +1,7 @@
 """The model card of a checkpoint directory: ``README.md`` with the Hub's metadata.
 
-A card is a function of ``extraction.json``, of ``report.json`` where there is one, and of what whoever publishes it
-says: no dates, no network, the same bytes for the same input. Names come from files nobody vouches for: what a
-paragraph states of them goes through :mod:`mtp_extract.report.markdown`, and what the metadata states through JSON,
-which is YAML.
+The same records and words give the same bytes: no dates, no network. Names come from files that nobody vouches for:
+what a paragraph states of them goes through :mod:`.markdown`, what the metadata states through JSON, which is YAML.
 """
 
 from __future__ import annotations
@@ -64,10 +62,9 @@ UNSAID = CardWords()
 def model_card(
     record: Mapping[str, Any], limits: Sequence[str] = (), report: Verdict | None = None, words: CardWords = UNSAID
 ) -> str:
-    """The text of ``README.md`` for a checkpoint directory.
+    """The text of ``README.md`` for a checkpoint directory whose ``extraction.json`` holds ``record``.
 
     Args:
-        record: the content of ``extraction.json``, as its type has it.
         limits: where an engine does not do what the bundle says, as the format notes it.
         report: of the ``report.json`` that ``mtp-validate`` wrote, or None.
         words: what whoever publishes it says on it.
@@ -82,20 +79,12 @@ def model_card(
         {"code": code, "paragraph": paragraph},
         metadata=metadata,
         title="EAGLE-3 head" if head else f"{known_as} drafter",
-        record=record,
-        source=source,
-        section=source["section"],
-        tuning=record.get("tuning"),
-        ordered=record.get("ordered_head"),
         rounded=roundings(*record["converted_from"]),
         serving=how_to_serve(record, base or "BASE_MODEL", head=head, again=again),
         licence=license_of(record),
-        head=head,
-        base=base,
-        argument=argument,
-        limits=limits,
-        report=report,
-        words=words,
+        **{"record": record, "source": source, "section": source["section"], "argument": argument},
+        **{"tuning": record.get("tuning"), "ordered": record.get("ordered_head")},
+        **{"head": head, "base": base, "limits": limits, "report": report, "words": words},
     )
 
 
@@ -136,11 +125,10 @@ def roundings(*steps: Mapping[str, Any]) -> list[str]:
 
 def _source_argument(record: Mapping[str, Any]) -> str:
     """How to name the bundle on a command line, as one shell word, as exactly as the record allows."""
-    provenance, bundle = record["source"]["provenance"], bundle_of(record)
-    named = f"hf://{bundle['repository']}/{bundle['file']}" if bundle else "BUNDLE.litertlm"
-    if provenance.get("repository") and provenance.get("path"):
-        revision = provenance.get("commit") or provenance.get("revision")
-        named = f"hf://{provenance['repository']}/{provenance['path']}" + (f"@{revision}" if revision else "")
-    elif provenance.get("url"):
-        named = provenance["url"]
-    return shell_word(named)
+    provenance, bundle = record["source"]["provenance"], bundle_of(record) or {}
+    repository, path, commit = (provenance.get(key) for key in ("repository", "path", "commit"))
+    if not (repository and path):
+        repository, path, commit = bundle.get("repository"), bundle.get("file"), None
+    if repository and path:
+        return shell_word(f"hf://{repository}/{path}" + (f"@{commit}" if commit else ""))
+    return shell_word(provenance.get("url") or "BUNDLE.litertlm")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -23,17 +22,11 @@ _CAPS: dict[str, Any] = {"elinewidth": 1, "capsize": 2.5}
 _STYLE: dict[Any, Any] = {
     "font.size": 11,
     "legend.fontsize": 10,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e3e3e3",
-    "axes.axisbelow": True,
+    **dict.fromkeys(("legend.frameon", "axes.spines.top", "axes.spines.right"), False),
+    **{"axes.grid": True, "grid.color": "#e3e3e3", "axes.axisbelow": True},
     # Text stays text: also what looks like mathematics in a name.
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    # The same data gives the same file.
-    "svg.hashsalt": "mtp-extract",
+    **{"svg.fonttype": "none", "text.parse_math": False},
+    "svg.hashsalt": "mtp-extract",  # the same data gives the same file
 }
 
 Point = tuple[float, Ends]
@@ -49,7 +42,8 @@ def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = "
         strong: the row that stands out where there is one series.
     """
     names = list(dict.fromkeys(name for rows in series.values() for name in rows))
-    with _panel(0.8 + (0.26 + 0.26 * len(series)) * len(names), legend=len(series) > 1) as (axes, made):
+
+    def draw(axes: Any) -> None:
         for index, (which, rows) in enumerate(series.items()):
             places = [-(1 + len(series)) * names.index(name) - index for name in rows]
             colours = [PALE if strong and name != strong else _COLOURS[index] for name in rows]
@@ -64,12 +58,14 @@ def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = "
         axes.set(xlabel=f"{label}; lines: 95 % intervals", yticks=[], ylim=(0.6 - (1 + len(series)) * len(names), 1.4))
         axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
         axes.grid(visible=False, axis="y")
-    return made[0]
+
+    return _picture(draw, 0.8 + (0.26 + 0.26 * len(series)) * len(names), legend=len(series) > 1)
 
 
 def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
     """Percentages by draft step, from the first; a line for each of ``series``."""
-    with _panel(3.2 + 0.2 * len(series), legend=True) as (axes, made):
+
+    def draw(axes: Any) -> None:
         for index, (name, points) in enumerate(series.items()):
             # Beside each other: bars of those that are nearly alike would hide one another.
             places = [at + 1 + 0.08 * (index - (len(series) - 1) / 2) for at in range(len(points))]
@@ -78,28 +74,25 @@ def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
             axes.errorbar(places, values, yerr=_arms(points), label=_short(name), **_CAPS, **look)
         axes.set(xlabel="draft step; bars: 95 % intervals", ylabel=label, ylim=(0, 103))
         axes.set_xticks(range(1, max(map(len, series.values())) + 1))
-    return made[0]
+
+    return _picture(draw, 3.2 + 0.2 * len(series), legend=True)
 
 
-@contextmanager
-def _panel(height: float, legend: bool = False) -> Iterator[tuple[Any, list[str]]]:
-    """Axes of ``height`` inches to draw on; and a list, which then holds the address of the picture."""
-    import matplotlib
+def _picture(draw: Callable[[Any], None], height: float, legend: bool) -> str:
+    """The address of what is drawn on axes of ``height`` inches."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plots
-
-    made, file = list[str](), BytesIO()
-    with plots.rc_context(_STYLE), warnings.catch_warnings():
+    file = BytesIO()
+    with rc_context(_STYLE), warnings.catch_warnings():
         # It is the reader's font that has the letters, or has not.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure, axes = plots.subplots(figsize=(_WIDTH, height), layout="constrained")
-        yield axes, made
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(axes := figure.subplots())
         if legend:
             figure.legend(loc="outside lower left", ncols=2 if len(axes.containers) > 4 else 1)
         figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
-        plots.close(figure)
-    made.append(f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _arms(points: Sequence[Point]) -> list[list[float]]:

@@ -6,6 +6,5 @@ from mtp_extract.io.place import listing
 
 REPORT, PAGE, PAIR = "report.json", "report.html", "pair.json"
 REPORT_FILES = frozenset({REPORT, PAGE, PAIR})
-"""All of them."""
 REPORT_LISTED = listing(REPORT, REPORT_FILES)
 """What of a report's directory may be replaced."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
 
 from mtp_extract.errors import escape
 
@@ -36,8 +35,3 @@ def code(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     text = escape(text).replace("`", "'").replace("|", "\\|")
     return f"`{text}`" if text else "–"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells are Markdown already."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows))

@@ -19,7 +19,6 @@ from mtp_extract._version import __version__
 from mtp_extract.report.markdown import visible
 from mtp_extract.report.templates import filled
 
-NOT_MEASURED = "not measured"
 _NUMBER = r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?"
 
 
@@ -64,9 +63,7 @@ class Page:
     verdict: str
     tables: Sequence[Table]
     headlines: Sequence[Headline] = ()
-    findings: Sequence[str] = ()
     notes: Sequence[str] = ()
-    tool: str = f"mtp-extract {__version__}"
 
 
 def as_json(record: object) -> bytes:
@@ -82,14 +79,13 @@ def plain_json(record: object) -> Any:
 def as_html(page: Page) -> str:
     """The page; without pictures where matplotlib is missing, which a note says."""
     tables, drawn = sorted(page.tables, key=lambda table: table.folded), find_spec("matplotlib") is not None
-    values: dict[str, Any] = {"page": page, "tables": tables, "drawn": drawn, "not_measured": NOT_MEASURED}
+    values: dict[str, Any] = {"page": page, "tables": tables, "drawn": drawn, "version": __version__}
     return filled("page.html", lambda value: escape(visible(value)), {"cell": _cell}, **values)
 
 
 def _cell(text: str) -> str:
     """A cell's content: the interval of a number below it, a long name broken at its parts first."""
-    if found := re.fullmatch(rf"({_NUMBER}) (\(.*\)[×%]?)", text):
-        return f'<span class="number">{escape(found[1])}</span> <small>{escape(found[2])}</small>'
-    if re.fullmatch(_NUMBER, text):
-        return f'<span class="number">{escape(text)}</span>'
+    if found := re.fullmatch(rf"({_NUMBER})(?: (\(.*\)[×%]?))?", text):
+        interval = f" <small>{escape(found[2])}</small>" if found[2] else ""
+        return f'<span class="number">{escape(found[1])}</span>{interval}'
     return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(visible(text)))

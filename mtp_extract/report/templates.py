@@ -29,6 +29,5 @@ def filled(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for filter_, made in filters.items():
-        templates.filters[filter_] = lambda value, made=made: Markup(made(str(value)))  # noqa: S704
+    templates.filters |= {key: lambda value, made=made: Markup(made(str(value))) for key, made in filters.items()}  # noqa: S704
     return templates.get_template(name).render(values)
