@@ -116,7 +116,9 @@ def _by_step(drafters: Sequence[DrafterFigures]) -> Table:
         "accepted": [step.conditional for step in steps],
         **{f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others},
     }
-    lines = {name: [_percent(one) for one in curve if one.value is not None] for name, curve in curves.items()}
+    # In the picture from the highest to the lowest.
+    order = ("top-5", "accepted", *curves)
+    lines = {name: [_percent(one) for one in curves[name] if one.value is not None] for name in order}
     return Table(
         "Acceptance by draft step",
         ["draft step", "positions", *(f"{name} %" for name in curves)],
