@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -14,14 +13,11 @@ import numpy as np
 from msgspec import Struct, convert, to_builtins
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.documents import HEADER, TEXT, parse_json, require_keys
-from mtp_extract.checkpoint.files import read_safetensors
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
+from mtp_extract.checkpoint.documents import HEADER, TEXT, parse_json, refused, require_keys
+from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows, read_safetensors
 from mtp_extract.checkpoint.rounding import narrowed
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
-from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_floats
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_weight
 from mtp_extract.litertlm.storage import Integers, Packing
 
 CODES_FILE = "codes/codes.safetensors"
@@ -41,10 +37,7 @@ class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[OutputFile]:
-    """The file with the integers, scales and zero points, as stored, of what ``weights`` holds as ``floats``, by role.
-
-    None where there are none.
-    """
+    """The file, if any, with the stored integers, scales and zero points of what ``weights`` holds as ``floats``."""
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}
     for planned in weights.tensors:
@@ -68,40 +61,33 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
 
 
-def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint``, read from ``directory``, with the codes that lie beside its floats; without them as it is.
+def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """``weights``, by role, read from ``directory``, with the codes that lie beside its floats, if any.
 
     Raises:
         CheckpointError: the codes are damaged, or the floats are not what they stand for.
     """
     path = directory / CODES_FILE
     if not os.path.lexists(path):
-        return checkpoint
+        return weights
     stored, metadata = read_safetensors(path)
     require_keys(path, metadata, {}, {**HEADER, _SCHEMES: TEXT})
-    try:
-        schemes = convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme])
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
-    tensors = dict(checkpoint.tensors)
-    for name, scheme in schemes.items():
-        # Roles that are one stored tensor have one set of codes.
-        floats = {r: w for r, w in checkpoint.tensors.items() if isinstance(w, Stored) and w.name == name}
-        parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
-        whole = next(iter(floats.values()), None)
-        if whole is None or (coded := _coded(path, whole.shape, scheme, parts)) is None:
-            raise CheckpointError(
-                f"{path}: {escape(name)}: expected codes of a matrix of this checkpoint in I8 or U8, with finite "
-                "scales in F32 and their zero points in I64, found others. Extract the drafter anew."
-            )
-        if not same_floats(narrowed(coded, whole.dtype.rounding), whole):
-            raise CheckpointError(
-                f"{path}: the codes of {escape(name)} are not those of its floats: one of the two was changed."
-            )
-        tensors |= dict.fromkeys(floats, coded)
-    if stored:
-        raise CheckpointError(f"{path}: nothing says how {escape(next(iter(stored)))} is to be read.")
-    return replace(checkpoint, tensors=MappingProxyType(tensors))
+    tensors = dict(weights)
+    with refused(path, "not the codes of its matrices, or damaged: {}"):
+        for name, scheme in convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme]).items():
+            # Roles that are one stored tensor have one set of codes.
+            floats = {r: w for r, w in weights.items() if isinstance(w, Stored) and w.name == name}
+            parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
+            whole = next(iter(floats.values()), None)
+            if whole is None or (coded := _coded(path, whole.shape, scheme, parts)) is None:
+                what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
+                raise ValueError(f"{name}: expected {what}, found others")
+            if not same_weight(narrowed(coded, whole.dtype.rounding), whole):
+                raise ValueError(f"the codes of {name} are not those of its floats")
+            tensors |= dict.fromkeys(floats, coded)
+        if stored:
+            raise ValueError(f"nothing says how {next(iter(stored))} is to be read")
+    return MappingProxyType(tensors)
 
 
 def _coded(path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]) -> Weight | None:

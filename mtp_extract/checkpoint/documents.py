@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -44,10 +43,10 @@ HEADER: AllowedKeys = MappingProxyType({"format": ("pt", "mlx"), "mtp_extract": 
 
 @contextmanager
 def refused(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
-    """Around reading the file at ``path``; ``damaged`` says what is wrong with it, with ``{}`` for the ValueError.
+    """Around reading the file at ``path``: what opening or parsing it raises is a CheckpointError that names it.
 
-    Raises:
-        CheckpointError: for an OSError, and for whatever parsing raises of a file that is none of its kind.
+    Args:
+        damaged: what is wrong with it, with ``{}`` for the ValueError.
     """
     try:
         yield
@@ -59,8 +58,7 @@ def refused(path: Path, damaged: str, advice: str = "Extract or fetch it again."
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What ``text`` says in JSON, which knows neither NaN nor infinity, nor numbers beyond the largest float; each key
-    of an object once: of two, readers take the one or the other.
+    """What ``text`` says in JSON: finite numbers, and each key of an object once.
 
     Raises:
         ValueError, RecursionError: it is none, or nested too deeply.
@@ -73,7 +71,7 @@ def parse_json(text: str | bytes) -> Any:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(made := dict(pairs)) != len(pairs):
-            raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} stands there twice")
+            raise ValueError("a key stands there twice")
         return made
 
     return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=once)
@@ -98,15 +96,12 @@ def allow(values: Allowed, *keys: str) -> AllowedKeys:
 
 
 def at(places: Iterable[str], keys: AllowedKeys) -> AllowedKeys:
-    """``keys`` below each of ``places``, which end in a dot or are empty."""
+    """``keys`` below each of ``places``."""
     return {f"{place}{key}": values for place in places for key, values in keys.items()}
 
 
 def require_keys(path: Path, found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys) -> None:
-    """Check that ``found``, what the file at ``path`` says, is what we would write there, or ``tolerated``.
-
-    Args:
-        made: what we would write, as reading it gives it: lists, no tuples.
+    """Check that ``found``, what the file at ``path`` says, is what we would write there, ``made``, or ``tolerated``.
 
     Raises:
         CheckpointError: it says something else; the message names up to five keys.
@@ -121,8 +116,8 @@ def require_keys(path: Path, found: Mapping[str, Any], made: Mapping[str, Any], 
 def _unexpected_keys(
     found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys, place: str = ""
 ) -> Iterator[str]:
-    """What ``found`` says that differs from ``made`` and is not ``tolerated``, each as a clause that begins with a
-    verb. A key that is not there counts as one that is null. ``place``: where both lie, with a dot at its end."""
+    """What ``found`` says, at ``place``, that differs from ``made`` and is not ``tolerated``, each as a clause; a key
+    that is not there counts as one that is null."""
     for key in dict.fromkeys([*found, *made]):
         name, value, expected = f"{place}{key}", found.get(key), made.get(key)
         allowed = (one for pattern, values in tolerated.items() if fnmatchcase(name, pattern) for one in values)

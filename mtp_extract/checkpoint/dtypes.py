@@ -1,4 +1,12 @@
-"""The types of tensors in files; of those of floats, the conversions between them and float32."""
+"""The types of tensors in files: floats, rounded from float32 and back, and codes of 2, 4 and 8 bits, packed.
+
+Rows: each begins on a byte, its first element lies in the lowest bits, and what is stored is the code plus half its
+range. MLX's ``uint32`` and compressed-tensors' ``int32`` are these bytes, four at a time, little-endian.
+
+Blocks of GGUF: a row is cut into blocks of 32, each an FP16 step and its codes. Q8_0: 32 times int8. Q4_0: 16 bytes, of
+which byte j holds the code of element j in its low half and that of element j + 16 in its high half, both plus 8
+(``block_q4_0`` and ``block_q8_0`` of ggml-common.h).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.storage import Floats, narrowed, widened
+from mtp_extract.litertlm.storage import Floats, Integers, narrowed, pack_bytes, unpack_bytes, widened
 from mtp_extract.litertlm.tflite import TensorType
+
+Codes = npt.NDArray[np.int8]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,6 @@ class Dtype:
     transformers: str  # and there
     rounding: str  # what a record calls a rounding to it; empty for F32, in which everything is computed
     roundoff: float  # the most by which rounding changes a number, as a share of it (FP16: while it is normal)
-    wider: tuple[str, ...] = ()  # names of the types with a larger range
 
     def narrow(self, values: Floats, name: str) -> npt.NDArray[np.generic]:
         """Finite numbers, flat, rounded to the nearest, ties to even; BF16 as uint16.
@@ -38,10 +48,8 @@ class Dtype:
         try:
             return narrowed(values, self.type)
         except OverflowError as error:
-            raise UnsupportedError(
-                f"{name} holds values beyond {self.transformers}'s range. Choose {' or '.join(self.wider)}.",
-                remedies=tuple(f"dtype={wider}" for wider in self.wider),
-            ) from error
+            why = f"{name} holds values beyond {self.transformers}'s range. Choose f32."
+            raise UnsupportedError(why, remedies=("dtype=f32",)) from error
 
     def widen(self, stored: bytes | memoryview) -> Floats:
         """Stored little-endian bytes as float32, exactly."""
@@ -51,14 +59,17 @@ class Dtype:
 DTYPES = MappingProxyType(
     {
         "f32": Dtype(TensorType.FLOAT32, "F32", "float32", "", 2.0**-24),
-        "bf16": Dtype(TensorType.BFLOAT16, "BF16", "bfloat16", "BF16", 2.0**-8, ("f32",)),
-        "f16": Dtype(TensorType.FLOAT16, "F16", "float16", "FP16", 2.0**-11, ("bf16", "f32")),
+        "bf16": Dtype(TensorType.BFLOAT16, "BF16", "bfloat16", "BF16", 2.0**-8),
+        "f16": Dtype(TensorType.FLOAT16, "F16", "float16", "FP16", 2.0**-11),
     }
 )
 """Output types by their name on the command line."""
 
 ROUNDED_TO = MappingProxyType({dtype.rounding: dtype for dtype in DTYPES.values()})
 """The same by what a record calls a rounding to the type."""
+
+FLOAT_NAMES = MappingProxyType({dtype.safetensors: dtype for dtype in DTYPES.values()})
+"""And by the names of types in files."""
 
 BLOCKS = MappingProxyType(
     {
@@ -74,3 +85,71 @@ BLOCKS = MappingProxyType(
 
 ARRAYS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)}
 """Types of small arrays, which are written and read as a whole."""
+
+BLOCK = 32
+"""Neighbouring elements of a row that share a step in GGUF."""
+
+
+def row_bytes(columns: int, bits: int, unit: int = 1) -> int:
+    """Bytes of a packed row, a multiple of ``unit``."""
+    return -(-columns * bits // (8 * unit)) * unit
+
+
+def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
+    """``codes``, int8 ``[rows, columns]`` in ``bits`` bits, as ``[rows, row_bytes(columns, bits, unit)]``.
+
+    What fills a row up is 0.
+    """
+    rows, columns = codes.shape
+    stored = np.zeros((rows, row_bytes(columns, bits, unit) * 8 // bits), np.uint8)
+    np.add(codes.view(np.uint8), np.uint8(1 << bits - 1), out=stored[:, :columns])
+    return pack_bytes(stored, bits)
+
+
+def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
+    """What :func:`pack` packed: int8 ``[rows, columns]``."""
+    stored = unpack_bytes(packed, bits)[:, :columns]
+    codes: Codes = (stored - np.uint8(1 << bits - 1)).view(np.int8)
+    return codes
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """How 32 codes and their step lie in bytes."""
+
+    name: str  # GGUF's
+    bits: int  # of a code: 4 or 8
+
+    @property
+    def block(self) -> np.dtype[Any]:
+        """A block in a file: its step, and the bytes of its codes."""
+        return np.dtype([("step", "<f2"), ("codes", "u1", (BLOCK * self.bits // 8,))])
+
+    def pack(self, codes: Integers, steps: Floats) -> Bytes:
+        """Codes, int8 ``[rows, columns]``, and their steps, which FP16 holds, each for one block of a row or several:
+        ``[rows, bytes of a row]``."""
+        rows, blocks = len(codes), codes.shape[1] // BLOCK
+        made = np.empty((rows, blocks), self.block)
+        made["step"] = np.repeat(steps, blocks // steps.shape[1], axis=1)
+        stored = codes.reshape(rows, blocks, BLOCK).view(np.uint8)
+        if self.bits == 4:
+            stored = stored + np.uint8(8)
+            stored = stored[..., : BLOCK // 2] | stored[..., BLOCK // 2 :] << np.uint8(4)
+        made["codes"] = stored
+        return made.view(np.uint8)
+
+    def codes(self, rows: Bytes) -> Codes:
+        """The codes in ``rows``, ``[rows, bytes of a row]``: ``[rows, columns]``."""
+        stored = rows.view(self.block)["codes"]
+        if self.bits == 4:
+            stored = np.concatenate([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1) - np.uint8(8)
+        return np.ascontiguousarray(stored).view(np.int8).reshape(len(rows), -1)
+
+    def steps(self, rows: Bytes) -> Floats:
+        """The steps in them: float32 ``[rows, columns / 32]``."""
+        found: Floats = rows.view(self.block)["step"].astype(np.float32)
+        return found
+
+
+BLOCK_TYPES = MappingProxyType({4: BlockType("Q4_0", 4), 8: BlockType("Q8_0", 8)})
+"""Each by the bits of its codes."""

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
+from mtp_extract._version import __version__
 from mtp_extract.checkpoint import gguf_file
 from mtp_extract.checkpoint.documents import parse_json, refused
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor
+from mtp_extract.checkpoint.dtypes import ARRAYS, BLOCKS
 from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
 from mtp_extract.errors import OutputError, escape
 from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
 from mtp_extract.io.source import Advance
@@ -34,6 +39,57 @@ TENSOR_FILES = (".safetensors", ".gguf")
 
 _METADATA = "__metadata__"
 _READ = 1 << 18
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written."""
+
+    name: str
+    dtype: str  # a name in BLOCKS
+    shape: tuple[int, ...]  # of the array, not of its bytes
+    produce: Callable[[], Iterator[npt.NDArray[Any]]] = field(repr=False)  # the data in order, as arrays of any shape
+    role: str = ""  # what it holds, or holds a part of; empty for what is no weight
+
+    @property
+    def length(self) -> int:
+        """Bytes of data."""
+        elements, size = BLOCKS[self.dtype]
+        return math.prod(self.shape) // elements * size
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of a checkpoint: ``tensors``, in the container its ending names, or, where there are none, ``text``.
+
+    Attributes:
+        metadata: what the header says beside the tensors, in the container's terms.
+        notes: what a user should know of what is no weight and is not held, or held as nowhere else.
+    """
+
+    name: str
+    tensors: tuple[PlannedTensor, ...] = ()
+    text: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=lambda: {"format": "pt", "mtp_extract": __version__})
+    notes: tuple[str, ...] = ()
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """``document`` as every JSON file of a checkpoint is written."""
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plan_rows(
+    name: str, role: str, weight: Weight, dtype: str, made: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
+) -> PlannedTensor:
+    """A tensor of what is ``made`` of some rows ``[first, last)`` of ``weight`` at a time; of its shape by default."""
+    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (made(*rows) for rows in row_ranges(weight)), role)
+
+
+def plan_array(name: str, array: npt.NDArray[Any], role: str = "") -> PlannedTensor:
+    """A small array as it is."""
+    dtype = next(name for name, known in ARRAYS.items() if known == array.dtype)
+    return PlannedTensor(name, dtype, array.shape, lambda: iter([array]), role)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -70,13 +126,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     return tensors, metadata
 
 
-def safetensors_header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file of ``tensors`` begins with."""
+def safetensors_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with; offsets of its tensors count from the header's end."""
     entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
-    at = 0
-    for tensor in tensors:
-        places = [at, at := at + tensor.length]
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": places}
+    for name, tensor in places.items():
+        ends = [tensor.offset, tensor.offset + tensor.length]
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": ends}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -92,18 +147,17 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         OutputError: it cannot be written, or reads back differently.
         Interrupted: a signal came.
     """
-    path, at, written, places = folder / file.name, 0, xxh3_128(), dict[str, StoredTensor]()
-    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
-    header, alignment = file.text.encode("utf-8", "backslashreplace"), 1
-    if file.tensors and path.suffix == ".gguf":
-        header, alignment = gguf_file.header(file.tensors, file.metadata), gguf_file.ALIGNMENT
-    elif file.tensors:
-        header = safetensors_header(file.tensors, file.metadata)
-    size = len(header)
+    path, at, end, written, places = folder / file.name, 0, 0, xxh3_128(), dict[str, StoredTensor]()
+    alignment, make_header = 1, safetensors_header
+    if path.suffix == ".gguf":
+        alignment, make_header = gguf_file.ALIGNMENT, gguf_file.header
     for tensor in file.tensors:
-        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, size, tensor.length)
-        size += aligned(tensor.length, alignment)
-    with new_file(path, size) as fd:
+        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, end, tensor.length)
+        end += aligned(tensor.length, alignment)
+    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+    header = make_header(places, file.metadata) if places else file.text.encode("utf-8", "backslashreplace")
+    expected = {name: replace(place, offset=len(header) + place.offset) for name, place in places.items()}
+    with new_file(path, len(header) + end) as fd:
         for piece in chain([header], *(_data(tensor, alignment) for tensor in file.tensors)):
             written.update(piece)
             write_all(fd, piece, at)
@@ -111,9 +165,9 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
             advance(len(piece))
     check_interrupted()
     found, sha256 = _sums(path)
-    if found != written.hexdigest() or (places and read_header(path) != places):
+    if found != written.hexdigest() or (places and read_header(path) != expected):
         raise read_back_error(path)
-    return {"size": size, "sha256": sha256}
+    return {"size": at, "sha256": sha256}
 
 
 def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:

@@ -18,15 +18,10 @@ from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint.checkpoint import Activations, Checkpoint
 from mtp_extract.io.typed import Bounds, Count, Excerpt, Positive, Record, Sha256, Tool
 
-FORMAT_VERSION = 5
-"""Of ``extraction.json``."""
-
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
 
 Pairs = dict[str, Activations]
-"""By role of a matrix."""
-
 _READ = 1 << 18
 
 
@@ -35,10 +30,8 @@ class Written(Record, kw_only=True):
 
     layout: str  #: name of the format
     dtype: Literal["codes", "f32", "bf16", "f16"]  #: type of the numbers
-    #: what numbers were rounded to (`BF16`), or scales of codes (`FP16 scales`); not what lies beside its own codes
-    rounded: list[str]
-    #: by which codes were made of numbers that had none: ggml's, or ai-edge-quantizer's; null where none were
-    rule: Literal["q4_0", "q8_0", "int4", "int8"] | None
+    rounded: list[str]  #: what numbers without codes were rounded to (`BF16`), or scales of codes (`FP16 scales`)
+    rule: Literal["q4_0", "q8_0", "int4", "int8"] | None  #: by which codes were made of floats; null where none were
 
 
 class Step(Written, kw_only=True):
@@ -52,26 +45,19 @@ class Extraction(Written, kw_only=True):
     format_version: Literal[5]  #: version of this file: 5
     tool: Tool  #: what wrote it
     source: Source  #: the file the drafter was taken from
-    #: the directories it has been since, the last one last; empty for an extraction
-    converted_from: list[Step]
-    #: name of the geometry, such as "Gemma 4 E4B"; null for one that `mappings/geometries.json` does not list
-    known_as: str | None
+    converted_from: list[Step]  #: the directories it has been since, the last one last; empty for an extraction
+    known_as: str | None  #: name of the geometry, such as "Gemma 4 E4B"; null for one that is not known
     geometry: dict[str, Any]  #: the drafter's shape, which is its config's and, of a bundle, the graph's
-    #: by name: every file of the directory but this one; the card as it was written, which may be changed by hand
-    files: dict[str, File]
-    #: roles that are one constant of the file; what a format writes once, another writes for each
-    shared: list[list[str]]
-    #: by role of a matrix: static quantization of what goes into it, and of what comes out; null where it is float
-    activations: Pairs
-    #: what was proven when it was extracted, in sentences: of the numbers before rounding; null for a checkpoint that
-    #: no record says the origin of, and for one that was tuned, or has an ordered head that was made here
+    files: dict[str, File]  #: by name: every file but this one; the card as it was written
+    shared: list[list[str]]  #: roles that are one constant of the file
+    activations: (
+        Pairs  #: by role of a matrix: static quantization of what goes in and comes out; null where it is float
+    )
+    #: what was proven when it was extracted, of the numbers before rounding; null where the origin is unknown, the
+    #: weights were tuned or an ordered head was made here
     proof: list[str] | None
-    #: where the weights were tuned: how, and what it did to the drafts; the figures are those of the directory that was
-    #: written then
-    tuning: Tuning | UnsetType = UNSET
-    #: where an ordered head was made here: of what, and how much of the dense head it keeps; as above of the directory
-    #: that was written then, and left out where the format leaves the head out
-    ordered_head: OrderedHead | UnsetType = UNSET
+    tuning: Tuning | UnsetType = UNSET  #: how the weights were tuned, with the figures of the directory written then
+    ordered_head: OrderedHead | UnsetType = UNSET  #: of what an ordered head was made here, with such figures
 
 
 class Source(Record):
@@ -133,29 +119,24 @@ class Saving(Excerpt):
 
 
 def of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
-    """What a record says of the bundle, whatever is written of it.
-
-    Args:
-        original: the drafter's own weights.
-    """
+    """What a record says of the bundle; ``original`` are the drafter's own weights."""
     opened, section, region, digest = drafter.opened, drafter.section, drafter.model.region, hashlib.sha256()
     for at in range(0, region.size, _READ):
         digest.update(region.read(at, min(_READ, region.size - at)))
-    where = {
-        "index": section.index if section else None,
-        "begin": region.begin,
-        "end": region.begin + region.size,
-        "sha256": digest.hexdigest(),
-        "found_by": drafter.found_by,
-        "signature": drafter.signature.key,
-    }
     source = {
         "name": Path(opened.source.name).name,
         "size": opened.source.size,
         "kind": "litertlm" if opened.bundle else "tflite",
         "version": ".".join(map(str, opened.bundle.version)) if opened.bundle else None,
         "provenance": dict(sorted(opened.source.provenance.items())),
-        "section": where,
+        "section": {
+            "index": section.index if section else None,
+            "begin": region.begin,
+            "end": region.begin + region.size,
+            "sha256": digest.hexdigest(),
+            "found_by": drafter.found_by,
+            "signature": drafter.signature.key,
+        },
     }
     alike: dict[object, list[str]] = defaultdict(list)
     for role, tensor in original.tensors.items():

@@ -8,15 +8,17 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.checkpoint.dtypes import ROUNDED_TO
-from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES, Codes
+from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, ROUNDED_TO, Codes
 from mtp_extract.checkpoint.weight import Steps, Weight, row_codes, row_ranges
-from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
+from mtp_extract.errors import UnsupportedError
 from mtp_extract.litertlm.storage import Floats, Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
 
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
+
+SCALE_TYPES = MappingProxyType({f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32})
+"""What scales are rounded to; to F32 where a folded factor was divided out of them."""
 
 
 def narrowed(weight: Weight, rounded_to: str) -> Weight:
@@ -33,15 +35,11 @@ def narrowed(weight: Weight, rounded_to: str) -> Weight:
 
 @dataclass(frozen=True)
 class Rule:
-    """A way from floats to codes.
-
-    Attributes:
-        block: neighbouring elements of a row that share a step; 0 for the whole row.
-    """
+    """A way from floats to codes."""
 
     name: str
     bits: int
-    block: int
+    block: int  # neighbouring elements of a row that share a step; 0 for the whole row
 
     def fits(self, weight: Weight) -> bool:
         """Whether ``weight`` is a matrix whose rows are whole blocks."""
@@ -51,8 +49,10 @@ class Rule:
         """A matrix of floats as codes: made whenever they are asked for, never all in memory.
 
         Raises:
-            UnsupportedError: when it is read: numbers that are not finite, or steps beyond the type of the rule's.
+            UnsupportedError: it does not fit; or, when it is read, its numbers or their steps leave the rule's types.
         """
+        if not self.fits(original):
+            raise UnsupportedError(f"{self.name} is for matrices with rows of whole blocks of {self.block} alone.")
         block = self.block or original.columns
 
         def codes(first: int, last: int) -> Codes:
@@ -91,31 +91,20 @@ RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in _RULES
 
 
 def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
-    """``tensor`` after ``steps``: names of rules, of short types, and of these for the scales of codes (to FP16, or to
-    F32 after a folded factor was divided out).
+    """``tensor`` after ``steps``: keys of :data:`RULES`, of short types, and of :data:`SCALE_TYPES`.
 
     Raises:
-        CheckpointError: one of them is none that this package takes, or nothing that ``tensor`` admits of.
+        UnsupportedError: ``tensor`` does not admit of one of them.
     """
     for step in steps:
-        if step in RULES and RULES[step].fits(tensor):
+        if step in RULES:
             # Rules are for matrices of floats: codes that there were had been left behind by then.
             tensor = RULES[step].rounded(narrowed(tensor, ""))
         elif step in ROUNDED_TO:
             tensor = narrowed(tensor, step)
         else:
-            tensor = _with_scales(tensor, step)
+            codes = row_codes(tensor)
+            size = codes.steps.size.astype(SCALE_TYPES[step]).astype(np.float32)
+            grid = Steps.around_zero(codes.steps.block, size)
+            tensor = Weight(codes.shape, codes.codes, codes.scheme, grid, origin=codes.origin)
     return tensor
-
-
-def _with_scales(tensor: Weight, step: str) -> Weight:
-    """The codes of ``tensor`` around 0, their scales rounded as ``step`` says."""
-    try:
-        kind, codes = {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}[step], row_codes(tensor)
-    except (KeyError, NoCodesError) as error:
-        raise CheckpointError(
-            f"{escape(step)} cannot be done again: it is no step of this release, or the weight has no codes with "
-            "scales by row."
-        ) from error
-    grid = Steps.around_zero(codes.steps.block, codes.steps.size.astype(kind).astype(np.float32))
-    return Weight(codes.shape, codes.codes, Packing(codes.bits, signed=True), grid, origin=codes.origin)

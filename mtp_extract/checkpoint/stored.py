@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.documents import refused
-from mtp_extract.checkpoint.dtypes import ARRAYS, DTYPES, Dtype
+from mtp_extract.checkpoint.dtypes import ARRAYS, DTYPES, FLOAT_NAMES, Bytes, Dtype
 from mtp_extract.checkpoint.weight import Rows, Weight, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.files import open_regular
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     length: int
-
-
-class _Latest(threading.local):
-    """The rows that this thread read last."""
-
-    rows: tuple[int, int] | None = None
-    read: Bytes = np.empty((0, 0), np.uint8)
 
 
 class Stored(Weight):
@@ -49,7 +40,8 @@ class Stored(Weight):
     def __init__(self, path: Path, tensor: StoredTensor, name: str = "", cut: tuple[int, int] | None = None) -> None:
         shape = tensor.shape if cut is None else (tensor.shape[0], cut[1] - cut[0])
         super().__init__(shape, self._values, origin=(path, tensor.offset) if cut is None else None)
-        self.path, self.tensor, self.name, self.cut, self._latest = path, tensor, name, cut, _Latest()
+        self.path, self.tensor, self.name, self.cut = path, tensor, name, cut
+        self._latest = threading.local()  # the rows that a thread read last
 
     @property
     def dtype(self) -> Dtype:
@@ -58,14 +50,12 @@ class Stored(Weight):
         Raises:
             CheckpointError: it does not hold floats.
         """
-        for dtype in DTYPES.values():
-            if dtype.safetensors == self.tensor.dtype:
-                return dtype
-        raise CheckpointError(f"{self.path}: expected weights in floats, found {self.tensor.dtype}.")
+        if self.tensor.dtype not in FLOAT_NAMES:
+            raise CheckpointError(f"{self.path}: expected weights in floats, found {self.tensor.dtype}.")
+        return FLOAT_NAMES[self.tensor.dtype]
 
     def in_columns(self, begin: int, end: int) -> Stored:
-        """Columns ``[begin, end)`` of a matrix. Those of one tensor are cut out of the same rows, read once where a
-        thread asks for them in turn."""
+        """Columns ``[begin, end)`` of a matrix; rows are read once where a thread asks for several such in turn."""
         part = Stored(self.path, self.tensor, self.name, (begin, end))
         part._latest = self._latest
         return part
@@ -73,24 +63,20 @@ class Stored(Weight):
     def _values(self, first: int, last: int) -> Rows:
         if self.cut is None:
             stored = read_rows(self.path, self.tensor, first, last)
-            return (
-                stored.view("<i8")
-                if self.tensor.dtype == "I64"
-                else self.dtype.widen(stored.data).reshape(stored.shape[0], -1)
-            )
+            if self.tensor.dtype == "I64":
+                return stored.view("<i8")
+            return self.dtype.widen(stored.data).reshape(len(stored), -1)
         latest, (begin, end) = self._latest, self.cut
-        if latest.rows != (first, last):
+        if getattr(latest, "rows", None) != (first, last):
             # The same memory again: mapping it anew, page by page, costs as much as reading.
-            latest.rows = None
-            latest.read = read_rows(self.path, self.tensor, first, last, latest.read)
-            latest.rows = first, last
+            latest.rows, into = None, getattr(latest, "read", None)
+            latest.read, latest.rows = read_rows(self.path, self.tensor, first, last, into), (first, last)
         part = latest.read.reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
         return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:
-    """Name of the type that holds all of ``weights``, which are floats, as they are: their own where they share one,
-    else F32; indices are passed over."""
+    """Name of the type that all of ``weights``, indices left out, share; else "f32"."""
     types = {weight.tensor.dtype if isinstance(weight, Stored) else "" for weight in weights} - {"I64"}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 

@@ -84,9 +84,6 @@ class Steps:
 class Weight:
     """A weight of a role: the rows of the first axis of a matrix, and one row for anything else.
 
-    Those that lie in a bundle (:class:`Constant`) or in a file of tensors
-    (:class:`~mtp_extract.checkpoint.stored.Stored`) say where, too.
-
     Args:
         shape: ``[out, in]`` of a matrix, ``[size]`` of a vector.
         read: rows ``[first, last)``, ``[last − first, columns]``: codes, int8 or uint8, where there is a ``scheme``;
@@ -94,7 +91,7 @@ class Weight:
         scheme: width and sign of its codes; None where it has none.
         steps: what its codes are worth, or makes that when it is first asked for.
         origin: equal for weights that are one stored constant; None where the question makes no sense.
-        rule: the name of the rule by which its codes were made of floats; empty where they were not made here.
+        rule: the name of the rule by which its codes were made here of floats.
     """
 
     def __init__(
@@ -150,9 +147,6 @@ class Weight:
 class Constant(Weight):
     """The constant of a role that has one, less what the converter folded into it: stored = factor × weight.
 
-    Attributes:
-        folded: whether one number is stored for a vector of equal ones, as converters do.
-
     Raises:
         UnsupportedError: weights this release cannot read.
         FormatError: damaged quantization.
@@ -161,6 +155,7 @@ class Constant(Weight):
     def __init__(self, model: TfliteModel, found: FoundRole) -> None:
         assert found.tensor is not None
         self.source, self.factor = QuantizedTensor.of(model, found.tensor), found.factor
+        # Converters store one number for a vector of equal ones.
         self.folded = found.tensor.elements != math.prod(found.shape)
         source, steps = self.source, None
         # Codes of 16 bits, or with scales across the rows, are held by no format: they are floats.
@@ -175,7 +170,6 @@ class Constant(Weight):
         return not self.folded and self.source.storage.by_rows
 
     def _stored(self, first: int, last: int) -> Rows:
-        """Rows of codes, or of numbers where it has no codes."""
         read = self.source.floats if self.scheme is None else self.source.codes
         if self.folded:
             rows = np.full((last - first, self.columns), read()[0])
@@ -185,7 +179,7 @@ class Constant(Weight):
 
 
 def filled(shape: tuple[int, ...], value: float = 1.0) -> Weight:
-    """A weight of one number that nothing stores: a factor or weight of 1 that the converter folded away."""
+    """A weight of one number that nothing stores, such as a factor of 1 that the converter folded away."""
     columns = rows_of(shape)[1]
     return Weight(shape, lambda first, last: np.full((last - first, columns), value, np.float32))
 
@@ -218,8 +212,8 @@ def row_ranges(weight: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple
 
 
 def row_codes(weight: Weight) -> Weight:
-    """``weight`` as every format that keeps integers writes it: signed codes less their zero points, of the least of 2,
-    4 and 8 bits that hold every code the stored type can have, and steps without the factor folded into them.
+    """``weight`` as formats write it: signed codes less their zero points, in the least of 2, 4 and 8 bits that hold
+    all that the stored type has, and steps without the factor folded into them.
 
     Raises:
         NoCodesError: it is stored as floats, or as codes that do not fit 8 bits around zero.
@@ -249,19 +243,14 @@ def has_exact_steps(weight: Weight) -> bool:
     return weight.scheme is None or weight.steps.factor == 1.0
 
 
-def same_floats(one: Weight, other: Weight) -> bool:
-    """Whether both hold the same numbers, to the bit."""
-    return one.shape == other.shape and all(
-        np.array_equal(one.floats(*rows).view(np.uint32), other.floats(*rows).view(np.uint32))
-        for rows in row_ranges(one)
-    )
-
-
 def same_weight(made: Weight, found: Weight) -> bool:
-    """Whether ``found`` is ``made``, to the bit: of a weight with codes, the codes and their scales, which a format may
-    have repeated along a row; of any other the numbers."""
+    """Whether ``found`` is ``made``, to the bit: the codes and their scales, which a format may have repeated along a
+    row; of a ``found`` without codes the numbers."""
     if found.scheme is None:
-        return same_floats(made, found)
+        return made.shape == found.shape and all(
+            np.array_equal(made.floats(*rows).view(np.uint32), found.floats(*rows).view(np.uint32))
+            for rows in row_ranges(made)
+        )
     # Codes whose zero points leave 8 bits are compared as they are stored.
     with suppress(NoCodesError):
         made, found = row_codes(made), row_codes(found)

@@ -14,8 +14,7 @@ from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape, nearest
 
 if TYPE_CHECKING:
-    from mtp_extract.checkpoint.arranged import Format
-    from mtp_extract.checkpoint.checkpoint import Checkpoint
+    from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,12 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
-from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
-from mtp_extract.checkpoint.checkpoint import CODES, Activations, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Activations, Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import AllowedKeys, at, read_object
-from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES
-from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_rows
+from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES, pack, row_bytes, unpack
+from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, json_text, plan_array, plan_rows
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array, read_rows
-from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, same_floats
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.transformers import (
@@ -61,39 +59,26 @@ class Packed:
 
 @dataclass(frozen=True)
 class DirectoryFormat:
-    """``config.json``, ``generation_config.json`` and ``model.safetensors``; packed, if ``key`` is given.
-
-    Attributes:
-        key: of the configuration's entry that says how matrices are packed.
-        codes: what the name of the tensor of a matrix's codes adds to the module's, and its type; in U8 codes of 8 bits
-            are I8.
-        arrays: the same → the other tensors of a matrix, made of its scales, float32 ``[out, in / group]``, which are
-            the first.
-        static: the same of two further tensors, the static scales of what goes in and comes out, 0 where there are
-            none.
-        document: the configuration's entry, of the modules that are packed and the matrices that stay in floats.
-        groups: neighbouring elements of a row that may share a scale, the longest first.
-        rows: whether a whole row may share one, whatever its length.
-        unfit: why no other block of {block} elements is held, and what holds it.
-        unties: whether a packed head is a module of its own; else it is the embedding.
-        floats_head_for: an engine that takes a head of floats only.
-        header: what the weights file calls its tensors' format.
-        tolerated: what the configuration's entry may say otherwise than it is written here.
-    """
+    """``config.json``, ``generation_config.json`` and ``model.safetensors``; packed, if ``key`` is given."""
 
     name: str
-    key: str = ""
-    codes: tuple[str, str] = ("", "")
+    key: str = ""  # of the configuration's entry that says how matrices are packed
+    codes: tuple[str, str] = (
+        "",
+        "",
+    )  # what the name of a matrix's codes adds to the module's; type, I8 for U8 of 8 bits
+    # The same → the other tensors of a matrix, made of its scales, float32 [out, in / group], which are the first.
     arrays: Callable[[Packed, Floats], dict[str, npt.NDArray[Any]]] = lambda packed, scales: {}
-    static: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()  # the same of the static scales of what goes in and comes out, 0 where there are none
+    # The configuration's entry, of the modules that are packed and the matrices that stay in floats.
     document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
-    groups: tuple[int, ...] = ()
-    rows: bool = False
-    unfit: str = ""
-    unties: bool = True
-    floats_head_for: str = ""
-    header: str = "pt"
-    tolerated: AllowedKeys = field(default_factory=dict)
+    groups: tuple[int, ...] = ()  # neighbouring elements of a row that may share a scale, the longest first
+    rows: bool = False  # whether a whole row may share one, whatever its length
+    unfit: str = ""  # why no other block of {block} elements is held, and what holds it
+    unties: bool = True  # whether a packed head is a module of its own; else it is the embedding
+    floats_head_for: str = ""  # an engine that takes a head of floats only
+    header: str = "pt"  # what the weights file calls its tensors' format
+    tolerated: AllowedKeys = field(default_factory=dict)  # what the entry may say otherwise than it is written here
     marker: str = "config.json"
     weights_file: str = "model.safetensors"
     further_files: tuple[str, ...] = (GENERATION_FILE,)
@@ -136,12 +121,10 @@ class DirectoryFormat:
             if own.how == CODES and (group := self._group_of(own.weight))
         }
         if self.key and not packed:
-            plain = any(len(own.weight.shape) == 2 and own.weight.scheme is None for own in kept.values())
-            such = "Extract the bundle with --codes, round the matrices here, or choose"
             raise UnsupportedError(
-                f"The {self.name} format needs matrices of integers, and this drafter has none of its kind. "
-                f"{such if plain else 'Choose'} the transformers format, which its engines load too.",
-                remedies=(*(("quantize",) if plain else ()), "format=transformers"),
+                f"The {self.name} format needs matrices of integers, and this drafter has none of its kind. Round its "
+                "floats here, or choose the transformers format, which its engines load too.",
+                remedies=("quantize", "format=transformers"),
             )
         if config.ordered_head is not None and HEAD in packed:
             raise UnsupportedError(
@@ -233,8 +216,7 @@ class DirectoryFormat:
             else:
                 floats = ("F32",) if self.key else reading.FLOATS
                 expected[name] = shapes[role], ("I64",) if role.kind == INDEX else floats
-        copied = {} if self.key else {f"{HEAD}{_WEIGHT}": expected[f"{EMBEDDING}{_WEIGHT}"]}
-        reading.check_tensors(expected, stored, more=copied)
+        reading.check_tensors(expected, stored)
         require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
@@ -244,9 +226,6 @@ class DirectoryFormat:
                 activations |= {role.name: pair} if any(pair) else {}
             else:
                 tensors[role.name] = Stored(*stored[name], name)
-        copy = stored.get(f"{HEAD}{_WEIGHT}") if copied else None
-        if copy and not same_floats(Stored(*copy), tensors[HEAD]):
-            raise reading.mismatch([f"{HEAD}{_WEIGHT}: expected the values of {EMBEDDING}{_WEIGHT}, found others"])
         dtype = "f32" if self.key else common_dtype(tensors.values())
         return Checkpoint(
             GEMMA4_MTP, config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations)

@@ -27,8 +27,7 @@ from msgspec import Meta, Struct
 
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
-from mtp_extract.checkpoint.arranged import INDICES, Arranged, Kept, keep_floats
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import INDICES, Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import (
     ANYTHING,
     OFF,
@@ -41,7 +40,7 @@ from mtp_extract.checkpoint.documents import (
     require_keys,
 )
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_array
+from mtp_extract.checkpoint.files import OutputFile, json_text, plan_array
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
@@ -101,20 +100,13 @@ def findings_of(directory: Path) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``.
-
-    Attributes:
-        name: of the layout.
-        document: ``config.json`` of a head whose weights have this transformers dtype.
-        flat: what a parsed ``config.json`` says, with all keys that are read at the top level. Raises CheckpointError
-            where one of the layout's own is missing or of the wrong type.
-        tolerated: what ``config.json`` may say otherwise than it is written here.
-    """
+    """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``."""
 
     name: str
-    document: Callable[[Eagle3Config, str], Mapping[str, Any]]
+    document: Callable[[Eagle3Config, str], Mapping[str, Any]]  # of a head whose weights have this transformers dtype
+    # What a parsed configuration says, all keys that are read at the top level; CheckpointError where one is missing.
     flat: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    tolerated: AllowedKeys
+    tolerated: AllowedKeys  # what the configuration may say otherwise than it is written here
     marker: str = "config.json"
     weights_file: str = WEIGHTS_FILE
     further_files: tuple[str, ...] = ()

@@ -24,13 +24,11 @@ from msgspec import Struct, field
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, shapes_of
-from mtp_extract.checkpoint.arranged import NOTHING, Arranged, Kept, keep_floats
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import ANYTHING, NUMBER, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, DTYPES
+from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
-from mtp_extract.checkpoint.packing import BLOCK, BLOCK_TYPES
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_rows
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, row_ranges
@@ -123,9 +121,8 @@ class GgufFormat:
         sizes, block, columns = codes.steps.size, codes.steps.block, codes.columns
         if columns % BLOCK or block % BLOCK:
             what = f"rows of {columns}" if columns % BLOCK else f"blocks of {block}"
-            need = f"Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row"
-            kept_by = "the compressed-tensors format keeps rows of any length"
-            return keep_floats(weight, "f32", f"it has {what}, and {need} ({kept_by})")
+            why = f"it has {what}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
+            return keep_floats(weight, "f32", why)
         with np.errstate(over="ignore", under="ignore"):
             halves = sizes.astype(np.float16).astype(np.float32)
         unlike = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
@@ -275,18 +272,11 @@ def _metadata(config: DrafterConfig) -> dict[str, Any]:
     config.require_uniform()
     sliding, full = config.sliding, config.full  # each stands for the other where there is none
     if SLIDING in config.layer_types and sliding.rope.kind != "default":
-        raise UnsupportedError(
-            f"The sliding layers turn {sliding.rope.partial_rotary_factor:g} of a head, by frequencies divided by "
-            f"{sliding.rope.factor:g}; llama.cpp turns all of it, by the frequencies themselves. Choose the "
-            "transformers format.",
-            remedies=("format=transformers",),
-        )
+        why = "The sliding layers turn a part of a head, or slower, where llama.cpp turns all by plain frequencies."
+        raise UnsupportedError(f"{why} Choose the transformers format.", remedies=("format=transformers",))
     if config.attention_scale != 1.0:
-        raise UnsupportedError(
-            f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says. Choose the "
-            "litert format.",
-            remedies=("format=litert",),
-        )
+        why = f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says."
+        raise UnsupportedError(f"{why} Choose the litert format.", remedies=("format=litert",))
     heads = config.num_kv_heads
     keys: dict[str, Any] = {
         "block_count": config.num_layers,

@@ -15,10 +15,9 @@ from msgspec import Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
-from mtp_extract.checkpoint.arranged import Arranged, Kept, keep_floats
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import WHOLE, read_object, require_keys
-from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.files import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled
 from mtp_extract.errors import CheckpointError, UnsupportedError
@@ -144,9 +143,9 @@ class _Read(Struct):
             DrafterError: a shape that no drafter has.
         """
         columns = (self.layer_types, self.head_dims, self.num_kv_heads, self.sliding_windows)
-        if len({len(column) for column in columns}) > 1:
-            raise CheckpointError("expected head_dims, num_kv_heads and sliding_windows of each layer, found others")
-        if any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):
-            raise CheckpointError("expected a window for each sliding layer and for no other, found others")
+        even = len({len(column) for column in columns}) == 1
+        if not even or any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):
+            what = "head_dims, num_kv_heads and sliding_windows of each layer, and windows of sliding layers alone"
+            raise CheckpointError(f"expected {what}, found others")
         layers = (LayerConfig(*layer, rope_of(self.rope, layer[0])) for layer in zip(*columns, strict=True))
         return DrafterConfig(layers=tuple(layers), **{name: getattr(self, name) for name in _OWN_NAMES})

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from mtp_extract.checkpoint.documents import HEADER, read_object, require_keys
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
 from mtp_extract.io.typed import read
 
-FLOATS = tuple(dtype.safetensors for dtype in DTYPES.values())
+FLOATS = tuple(FLOAT_NAMES)
 """Names of the types that floats are stored in."""
 
 Tensors = Mapping[str, tuple[Path, StoredTensor]]

@@ -21,7 +21,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
 
-from mtp_extract.checkpoint.arranged import arrange
+from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import format_named, weights_of

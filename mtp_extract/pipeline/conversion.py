@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.arranged import INDICES, Arranged
+from mtp_extract.checkpoint.checkpoint import INDICES, Arranged
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.formats import EVERY, format_of
 from mtp_extract.io.address import name_of

@@ -14,8 +14,7 @@ import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
-from mtp_extract.checkpoint.arranged import Arranged
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
 from mtp_extract.checkpoint.weight import Constant, filled
 from mtp_extract.errors import SourceError, escape

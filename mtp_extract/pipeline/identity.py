@@ -160,7 +160,7 @@ def _differing(
             yield f"{name} has other static scales of activations than the file's"
             return
         chains[role.name] = chain
-    for role_name, there in with_codes(directory, written).tensors.items():
+    for role_name, there in with_codes(directory, written.tensors).items():
         if there is not written.tensors[role_name]:
             chain, own_bits = how_derived(original.tensors[role_name], there), original.tensors[role_name].bits
             if chain is None or (not chain and own_bits != there.bits):

@@ -62,7 +62,7 @@ class ReadDirectory:
             )
         format_ = format_of(folder)
         written = format_.read(folder)
-        checkpoint = with_codes(folder, written)
+        checkpoint = replace(written, tensors=with_codes(folder, written.tensors))
         told = record or _implied(folder, checkpoint)
         tensors = dict(checkpoint.tensors)
         # What was one stored constant is one again: formats may write it once.

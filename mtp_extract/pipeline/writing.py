@@ -15,12 +15,9 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import CENTROIDS, MATRIX, shapes_of
-from mtp_extract.checkpoint.arranged import FLOATS, INDICES, Arranged, arrange
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, Arranged, Checkpoint, arrange
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.files import write_file
-from mtp_extract.checkpoint.planned import OutputFile, json_text
-from mtp_extract.checkpoint.record import FORMAT_VERSION
+from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
 from mtp_extract.checkpoint.rounding import RULES, SCALES
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, either
@@ -147,11 +144,11 @@ def write(
         made.require_same(back, rounded=compare_rounded)
         if compare_rounded:
             # Codes that are not those of the floats they lie beside are refused where they are read.
-            with_codes(stage, back)
+            with_codes(stage, back.tensors)
         if made.with_codes and CODES_FILE not in files:
             told.append(f"{CODES_FILE} was not written: nothing that has integers is kept in floats.")
         record = {
-            "format_version": FORMAT_VERSION,
+            "format_version": 5,
             "tool": {"name": "mtp-extract", "version": __version__},
             **origin,
             "layout": made.format.name,

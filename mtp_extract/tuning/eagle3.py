@@ -14,8 +14,7 @@ import torch
 
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
-from mtp_extract.checkpoint.arranged import arrange
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.formats import format_named

@@ -12,8 +12,7 @@ import torch
 from accelerate import Accelerator
 from xxhash import xxh3_128
 
-from mtp_extract.checkpoint.arranged import NOTHING, Arranged
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard

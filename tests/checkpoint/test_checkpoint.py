@@ -21,10 +21,9 @@ from safetensors.numpy import load_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import files
-from mtp_extract.checkpoint.arranged import arrange
+from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import read_header, write_file
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array
+from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, read_header, write_file
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.formats import FORMATS, format_named
 from mtp_extract.pipeline.check import files_in

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mtp_extract.checkpoint.packing import pack, row_bytes, unpack
+from mtp_extract.checkpoint.dtypes import pack, row_bytes, unpack
 
 BITS = (2, 4, 8)
 

@@ -60,16 +60,6 @@ def test_missing_unexpected_and_mis_shaped_are_named_together(saved: Save) -> No
     assert "post_projection.weight: expected shape [24, 16], found [16, 24]" in message
 
 
-def test_a_stored_lm_head_must_be_the_embedding(saved: Save) -> None:
-    directory = saved(GEOMETRIES["dense"])
-    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
-    edit(directory, lm_head__weight=embedding.clone())
-    load_drafter(directory)
-    edit(directory, lm_head__weight=embedding + 1)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected the values of model\.embed_tokens\.weight"):
-        load_drafter(directory)
-
-
 def test_float16_is_refused_with_the_reason(saved: Save) -> None:
     directory = saved(GEOMETRIES["dense"])
     with pytest.raises(DrafterError, match=r"float16 is asked for.*65504"):

@@ -21,8 +21,7 @@ from mtp_extract import extract
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.arranged import arrange
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.stored import Stored
@@ -182,10 +181,10 @@ def test_blocks_of_every_size(checkpoint: Checkpoint, tmp_path: Path, format_: s
 
 def test_codes_beside_are_of_what_is_in_floats(tmp_path: Path) -> None:
     extract(variant("torch_asymmetric"), tmp_path / "out", format="mlx", codes=True)
-    found = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+    found = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out").tensors)
     stored = {name.rpartition(".")[0] for name in load_file(tmp_path / "out" / "codes" / "codes.safetensors")}
     assert "pre_projection.weight" in stored and "model.embed_tokens.weight" not in stored
-    assert all(tensor.scheme is not None for tensor in found.tensors.values() if len(tensor.shape) == 2)
+    assert all(tensor.scheme is not None for tensor in found.values() if len(tensor.shape) == 2)
 
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])

@@ -27,7 +27,7 @@ from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import extract
-from mtp_extract.checkpoint.arranged import arrange
+from mtp_extract.checkpoint.checkpoint import arrange
 
 SPECS = (DrafterSpec(), DrafterSpec(windows=(4, None)))
 WRITTEN = 25

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from mtp_extract import extract
 from mtp_extract.bundle import Shard
-from mtp_extract.checkpoint.arranged import arrange
+from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.cli import inspect
 from mtp_extract.errors import MtpExtractError
