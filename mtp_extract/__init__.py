@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from mtp_extract.bundle import open_bundle as open
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.hub.upload import UploadResult, upload
-    from mtp_extract.pipeline.conversion import convert
     from mtp_extract.pipeline.extraction import extract
-    from mtp_extract.pipeline.writing import ExtractionResult
+    from mtp_extract.pipeline.writing import ExtractionResult, convert
     from mtp_extract.report.card import CardWords
     from mtp_extract.serving.plan import BenchPlan
     from mtp_extract.tuning.plan import TuningPlan
@@ -64,9 +63,8 @@ _HOMES = {
     "bundle": ("Opened", "Shard", "open_bundle"),
     "errors": ("MtpExtractError",),
     "hub.upload": ("UploadResult", "upload"),
-    "pipeline.conversion": ("convert",),
     "pipeline.extraction": ("extract",),
-    "pipeline.writing": ("ExtractionResult",),
+    "pipeline.writing": ("ExtractionResult", "convert"),
     "report.card": ("CardWords",),
     "serving.plan": ("BenchPlan",),
     "tuning.plan": ("TuningPlan",),

@@ -39,9 +39,7 @@ def inspect(
     *,
     tensors: bool = False,
     graph: bool = False,
-    section: int | None = None,
     against: str | os.PathLike[str] | None = None,
-    sliding_window: int | None = None,
     progress: Progress = nothing_shown,
 ) -> Inspection | BaseComparison:
     """What a bundle or a checkpoint holds.
@@ -51,8 +49,7 @@ def inspect(
             ``.gguf``.
         against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
             a base's directory.
-        tensors, graph, section, sliding_window: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; the
-            last three are of a bundle alone.
+        tensors, graph: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; ``graph`` is of a bundle.
 
     Returns:
         An Inspection; of a bundle ``against`` a base's directory a BaseComparison.
@@ -62,10 +59,9 @@ def inspect(
         UnsupportedError: what is asked for does not go together.
     """
     source = checkpoint_here(source, or_bundle=True)
-    of_bundle = tuple(name for name, given in (("graph", graph), ("section", section is not None)) if given)
-    if of_bundle and (against or is_checkpoint(source)):
-        why = "expected a bundle alone, whose graph or section is asked for. Leave these out."
-        raise UnsupportedError(f"{escape(source)}: {why}", remedies=of_bundle)
+    if graph and (against or is_checkpoint(source)):
+        why = "expected a bundle alone, whose graph is asked for. Leave that out."
+        raise UnsupportedError(f"{escape(source)}: {why}", remedies=("graph",))
     if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
@@ -74,7 +70,7 @@ def inspect(
             raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
         if against is not None:
             return compare_base(opened, Path(against), progress)
-        return inspection.inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
+        return inspection.inspect(opened, tensors=tensors, graph=graph)
 
 
 def insert(

@@ -34,7 +34,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 from mtp_extract import inspect  # noqa: E402
 from mtp_extract.data import sample_bundle  # noqa: E402
-from mtp_extract.pipeline.reading import ReadDirectory  # noqa: E402
+from mtp_extract.pipeline.check import ReadDirectory  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MOCKED = "mock-oauth-token-for-local-dev"

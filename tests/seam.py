@@ -48,10 +48,10 @@ from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import TfliteModel, read_model
+from mtp_extract.pipeline.check import Check, ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
-from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.pipeline.identity import verify_against as _verify_against
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
-from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.proof.proof import Proof, in_words
 from mtp_extract.proof.proof import prove as _prove
 
@@ -64,6 +64,11 @@ def verify(place: Path | str) -> Mapping[str, Any]:
     """The record of the checkpoint at ``place``, which is held against it; empty where there is none."""
     found = ReadDirectory.of(place)
     return found.record if found.is_recorded else {}
+
+
+def verify_against(place: Path | str, opened: Opened) -> list[Check]:
+    """The checks of the checkpoint at ``place`` against its bundle, all of them passed or not to be made."""
+    return _verify_against(ReadDirectory.of(place), opened)
 
 
 def read_floats(weight: Weight) -> Floats:

@@ -18,9 +18,8 @@ from mtp_extract.errors import OutputError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.place import check_place
-from mtp_extract.pipeline.check import recorded
-from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.check import ReadDirectory, recorded
+from mtp_extract.pipeline.writing import convert
 from mtp_extract.tuning.pair import write_made
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.validation.plan import ValidationPlan

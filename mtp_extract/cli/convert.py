@@ -41,7 +41,7 @@ def command(
     if plan.format is None:
         raise typer.BadParameter("name the engine that is to load it, or a format, with --for.")
 
-    from mtp_extract.pipeline.conversion import convert
+    from mtp_extract.pipeline.writing import convert
 
     with progress(quiet=print_json) as tick:
         result = convert(directory, out, **vars(plan), overwrite=overwrite, progress=tick)

@@ -130,7 +130,9 @@ def table(
 def _cell(value: object) -> object:
     if value is None or isinstance(value, bool):
         return "yes" if value else "-"
-    return f"{value:.3g}" if isinstance(value, float) else value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={one}" for key, one in value.items() if one is not None)
+    return f"{value:.3g}" if isinstance(value, float) else list(value) if isinstance(value, tuple) else value
 
 
 def _room(indent: str = "") -> int:

@@ -28,8 +28,7 @@ from mtp_extract.formats import format_named, weights_of
 from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.io.http_library import STATUSES, hide_queries, http_library
 from mtp_extract.io.typed import read
-from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, changed_card, files_in
-from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, ReadDirectory, changed_card, files_in
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 

@@ -27,8 +27,8 @@ from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
+from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
-from mtp_extract.pipeline.reading import ReadDirectory
 from mtp_extract.proof.proof import Proof
 
 

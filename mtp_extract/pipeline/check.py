@@ -1,23 +1,30 @@
-"""A checkpoint's directory: which files are its own, what else an engine would read there, and its own record."""
+"""A checkpoint's directory as every command reads it: which files are its own, what else an engine would read there,
+its own record, and what all of it holds."""
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from mtp_extract.checkpoint.codes import CODES_FILE
+from msgspec import convert as typed
+from msgspec import to_builtins
+
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import read_object
-from mtp_extract.checkpoint.files import sha256_of_file
-from mtp_extract.checkpoint.record import Extraction
-from mtp_extract.errors import CheckpointError, OutputError, escape
+from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
+from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, provenance
+from mtp_extract.checkpoint.weight import same_weight
+from mtp_extract.errors import CheckpointError, OutputError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
-from mtp_extract.io.address import is_cached
+from mtp_extract.io.address import is_cached, name_of
 from mtp_extract.io.place import listing
 from mtp_extract.io.typed import read
 from mtp_extract.report.files import REPORT_FILES
@@ -38,13 +45,8 @@ _TOKENIZER = (
 )
 """Drafts are tokens of the base: what the drafter's own tokenizer calls them changes none."""
 
-_CODE = "auto_map"
-"""Key of a configuration that names code to be run."""
-
 _FOUND_BY_ENDING = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth", ".py", ".json")
 """What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
-
-_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 AGAIN = "Extract it again, or fetch it again."
 """What to do with a directory that was changed."""
@@ -73,11 +75,10 @@ def recorded(place: Path) -> frozenset[str]:
     """
     listing(RECORD, ())(place)
     try:
-        files = read_object(place / RECORD).get("files")
+        if not isinstance(files := read_object(place / RECORD).get("files"), dict):
+            raise CheckpointError(f"{escape(place / RECORD)}: lists no files.")
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
-    if not isinstance(files, dict):
-        raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
     written = {CARD, CODES_FILE, GENERATION_FILE}
     written |= {name for one in map(format_named, EVERY) for name in (one.weights_file, one.marker)}
     return frozenset({RECORD, *(name for name in files if any(is_called(name, known) for known in written))})
@@ -119,10 +120,8 @@ def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
         if name == CARD:
             continue
         if name not in present:
-            wrong.append(f"{escape(name)} is {_irregular(path) or 'missing'}")
-        elif path.stat().st_size != expected["size"]:
-            wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected['size']}")
-        elif sha256_of_file(path) != expected["sha256"]:
+            wrong.append(f"{escape(name)} is missing, or a link")
+        elif path.stat().st_size != expected["size"] or sha256_of_file(path) != expected["sha256"]:
             wrong.append(f"{escape(name)} has other content")
     if not wrong and (found := format_of(folder).name) not in (layout, EVERY[layout].read_as):
         wrong.append(f"the layout is {found}, not {layout}")
@@ -132,19 +131,16 @@ def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
 def files_in(folder: Path) -> Iterator[str]:
     """Files below ``folder``, hidden ones left out, as the record writes them."""
     for path in _entries(folder):
-        if not path.name.startswith(".") and not _irregular(path):
+        if not path.name.startswith(".") and _is_file(path):
             yield path.relative_to(folder).as_posix()
 
 
-def unexpected_in(place: Path) -> Iterator[str]:
-    """What an engine may read at ``place`` and is not the drafter's, each as a clause that names a file.
+def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
+    """What an engine may read at ``place``, a drafter in ``format_``, and is not its own, each as a clause that names a
+    file.
 
     What the drafter's own files say is checked where they are read; those of a validation's report may be there.
-
-    Raises:
-        CheckpointError: ``place`` holds no drafter, or a damaged one.
     """
-    format_ = format_of(place)
     if place.is_file():
         return
     own = {
@@ -154,12 +150,12 @@ def unexpected_in(place: Path) -> Iterator[str]:
     own |= {RECORD, CODES_FILE, *REPORT_FILES}
     for path in _entries(place):
         name = path.relative_to(place).as_posix()
-        if what := _irregular(path):
-            yield f"{escape(name)} is {what} (put the file itself there)"
+        if not _is_file(path):
+            yield f"{escape(name)} is a link, or no file (put the file itself there)"
         elif name not in own and not _is_harmless(name):
             yield f"{escape(name)} belongs neither to the checkpoint nor to a report (move it elsewhere)"
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    yield from (f"{path.name} names code" for path in configs if _CODE in read_object(path))
+    yield from (f"{path.name} names code" for path in configs if "auto_map" in read_object(path))
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -173,16 +169,12 @@ def _entries(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted([*links, *names]))
 
 
-def _irregular(path: Path) -> str:
-    """What lies at ``path`` in place of a file; empty for a file, and for a link of the Hub's cache to one.
+def _is_file(path: Path) -> bool:
+    """Whether a file lies at ``path``, or a link of the Hub's cache to one: other links may lead to anything.
 
-    Nothing is opened: a pipe would be waited for, a link may lead to a file that is nobody's business.
+    Nothing is opened: a pipe would be waited for.
     """
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return "missing"
-    return "" if stat.S_ISREG(mode) or is_cached(path) else _KINDS.get(stat.S_IFMT(mode), "a device")
+    return is_cached(path) or (path.is_file() and not path.is_symlink())
 
 
 def _is_harmless(name: str) -> bool:
@@ -191,3 +183,91 @@ def _is_harmless(name: str) -> bool:
     if base.startswith("."):
         return not base.endswith(_FOUND_BY_ENDING)
     return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _HARMLESS)
+
+
+@dataclass(frozen=True)
+class ReadDirectory:
+    """What a directory holds, and what is known of it.
+
+    Attributes:
+        directory: or a file that is a checkpoint by itself.
+        layout: name of its format.
+        written: what its files of that format hold.
+        checkpoint: the same with the codes that lie beside its floats.
+        known_as: the name of its geometry; None for one that is not listed.
+        record: its own; where it has none, what would stand there.
+        is_recorded: whether it has one.
+    """
+
+    directory: Path
+    layout: str
+    written: Checkpoint
+    checkpoint: Checkpoint
+    known_as: str | None
+    record: Mapping[str, Any]
+    is_recorded: bool
+
+    @classmethod
+    def of(cls, place: str | os.PathLike[str]) -> ReadDirectory:
+        """The drafter in ``place``, beside which nothing lies that an engine may read; and where it has a record, every
+        file but the card has the size and SHA-256 that stand there. Where it came from takes the bundle to check.
+
+        Raises:
+            CheckpointError: something differs, is missing or does not belong there; the message lists what.
+        """
+        folder = with_record(Path(place))
+        record = read_record(folder)
+        wrong = changed_files(folder, record) if record else []
+        if wrong := wrong or list(unexpected_in(folder, format_ := format_of(folder))):
+            raise CheckpointError(
+                f"{escape(folder)}: expected a drafter{f', as its {RECORD} lists it,' if record else ''} and nothing "
+                f"else that an engine may read, found that {few(wrong, separator='; ')}. {AGAIN}"
+            )
+        written = format_.read(folder)
+        tensors = dict(with_codes(folder, written.tensors))
+        known = known_drafter(written.config) if isinstance(written.config, DrafterConfig) else None
+        known_as = known["name"] if known else None
+        told = record or {**_implied(folder, written), "known_as": known_as}
+        # What was one stored constant is one again: formats may write it once.
+        for first, *others in told["shared"]:
+            for role in others:
+                if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
+                    tensors[role] = tensors[first]
+        checkpoint = replace(
+            written,
+            tensors=MappingProxyType(tensors),
+            activations=MappingProxyType(typed(told["activations"], Pairs)),
+            provenance=provenance(told["source"]),
+        )
+        return cls(folder, format_.name, written, checkpoint, known_as, told, bool(record))
+
+    @property
+    def extra_codes(self) -> frozenset[str]:
+        """Roles whose codes lie in a file of their own, besides their floats."""
+        coded = [role for role, weight in self.checkpoint.tensors.items() if weight.scheme]
+        return frozenset(role for role in coded if not self.written.tensors[role].scheme)
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """By name: SHA-256 of each file with tensors."""
+        if self.is_recorded:
+            return {name: of["sha256"] for name, of in self.record["files"].items() if name.endswith(TENSOR_FILES)}
+        return {name: sha256_of_file(path) for name, path in _files_of_tensors(self.directory).items()}
+
+
+def _files_of_tensors(place: Path) -> dict[str, Path]:
+    folder, names = (place, files_in(place)) if place.is_dir() else (place.parent, [place.name])
+    return {name: folder / name for name in names if name.endswith(TENSOR_FILES)}
+
+
+def _implied(place: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a record would say of a directory that has none: its name, and how it holds numbers."""
+    size = sum(path.stat().st_size for path in _files_of_tensors(place).values())
+    source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
+    return {
+        "tool": {"version": None},
+        "source": {**source, "provenance": {}},
+        "dtype": checkpoint.dtype,
+        "activations": {role: to_builtins([*pair]) for role, pair in checkpoint.activations.items()},
+        **{"rule": None, "proof": None, "rounded": [], "converted_from": [], "shared": []},
+    }

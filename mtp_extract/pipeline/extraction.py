@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
+from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
@@ -29,9 +30,7 @@ from mtp_extract.proof.proof import Proof, in_words, prove
 
 def default_directory(source: str | os.PathLike[str]) -> Path:
     """Where a result goes when the user does not say: ``NAME-mtp-drafter`` in the current directory."""
-    name = os.fspath(source).rstrip("/").rsplit("/", 1)[-1].split("@")[0].split("?")[0]
-    for ending in (".litertlm", ".tflite"):
-        name = name.removesuffix(ending)
+    name = re.sub(r"(\.litertlm|\.tflite)?([@?].*)?$", "", os.fspath(source).rstrip("/").rpartition("/")[2])
     return Path(f"{name or 'model'}-mtp-drafter")
 
 
@@ -68,11 +67,10 @@ def extract(
         source: a path, an id of the Hub, a URL, or something already opened, as
             :func:`~mtp_extract.bundle.open_source` takes it.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format: a name in :data:`mtp_extract.formats.FORMATS`, or an engine's in
-            :data:`mtp_extract.formats.ENGINES`, whose best it then is; by default "transformers".
+        format: a name in :data:`mtp_extract.formats.FORMATS`, or an engine's, whose best it then is; by default
+            "transformers".
         dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
-        codes: write the integers, scales and zero points of what is written in floats, too
-            (``codes/codes.safetensors``).
+        codes: write ``codes/codes.safetensors`` too: integers, scales and zero points of what is written in floats.
         quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
@@ -126,11 +124,6 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
 
 def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
     """What a user should know of the file."""
-    scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
-    if absent := [name for name in scalars if name not in made.checkpoint.tensors]:
-        yield f"The graph has no layer scalar in {len(absent)} layers, as if it were 1; 1 was written."
-    if not drafter.names.confirmed:
-        yield "The file has none of the names of Google's published files; the roles rest on the graph alone."
     for role, others in drafter.names.contradicted.items():
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
     if any(found.input is not None for found in drafter.walk.roles) and not EVERY[made.format.name].activations:

@@ -7,8 +7,9 @@ directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,79 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
-from mtp_extract.checkpoint.rounding import RULES
+from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight, filled, row_ranges
+from mtp_extract.checkpoint.weight import ROW_STEP, Weight, filled, has_exact_steps, same_weight
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape, few
-from mtp_extract.formats import format_of, read_checkpoint
+from mtp_extract.formats import format_of
 from mtp_extract.formats.directory import static_scale
-from mtp_extract.graph.roles import Activation
-from mtp_extract.pipeline.chains import Chain, how_derived, in_words
-from mtp_extract.pipeline.check import AGAIN, RECORD, Check, changed_files, read_record, unexpected_in, with_record
+from mtp_extract.pipeline.check import AGAIN, RECORD, Check, ReadDirectory, changed_files, read_record, unexpected_in
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
-from mtp_extract.proof.proof import in_words as proof_in_words
+from mtp_extract.proof.proof import in_words
 from mtp_extract.report.card import roundings
+
+Chain = tuple[str, ...]
+"""What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
+
+_EXACT_SCALES = f"F32{SCALES}"
+_FLOATS = [word for word in ROUNDED_TO if word]
+
+# Of scales, then of numbers: each at most once, or numbers to both short types.
+_ROUNDINGS: list[Chain] = [
+    *(tuple(filter(None, words)) for words in product(("", f"FP16{SCALES}", _EXACT_SCALES), ("", *_FLOATS))),
+    *permutations(_FLOATS, 2),
+]
+CHAINS: Sequence[Chain] = sorted(
+    [*_ROUNDINGS, *((*before, rule, *after) for before, rule, after in product(_ROUNDINGS, RULES, _ROUNDINGS))], key=len
+)
+"""Every chain that is tried, the shortest first."""
+
+
+def how_derived(original: Weight, found: Weight) -> Chain | None:
+    """The shortest chain that makes ``found`` of ``original``, to the bit; None where none does.
+
+    Of a weight with codes, the codes and their scales are compared; of any other the numbers.
+    """
+    if original.shape != found.shape:
+        return None
+    # The first rows of a matrix alone refute almost every chain.
+    pairs = [(_first_rows(original), _first_rows(found)), (original, found)]
+    for chain in CHAINS:
+        if all(_gives(one, chain, other) for one, other in pairs):
+            # Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them.
+            folded = found.scheme is not None and not has_exact_steps(original) and has_exact_steps(found)
+            return chain or ((_EXACT_SCALES,) if folded else ())
+    return None
+
+
+def _gives(original: Weight, chain: Chain, found: Weight) -> bool:
+    try:
+        with np.errstate(all="ignore"):
+            return same_weight(rounded_again(original, chain), found)
+    except (CheckpointError, UnsupportedError):
+        # It admits of no such step: it has no codes, or numbers beyond FP16.
+        return False
+
+
+def _first_rows(weight: Weight) -> Weight:
+    """The first rows of a matrix, as a weight."""
+    if len(weight.shape) != 2:
+        return weight
+    shape = min(weight.rows, ROW_STEP), weight.columns
+    if weight.scheme is None:
+        return Weight(shape, weight.floats)
+    steps, rows = weight.steps, slice(ROW_STEP)
+    first = replace(steps, size=steps.size[rows], zero_point=steps.zero_point[rows])
+    return Weight(shape, weight.codes, weight.scheme, first)
+
+
+def _in_words(chain: Chain) -> str:
+    """What was done to a weight, in words."""
+    rules = {rule: f"integers by {rule}" for rule in RULES}
+    return ", then ".join("to " + rules.get(step, step.replace(SCALES, " in their scales")) for step in chain)
+
 
 NEEDED = ("config", "files", "tensors", "function")
 """The checks without which nothing is proven. The record refutes as well, and may be missing."""
@@ -46,23 +107,21 @@ _WHAT = {
 }
 
 
-def verify_against(directory: Path | str, opened: Opened) -> list[Check]:
-    """Derive everything in ``directory`` from ``opened`` again and compare it: with its record, if it has one.
+def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
+    """Derive everything that was ``read`` from ``opened`` again and compare it: with its record, if it has one.
 
     Raises:
         CheckpointError: something differs; the message says what.
         MtpExtractError: ``opened`` cannot be read.
     """
-    folder = with_record(Path(directory))
     opened.prefetch()
-    found = check_identity(folder, drafter_for(opened, read_checkpoint(folder).mtp))
-    failed = [check for check in found if check.passed is False]
-    failed = failed or [check for check in found if check.name in NEEDED and not check.passed]
-    if failed:
+    found = check_identity(read.directory, drafter_for(opened, read.written.mtp), read)
+    unproven = [check for check in found if check.name in NEEDED and not check.passed]
+    if failed := [check for check in found if check.passed is False] or unproven:
         wrong = "; ".join(f"{check.name}: {check.evidence.removesuffix(f'. {AGAIN}')}" for check in failed)
         raise CheckpointError(
-            f"{escape(folder)}: differs from what {escape(opened.source.name)} holds: {wrong}. It may be of another "
-            f"bundle, or have been changed since. {AGAIN}"
+            f"{escape(read.directory)}: differs from what {escape(opened.source.name)} holds: {wrong}. It may be of "
+            f"another bundle, or have been changed since. {AGAIN}"
         )
     return found
 
@@ -75,43 +134,44 @@ def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
     """
     try:
         return opened.drafter()
-    except UnsupportedError as error:
-        if config.sliding_window is None or not any(r.startswith("sliding_window") for r in error.remedies):
-            raise
+    except UnsupportedError:
+        # What else is not supported is refused again.
         return opened.drafter(config.sliding_window)
 
 
-def check_identity(directory: Path, source: Shard) -> list[Check]:
+def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = None) -> list[Check]:
     """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, the checks say.
 
     Tensors are derived only where the config agrees, and the graph is proven only where they are the file's.
+
+    Args:
+        read: what was read there; then its files have been held against its record.
 
     Raises:
         CheckpointError: the directory holds no checkpoint that can be read.
         MtpExtractError: the bundle cannot be read.
     """
-    original, format_ = checkpoint_of(source), format_of(directory)
-    written, chains = format_.read(directory), dict[str, Chain]()
+    original, format_, chains = checkpoint_of(source), format_of(directory), dict[str, Chain]()
+    written = read.written if read else format_.read(directory)
     numbers, said = (asdict(replace(one.mtp, max_position_embeddings=None)) for one in (original, written))
     config = _check("config", _apart(numbers, said), ["every number agrees"])
-    files = _check("files", unexpected_in(directory), ["nothing that would make an engine load something else"])
+    unexpected = () if read else unexpected_in(directory, format_)
+    files = _check("files", unexpected, ["nothing that would make an engine load something else"])
     wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
     tensors = _check("tensors", wrong, _summary(written, chains) if config.passed else ["not of the file's config"])
-    proven, refuted, unproven = list[str](), None, "not of the file's config and tensors"
+    proven, refuted, why = list[str](), list[str](), "not of the file's config and tensors"
     if tensors.passed:
         try:
-            refuted, proven = [], proof_in_words(prove_checkpoint(source, original))
-        except ProofError as error:
-            refuted = [str(error).split(". ")[0]]
-        except UnsupportedError as error:
-            # The graph is none that a proof can be made of: nothing is shown of the directory.
-            unproven = str(error).split(". ")[0]
-    function = _check("function", refuted, proven or [unproven])
+            proven = in_words(prove_checkpoint(source, original))
+        except (ProofError, UnsupportedError) as error:
+            why = str(error).split(". ")[0]
+            # Of a graph that no proof can be made of, nothing is shown.
+            refuted = [why] if isinstance(error, ProofError) else []
+    function = _check("function", refuted if proven or refuted else None, proven or [why])
+    record = _check("record", None, [f"there is no {RECORD}"])
     if (directory / RECORD).exists():
-        wrong = _contradicted(directory, written, source, original, chains, proven)
+        wrong = _contradicted(directory, read, written, source, original, chains, proven)
         record = _check("record", wrong, ["every file is as recorded"])
-    else:
-        record = _check("record", None, [f"there is no {RECORD}"])
     return [config, files, tensors, function, record]
 
 
@@ -153,9 +213,11 @@ def _differing(
         there, name = written.tensors[role.name], f"{role.name} ({role.names.get(layout, role.name)})"
         chain = how_derived(original.tensors.get(role.name) or filled(shape), there)
         if chain is None:
-            yield f"{name} {_other(there)}"
+            yield f"{name} has other {'values' if there.scheme is None else 'codes or scales'} than the file's"
             return
-        scales, own = (_static_scales(one.activations.get(role.name)) for one in (written, original))
+        # As files hold them, 0 where there is none: of what goes in, and of what comes out.
+        pairs = (one.activations.get(role.name, (None, None)) for one in (written, original))
+        scales, own = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
         if static and there.scheme and scales != own:
             yield f"{name} has other static scales of activations than the file's"
             return
@@ -164,25 +226,9 @@ def _differing(
         if there is not written.tensors[role_name]:
             chain, own_bits = how_derived(original.tensors[role_name], there), original.tensors[role_name].bits
             if chain is None or (not chain and own_bits != there.bits):
-                yield f"{CODES_FILE}: {role_name} {_other(there)}"
+                yield f"{CODES_FILE}: {role_name} has other codes or scales than the file's"
             else:
                 chains[f"{CODES_FILE}: {role_name}"] = chain
-
-
-def _static_scales(pair: tuple[Activation | None, Activation | None] | None) -> list[np.float32]:
-    """Of what goes into a matrix and comes out, 0 where there is none, as files hold them."""
-    return [np.float32(static_scale(activation)) for activation in pair or (None, None)]
-
-
-def _other(there: Weight) -> str:
-    """What ``there`` is that no chain makes of the file's, as a clause about it."""
-    if there.scheme is not None:
-        return "holds other codes or scales than the file's"
-    if not isinstance(there, Stored):
-        return "is missing, and is not 1 in the file"
-    if not all(bool(np.isfinite(there.floats(*rows)).all()) for rows in row_ranges(there)):
-        return "holds numbers that are not finite"
-    return "has other values than the file's"
 
 
 def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
@@ -191,21 +237,21 @@ def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
     for role, there in written.tensors.items():
         if (chain := chains.get(role)) is None:
             continue
-        held = there.tensor.dtype if isinstance(there, Stored) else "no file, as they are 1"
-        if there.scheme is not None:
-            held = "codes" if any(step in RULES for step in chain) else "the file's codes"
+        coded = "codes" if any(step in RULES for step in chain) else "the file's codes"
+        held = there.tensor.dtype if isinstance(there, Stored) else coded if there.scheme else "no file, as they are 1"
         # What is stored in a type has been rounded to it.
         stored = chain and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") == held
         kinds[held, chain[:-1] if stored else chain] += 1
     yield f"all {kinds.total()} are derived from the file's, every bit"
     for (held, chain), count in sorted(kinds.items()):
-        yield f"{count} in {held}" + (f", rounded {in_words(chain)}" if chain else "")
+        yield f"{count} in {held}" + (f", rounded {_in_words(chain)}" if chain else "")
     if beside := len(chains) - kinds.total():
         yield f"beside them {beside} have the file's codes"
 
 
 def _contradicted(
     directory: Path,
+    read: ReadDirectory | None,
     written: Checkpoint,
     source: Shard,
     original: Checkpoint,
@@ -215,31 +261,27 @@ def _contradicted(
     """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
 
     What the file was called and where it lay, which directories there were in between, which release wrote them, and
-    the card are no matter of the bundle. Of a directory that is not ``proven``, its files alone are compared.
-
-    Raises:
-        CheckpointError: the record is none that this release reads.
+    the card are no matter of the bundle. Of a directory that is not ``proven``, its files alone are compared; of one
+    that was ``read``, they have been.
     """
     record = read_record(directory)
-    yield from changed_files(directory, record)
+    if read is None:
+        yield from changed_files(directory, record)
     if not proven:
         return
-    for key in ("tuning", "ordered_head"):
-        if key in record:
-            yield f"{key} says that the weights were changed, and they are the file's"
     done = {step for chain in chains.values() for step in chain}
+    # What the weights decide. They are the file's, and so neither tuned nor given another head.
+    made = {key: value for key, value in record.items() if key not in ("tuning", "ordered_head")}
+    made |= {"rule": record["rule"] if record["rule"] in done else None}
+    made |= {"dtype": CODES if record["dtype"] == CODES else written.dtype}
+    # A directory of unknown origin came with what had been done to it.
     if record["source"]["kind"] != CHECKPOINT:
-        made = {**of_bundle(source, original), "geometry": original.mtp.as_json()}
+        made |= {**of_bundle(source, original), "geometry": original.mtp.as_json()}
         made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
         made["geometry"]["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
         # Another release may say the same in other words.
         if record["proof"] is not None and record["tool"]["version"] == __version__:
             made["proof"] = proven
-        yield from _apart(made, {key: record[key] for key in made})
-        # A directory of unknown origin came with what had been done to it.
         if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
             yield f"does not say that weights were rounded ({', '.join(untold)})"
-    if record["rule"] and record["rule"] not in done:
-        yield f"says that codes were made by {record['rule']}, and none were"
-    if record["dtype"] not in (CODES, written.dtype):
-        yield f"dtype is {escape(record['dtype'])}, and no weight is held so"
+    yield from _apart(made, record)

@@ -24,24 +24,19 @@ _RULES = "; ".join(
 )
 
 
-def _completed(incomplete: str) -> list[str]:
-    """What a shell offers after ``--for``."""
-    return [name for name in NAMES if name.startswith(incomplete)]
+_FOR = typer.Option(
+    "--for",
+    help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
+    metavar="NAME",
+    autocompletion=lambda incomplete: [name for name in NAMES if name.startswith(incomplete)],
+)
 
 
 @dataclass(frozen=True)
 class WritingPlan:
     """As :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
 
-    format: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
-            metavar="NAME",
-            autocompletion=_completed,
-        ),
-    ] = None
+    format: Annotated[str | None, _FOR] = None
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Type of the numbers; f32 is exact. By default the format's usual one."),

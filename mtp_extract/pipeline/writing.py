@@ -1,4 +1,5 @@
-"""From a checkpoint to a directory with its record and its card: what extracting, converting and tuning share.
+"""From a checkpoint to a directory with its record and its card: what extracting, converting and tuning share; and
+converting, which reads a directory.
 
 Arrange (what is kept of every weight), write into the stage, read back, require the same bits, then record and card.
 """
@@ -6,8 +7,8 @@ Arrange (what is kept of every weight), write into the stage, read back, require
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,13 +21,15 @@ from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
 from mtp_extract.checkpoint.rounding import RULES, SCALES
 from mtp_extract.checkpoint.weight import Weight
-from mtp_extract.errors import CheckpointError, UnsupportedError, either
-from mtp_extract.formats import EVERY, format_named
-from mtp_extract.io.place import Inputs, staged
+from mtp_extract.errors import UnsupportedError, either
+from mtp_extract.formats import EVERY, format_named, format_of
+from mtp_extract.io.address import name_of
+from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.io.place import Inputs, check_place, staged
 from mtp_extract.io.source import Progress, counter, nothing_shown
-from mtp_extract.pipeline.check import CARD, RECORD, changed_card, files_in, read_record, recorded
-from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.report.card import model_card
+from mtp_extract.pipeline.check import CARD, RECORD, ReadDirectory, files_in, read_record, recorded, with_record
+from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
+from mtp_extract.report.card import model_card, roundings
 
 
 @dataclass(frozen=True)
@@ -85,21 +88,18 @@ def _quantized(made: Arranged, name: str) -> Arranged:
         )
     # Of an ordered head, rows of floats are read.
     left = ("lm_head", CENTROIDS) if any(one.how == INDICES for one in made.kept.values()) else ()
-    tensors, rounded, why = dict(made.checkpoint.tensors), dict[int, Weight](), "every matrix has its codes"
+    tensors, rounded = dict(made.checkpoint.tensors), dict[int, Weight]()
     for role in shapes_of(made.checkpoint.config):
         weight = tensors.get(role.name)
-        if role.kind != MATRIX or role.name in left or weight is None or weight.scheme is not None:
-            continue
-        if not rule.fits(weight):
-            why = f"no row is a whole number of blocks of {rule.block}"
+        if role.kind != MATRIX or role.name in left or weight is None or weight.scheme or not rule.fits(weight):
             continue
         new = rounded.setdefault(id(weight), rule.rounded(weight))
-        held = made.format.keep(role, new, made.dtype)
-        tensors[role.name], why = (new, why) if held.how == CODES else (weight, held.why)
+        if made.format.keep(role, new, made.dtype).how == CODES:
+            tensors[role.name] = new
     if not any(weight.rule for weight in tensors.values()):
         raise UnsupportedError(
-            f"There is nothing to round by {name} for the {layout} format in {made.dtype}: {why}. Choose another rule "
-            "or format, or leave it out.",
+            f"There is nothing to round by {name} for the {layout} format in {made.dtype}: every matrix has its codes, "
+            "or the format holds none of this rule for it. Choose another rule or format, or leave it out.",
             remedies=("quantize", "format"),
         )
     checkpoint = replace(made.checkpoint, tensors=MappingProxyType(tensors))
@@ -131,10 +131,6 @@ def write(
         OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
     """
     rules, told = [one.rule for one in made.checkpoint.tensors.values() if one.rule], list(notes)
-    # A record of another release says nothing of its card.
-    with suppress(CheckpointError):
-        if (old := read_record(target)) and changed_card(target, old):
-            told.append(f"{CARD} had been changed by hand, and is replaced.")
     if rules:
         told.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
     with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
@@ -145,8 +141,6 @@ def write(
         if compare_rounded:
             # Codes that are not those of the floats they lie beside are refused where they are read.
             with_codes(stage, back.tensors)
-        if made.with_codes and CODES_FILE not in files:
-            told.append(f"{CODES_FILE} was not written: nothing that has integers is kept in floats.")
         record = {
             "format_version": 5,
             "tool": {"name": "mtp-extract", "version": __version__},
@@ -174,9 +168,61 @@ def write(
 
 def _rounded(made: Arranged) -> list[str]:
     """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
-    words, coded = set[str](), CODES_FILE in [file.name for file in made.files]
-    for kept in made.kept.values():
-        beside = coded and kept.how == FLOATS and kept.weight.scheme is not None
-        if kept.rounded_to and not beside:
-            words.add(kept.rounded_to + (SCALES if kept.how == CODES else ""))
-    return sorted(words)
+    beside = FLOATS if any(file.name == CODES_FILE for file in made.files) else ""
+    lossy = [kept for kept in made.kept.values() if kept.rounded_to and not (kept.weight.scheme and kept.how == beside)]
+    return sorted({kept.rounded_to + SCALES * (kept.how == CODES) for kept in lossy})
+
+
+def convert(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    format: str | None = None,  # noqa: A002 - the command's word for it
+    dtype: Dtype | None = None,
+    codes: bool = False,
+    quantize: RuleName | None = None,
+    overwrite: bool = False,
+    progress: Progress = nothing_shown,
+) -> ExtractionResult:
+    """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
+
+    Args:
+        directory: what :func:`~mtp_extract.pipeline.extraction.extract` or this function wrote, which is
+            then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
+        out: a directory that does not exist yet; by default ``NAME-FORMAT`` in the current one.
+        format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
+        dtype, codes, quantize, overwrite, progress: as for extracting.
+
+    Raises:
+        CheckpointError: the directory is damaged, or holds no drafter.
+        UnsupportedError, OutputError: as their names say; nothing is left behind.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, or no format.
+    """
+    if format is None:
+        raise ValueError("format: expected one, or the engine that is to load it; found none.")
+    plan = WritingPlan(format, dtype, codes, quantize)
+    directory = Path(checkpoint_here(directory))
+    place, name = with_record(directory), name_of(directory)
+    chosen = plan.choose(EVERY[format_of(place).name].architecture)
+    target = Path(out if out is not None else f"{Path(name).stem if directory.is_file() else name}-{chosen}")
+    to: dict[str, Any] = {"overwrite": overwrite, "inputs": (place,)}
+    check_place(target, **to, listed=recorded)
+    read = ReadDirectory.of(place)
+    made = prepare(read.checkpoint, chosen, plan)
+    before = roundings(*read.record["converted_from"], read.record)
+    lost = ", ".join(word for word in before if word not in _rounded(made))
+    note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
+    return write(made, target, origin_of(read, made), [note] if lost else [], **to, progress=progress)
+
+
+def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
+    """What the record of ``made``, made of what was ``read``, says of where it came from, of a proof and of training.
+
+    Of an ordered head that ``made`` leaves out it says nothing.
+    """
+    own, kept = read.record, ["source", "known_as", "shared", "activations", "proof", "tuning"]
+    if any(one.how == INDICES for one in made.kept.values()):
+        kept.append("ordered_head")
+    step = {"layout": read.layout, "version": own["tool"]["version"], "files": read.sums}
+    step |= {key: own[key] for key in ("dtype", "rounded", "rule")}
+    return {**{key: own[key] for key in kept if key in own}, "converted_from": [*own["converted_from"], step]}

@@ -20,7 +20,7 @@ from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.formats import format_named
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
-from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair

@@ -18,10 +18,9 @@ from mtp_extract.errors import MtpExtractError, UnsupportedError, escape
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.formats import EVERY
 from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.pipeline.conversion import origin_of
+from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.plan import Dtype, WritingPlan
-from mtp_extract.pipeline.reading import ReadDirectory
-from mtp_extract.pipeline.writing import prepare, write
+from mtp_extract.pipeline.writing import origin_of, prepare, write
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.tuning.plan import TuningPlan

@@ -10,7 +10,7 @@ from mtp_extract.checkpoint.rounding import RULES, rounded_again
 from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.formats import FORMATS
-from mtp_extract.pipeline.chains import how_derived
+from mtp_extract.pipeline.identity import how_derived
 
 Floats = npt.NDArray[np.float32]
 

@@ -30,8 +30,8 @@ from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
 from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Packing
-from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.writing import convert
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")

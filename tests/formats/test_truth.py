@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.pipeline.inspection import inspect
+from mtp_extract.graph.call import grid_of
 
 MADE = sorted(set(VARIANTS) - REFUSED)
 
@@ -72,7 +72,7 @@ def test_static_quantization_is_recorded(tmp_path: Path) -> None:
     for role, sides in static.items():
         assert len(sides) == 2 and all(side["type"] == "int8" and side["scale"] > 0 for side in sides), role
     with open_bundle(variant("jax_published")) as opened:
-        caches = inspect(opened, graph=True).report["drafter"]["kv_inputs"]
-    assert {c["dtype"] for c in caches.values()} == {"INT8"}
-    assert all(c["scale"] > 0 and c["zero_point"] == 0 for c in caches.values())
-    assert [caches[n]["layers"] for n in ("kv_cache_k_2", "kv_cache_k_3")] == [[0, 1, 2], [3]]
+        walk = opened.drafter().walk
+    grids = [(cache.type_name, grid_of(cache)) for cache in walk.caches.values()]
+    assert all(kind == "INT8" and grid and grid[0] > 0 and grid[1] == 0 for kind, grid in grids)
+    assert [layer.key for layer in walk.layers] == [*["kv_cache_k_2"] * 3, "kv_cache_k_3"]

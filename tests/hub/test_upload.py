@@ -245,7 +245,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a report without figures": (lambda d: (d / "report.json").write_text("{}"), "report.json: lacks what the card"),
     "a link to a private file": (lambda d: (d / "report.md").symlink_to("/etc/passwd"), "found that report.md is a "),
     "a link to a folder": (lambda d: (d / "figures").symlink_to("/etc"), "found that figures is a "),
-    "weights that are a link": (lambda d: _link_of(d / "model.safetensors"), "found that model.safetensors is a "),
+    "weights that are a link": (lambda d: _link_of(d / "model.safetensors"), "model.safetensors is missing, or a link"),
     "a pipe": (lambda d: os.mkfifo(d / "report.json"), "found that report.json is a "),
 }
 

@@ -19,6 +19,7 @@ from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 from helpers.make_bundle import DRAFTER as MODEL_TYPE
 from helpers.make_bundle import Part, bundle, drafter_of, load, pack
+from seam import verify_against
 
 import mtp_extract
 from mtp_extract.bundle import open_source
@@ -28,7 +29,6 @@ from mtp_extract.io import assembled
 from mtp_extract.io.remote import RemoteSource
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
-from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.pipeline.inspection import inspect
 
 REPO, FILE = "org/large", "large.litertlm"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.record_document import forge
 from helpers.variant_files import variant
-from seam import verify
+from seam import verify, verify_against
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
@@ -16,8 +16,7 @@ from mtp_extract.checkpoint.files import read_header
 from mtp_extract.errors import CheckpointError, SourceError
 from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.check import read_record
-from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.pipeline.writing import convert
 
 
 @pytest.fixture
@@ -38,9 +37,6 @@ def test_a_file_that_is_not_as_recorded(checkpoint: Path) -> None:
     sound = config.read_bytes()
     config.write_bytes(sound.replace(b'"head_dim": 32', b'"head_dim": 64'))
     with pytest.raises(CheckpointError, match=r"config\.json has other content"):
-        verify(checkpoint)
-    config.write_bytes(sound + b" ")
-    with pytest.raises(CheckpointError, match=r"config\.json has \d+ bytes"):
         verify(checkpoint)
     config.unlink()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):

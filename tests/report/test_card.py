@@ -17,7 +17,7 @@ from helpers.record_document import RECORD, tuning
 from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
-from seam import verify
+from seam import verify, verify_against
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import HubError
@@ -27,8 +27,7 @@ from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.pipeline.writing import convert
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, card_metadata, model_card
 
 WORDS = CardWords("apache-2.0", base_model="org/base")

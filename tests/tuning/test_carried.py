@@ -17,10 +17,10 @@ from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
-from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.writing import convert
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
@@ -68,7 +68,7 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     assert "as recorded in extraction.json" in ran.output
     tuning = verify(tuned)["tuning"]
     ratio, texts = tuning["overall"]["rounds"]["ratio"], tuning["overall"]["texts"]
-    said = f"tuned (qat) beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
+    said = f"tuned beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
     assert said in " ".join(ran.output.split())
 
 

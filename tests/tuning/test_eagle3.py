@@ -26,7 +26,7 @@ from mtp_extract.drafter.mtp import LITERT
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
-from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced

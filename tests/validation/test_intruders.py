@@ -23,14 +23,13 @@ from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.cli import inspect
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.formats import FORMATS, format_named, read_checkpoint
+from mtp_extract.formats import FORMATS, format_named, format_of, read_checkpoint
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import unexpected_in
-from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.check import ReadDirectory, unexpected_in
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.identity import NEEDED, check_identity
-from mtp_extract.pipeline.reading import ReadDirectory
+from mtp_extract.pipeline.writing import convert
 
 pytestmark = pytest.mark.xdist_group("intruders")
 
@@ -271,7 +270,7 @@ def test_a_file_beside(written: dict[str, Path], source: Shard, tmp_path: Path, 
     for file, content in FILES.items():
         add_file(directory, file, content, weights)
         forge(directory)
-        named = [*unexpected_in(directory)]
+        named = [*unexpected_in(directory, format_of(directory))]
         assert named and file.rpartition("/")[2] in " ".join(named), file
         assert refused(directory), file
         (directory / file).unlink()
@@ -443,6 +442,6 @@ def test_weights_that_are_the_files_are_not_tuned(sample: Path, source: Shard, t
     assert verify(tmp_path / "d") == tuned
     # It says what a record must say of a tuning, and no more.
     shown = CliRunner().invoke(inspect.app, [str(tmp_path / "d")])
-    assert "tuned (qat) beside a base: 1.100 times the tokens per round on 7 held-out texts" in shown.stdout
+    assert "tuned beside a base: 1.100 times the tokens per round on 7 held-out texts" in shown.stdout
     (wrong,) = (check.evidence for check in check_identity(tmp_path / "d", source) if not check.passed)
-    assert wrong == "tuning says that the weights were changed, and they are the file's"
+    assert wrong.startswith("tuning is None, not ")
