@@ -83,37 +83,27 @@ def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
     assert {**state(mine), "extraction.json": before["extraction.json"]} == before
 
 
-def test_a_record_that_lists_nothing_gives_nothing_away(sample: Path, mine: Path) -> None:
-    for record in ("{", "[]", "{}", '{"files": 5}', '{"files": {}}'):
-        (mine / "extraction.json").write_text(record)
-        before = state(mine)
-        with pytest.raises(OutputError, match="not replaced"):
-            extract(sample, mine, overwrite=True)
-        assert state(mine) == before
+@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"files": 5}', '{"files": {}}'])
+def test_a_record_that_lists_nothing_gives_nothing_away(sample: Path, mine: Path, record: str) -> None:
+    (mine / "extraction.json").write_text(record)
+    before = state(mine)
+    with pytest.raises(OutputError, match="not replaced"):
+        extract(sample, mine, overwrite=True)
+    assert state(mine) == before
 
 
 def test_a_directory_is_not_converted_into_itself(mine: Path, tmp_path: Path) -> None:
     """F32 with codes became BF16 without, unasked."""
-    before = state(mine)
     (tmp_path / "link").symlink_to(mine)
-    for source, out in ((mine, mine), (tmp_path / "link", mine), (mine / "model.safetensors", mine)):
-        with pytest.raises(OutputError, match=r"(which )?is read and stays"):
-            convert(source, out, format="transformers", overwrite=True)
-    shutil.copy(mine / "extraction.json", mine / "codes")
-    (mine / "extraction.json").unlink()
+    gguf = convert(mine, tmp_path / "gguf", format="gguf").directory
+    before = state(tmp_path)
+    cases = [(source, mine, "transformers") for source in (mine, tmp_path / "link", mine / "model.safetensors")]
+    for source, out, name in [*cases, (gguf, gguf, "gguf"), (next(gguf.glob("*.gguf")), gguf, "gguf")]:
+        with pytest.raises(OutputError, match="is read and stays"):
+            convert(source, out, format=name, overwrite=True)
     with pytest.raises(OutputError, match="lies inside"):
         convert(mine, mine / "codes", format="transformers", overwrite=True)
-    shutil.move(mine / "codes" / "extraction.json", mine)
-    assert state(mine) == before
-
-
-def test_files_of_gguf_stay(mine: Path, tmp_path: Path) -> None:
-    made = convert(mine, tmp_path / "gguf", format="gguf").directory
-    before = state(made)
-    for source in (made, next(made.glob("*.gguf"))):
-        with pytest.raises(OutputError, match="read"):
-            convert(source, made, format="gguf", overwrite=True)
-    assert state(made) == before
+    assert state(tmp_path) == before
 
 
 def test_a_bundle_is_not_put_over_what_is_read(sample: Path, base: Path, mine: Path, tmp_path: Path) -> None:
@@ -152,8 +142,8 @@ def test_reports_keep_what_they_read(mine: Path, tmp_path: Path) -> None:
     """Said before anything is measured."""
     report = tmp_path / "report"
     report.mkdir()
-    (report / "report.json").write_text("{}")
-    (report / "report.html").write_text("prompts")
+    for name, content in (("report.json", "{}"), ("report.html", "prompts")):
+        (report / name).write_text(content)
     with pytest.raises(OutputError, match=r"report.html, which is read"):
         validate(ValidationPlan(str(mine), prompts=report / "report.html", report=report, overwrite=True))
     assert (report / "report.html").read_text() == "prompts"

@@ -7,11 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.bounds import HANG, SPIN, TooLongError, bounded, cpu_limit, spin
-
-
-def test_endless_work_is_stopped() -> None:
-    assert spin(0.2) == pytest.approx(0.2, abs=0.15)
+from helpers.bounds import HANG, SPIN, TooLongError, bounded, cpu_limit
 
 
 def test_bounds_nest() -> None:
@@ -20,13 +16,7 @@ def test_bounds_nest() -> None:
             exec(SPIN)
         exec(SPIN)
     assert signal.getitimer(signal.ITIMER_PROF)[0] > 30, "the bounds of every hostile test hold again"
-
-
-def test_memory_is_bounded() -> None:
     with bounded(5, memory=1 << 20), pytest.raises(MemoryError):
         bytearray(1 << 26)
-
-
-def test_a_command_is_stopped() -> None:
     done = subprocess.run([sys.executable, "-c", SPIN], preexec_fn=cpu_limit(1), timeout=HANG, check=False)
     assert done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)

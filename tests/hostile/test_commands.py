@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.bounds import HANG, cpu_limit
-from helpers.commands import run_here
 from helpers.make_bundle import DRAFTER, Part, bundle, pack, set_buffer
 from helpers.make_drafter import plain_model
 from seam import CheckpointError, open_bundle, verify, verify_against
@@ -63,28 +62,6 @@ def command(
             os.close(stdout)
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], match: str, folder: Path) -> None:
-    """Status 1, one printable line that begins with ``error:``, nothing else, and an empty ``folder``."""
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.count("error:") == 1
-    assert done.stderr.startswith("error: ")
-    assert re.search(match, done.stderr), done.stderr
-    assert done.stderr.strip().isprintable()
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    assert not any(folder.iterdir())
-
-
-def _no_q_norm(path: Path) -> None:
-    model = plain_model()
-    operators = model.subgraphs[0].operators
-    norm = next(
-        i for i, op in enumerate(operators) if list(model.subgraphs[0].tensors[op.outputs[0]].shape)[-2:] == [2, 4]
-    )
-    del operators[norm + 2]
-    path.write_bytes(pack(model))
-
-
 def _not_finite(path: Path) -> None:
     """Found out only while it is being written."""
     model = plain_model()
@@ -101,20 +78,23 @@ def _named(path: Path) -> None:
     path.write_bytes(bundle([Part(3, pack(model), {**DRAFTER, "\x1b[31m": "\n"})]))
 
 
-CLASSES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "UnsupportedError": (lambda path: path.write_bytes(bundle([], version=(9, 9, 9))), r"version 9\.9\.9"),
-    "a lost operator": (_no_q_norm, "RSQRT"),
-    "FormatError while writing": (_not_finite, "not finite"),
-    "names": (_named, r"x1b\[2J.*no scale"),
-}
-
-
-@pytest.mark.parametrize("case", CLASSES)
-def test_one_message_for_each_class(tmp_path: Path, case: str) -> None:
-    build, match = CLASSES[case]
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda path: path.write_bytes(bundle([], version=(9, 9, 9))), r"version 9\.9\.9"),
+        (_not_finite, "not finite"),
+        (_named, r"x1b\[2J.*no scale"),
+    ],
+)
+def test_one_message_for_each_class(tmp_path: Path, build: Callable[[Path], object], match: str) -> None:
+    """Status 1, one printable line that begins with ``error:``, and nothing else."""
     build(tmp_path / "source")
     (tmp_path / "out").mkdir()
-    assert_refused(command(EXTRACT, tmp_path / "source", "-o", tmp_path / "out" / "x"), match, tmp_path / "out")
+    done = command(EXTRACT, tmp_path / "source", "-o", tmp_path / "out" / "x")
+    assert (done.returncode, done.stdout, done.stderr.count("error:")) == (1, "", 1), done.stderr
+    assert re.match(f"error: .*{match}", done.stderr), done.stderr
+    assert done.stderr.strip().isprintable()
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_inspect_says_the_same(tmp_path: Path) -> None:
@@ -128,24 +108,20 @@ def test_inspect_says_the_same(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("error:")) == (1, 1)
 
 
-def _small_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-
-def test_places_that_cannot_be_written() -> None:
-    for place in ("/proc/x", "/dev/null", "/dev/null/x", "/" + "x" * 300):
-        done = run_here("extract", "--sample", "-o", place)
-        assert (done.returncode, done.stderr.count("error:"), done.stdout) == (1, 1, ""), place
-        assert "Traceback" not in done.stderr
-
-
 def test_an_overwrite_that_fails_keeps_the_old(tmp_path: Path) -> None:
     """Whether the new one cannot be read or cannot be written."""
     assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
     (tmp_path / "bad").write_bytes(b"LITERTLM")
     assert command(EXTRACT, tmp_path / "bad", "-o", tmp_path / "x", "--overwrite").returncode == 1
-    done = command(EXTRACT, "--sample", "-o", tmp_path / "x", "--overwrite", limit=_small_files)
+    done = command(
+        EXTRACT,
+        "--sample",
+        "-o",
+        tmp_path / "x",
+        "--overwrite",
+        limit=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
     assert (done.returncode, "cannot be written" in done.stderr) == (1, True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
     assert {path.name for path in tmp_path.iterdir()} == {"x", "bad"}
@@ -184,7 +160,9 @@ def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
     assert "Traceback" not in command(INSPECT, sample, "--tensors", stdout=writer).stderr
 
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
+@pytest.mark.parametrize(
+    "content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000, b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}']
+)
 def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     (folder / "config.json").write_bytes(content)

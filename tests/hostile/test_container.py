@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import lzma
 import os
 import struct
-import tarfile
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -98,33 +93,19 @@ HEADERS: dict[str, tuple[Callable[[], bytes], type[MtpExtractError], str]] = {
     "header end 2^62": (lambda: bundle(PARTS, header_end=1 << 62), TruncatedError, "header ends at byte"),
     "header end 2^64-1": (lambda: bundle(PARTS, header_end=(1 << 64) - 1), TruncatedError, "header ends at byte"),
     "header end inside": (lambda: bundle(PARTS, header_end=60), FormatError, "flatbuffer"),
-    "header end at 33": (lambda: bundle(PARTS, header_end=33), FormatError, "claims to end"),
     "section backwards": (lambda: _claiming({1: (2 * ALIGNMENT + 8, 2 * ALIGNMENT)}), FormatError, "backwards"),
     "section past the end": (lambda: _claiming({2: (3 * ALIGNMENT, 1 << 40)}), TruncatedError, "ends at byte"),
     "section far past": (lambda: _claiming({2: ((1 << 64) - 9, (1 << 64) - 1)}), TruncatedError, "ends at byte"),
     "section in the header": (lambda: _claiming({0: (8, 64)}), FormatError, "inside the header"),
     "sections overlap": (lambda: _claiming({0: (ALIGNMENT, 2 * ALIGNMENT + 1)}), FormatError, "overlap"),
-    "sections are one": (lambda: _claiming({2: (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE)}), FormatError, "overlap"),
-    "drafter cut short": (
-        lambda: _claiming({1: (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE // 2)}),
-        MtpExtractError,
-        r"section 1 \(mtp_drafter\)|tensor",
-    ),
     "drafter empty": (lambda: _claiming({1: (0, 0)}), FormatError, "not a TFLite model"),
     "drafter shifted": (lambda: _claiming({1: (2 * ALIGNMENT + 4, 2 * ALIGNMENT + SIZE)}), FormatError, "TFL3"),
     "drafter twice": (lambda: bundle([*PARTS, PARTS[1]]), NoDrafterError, "more than one drafter"),
+    "names": (lambda: bundle([Part(3, b"", {"model_type": "\x1b../\x00"})]), NoDrafterError, r"\\x1b\.\./\\x00"),
+    "drafter cut": (lambda: _claiming({1: (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE // 2)}), FormatError, "offset leads to"),
     "no sections": (lambda: bundle([]) + b"\0" * ALIGNMENT, NoDrafterError, "Models in it: none"),
     "no drafter": (lambda: bundle([PARTS[0], PARTS[2]]), NoDrafterError, "no section holds"),
-    "drafter of another type": (
-        lambda: bundle([Part(3, b"\x08\0\0\0TFL3" + b"\0" * 64, DRAFTER)]),
-        FormatError,
-        "not a valid flatbuffer",
-    ),
-    "names": (
-        lambda: bundle([Part(3, b"", {"model_type": "\x1b[31m../\u202e\x00\n"})]),
-        NoDrafterError,
-        r"\\x1b\[31m\.\./\\u202e\\x00",
-    ),
+    "no magic": (lambda: bundle([PARTS[0]], magic=b"LITERTLN"), NoDrafterError, "first bytes 4c 49 54 45 52 54 4c 4e"),
 }
 
 
@@ -139,14 +120,6 @@ def test_headers(tmp_path: Path, case: str) -> None:
     path = tmp_path / "bad.litertlm"
     path.write_bytes(build())
     refuse(path, tmp_path / "out" / "x", kind, match)
-
-
-def test_magic(tmp_path: Path) -> None:
-    """Without the magic it is no bundle."""
-    path = tmp_path / "bad.litertlm"
-    path.write_bytes(bundle([PARTS[0], PARTS[2]], magic=b"LITERTLN"))
-    expected = "another kind of file .first bytes 4c 49 54 45 52 54 4c 4e.. Check"
-    refuse(path, tmp_path / "out" / "x", NoDrafterError, expected)
 
 
 def header_of(build: Callable[[flatbuffers.Builder], int]) -> bytes:
@@ -184,22 +157,16 @@ def test_a_vector_count_of_anything(value: int) -> None:
 def test_names_and_values_of_items(tmp_path: Path) -> None:
     """Items reach the terminal and JSON as text, never as control characters or as numbers JSON cannot write."""
     items = {"model_type": "TF_LITE_MTP_DRAFTER", "../../etc": "\x1b]0;x\x07", "\u202e": "\0", "x" * 3000: "y" * 3000}
-    path = tmp_path / "items.litertlm"
-    path.write_bytes(bundle([Part(3, DRAFTER_DATA, items)]))
-    extract(path, tmp_path / "out")
-    with open_bundle(path) as opened:
-        assert json.loads(json.dumps(inspect(opened).report, allow_nan=False))["sections"][0]["items"] == items
-    assert {p.name for p in tmp_path.iterdir()} == {"items.litertlm", "out"}
-
-
-def test_items_that_are_not_utf_8_or_not_numbers(tmp_path: Path) -> None:
-    data = bytearray(bundle([Part(3, DRAFTER_DATA, {**DRAFTER, "note": "NOTE"})]))
+    data = bytearray(bundle([Part(3, DRAFTER_DATA, {**items, "note": "NOTE"})]))
     at = data.index(b"NOTE")
     data[at : at + 4] = b"\xff\xfe\xc0\x80"
     path = tmp_path / "items.litertlm"
     path.write_bytes(data)
+    extract(path, tmp_path / "out")
     with open_bundle(path) as opened:
-        assert inspect(opened).report["sections"][0]["items"]["note"] == r"\xff\xfe\xc0\x80"
+        (section,) = json.loads(json.dumps(inspect(opened).report, allow_nan=False))["sections"]
+    assert section["items"] == {**items, "note": r"\xff\xfe\xc0\x80"}
+    assert {p.name for p in tmp_path.iterdir()} == {"items.litertlm", "out"}
 
 
 def _float_item(builder: flatbuffers.Builder) -> int:
@@ -222,8 +189,6 @@ FILES: dict[str, tuple[Callable[[Path], object], type[MtpExtractError], str]] = 
     "/dev/zero": (lambda path: path.symlink_to("/dev/zero"), SourceError, "or a device"),
     "link to itself": (lambda path: path.symlink_to(path), SourceError, "cannot be opened"),
     "magic alone": (lambda path: path.write_bytes(b"LITERTLM"), TruncatedError, "8 bytes"),
-    "identifier alone": (lambda path: path.write_bytes(b"\0\0\0\0TFL3"), FormatError, "flatbuffer"),
-    "identifiers": (lambda path: path.write_bytes(b"\x08\0\0\0TFL3" * 5000), MtpExtractError, "."),
 }
 
 
@@ -235,40 +200,20 @@ def test_files_that_are_something_else(tmp_path: Path, case: str) -> None:
     refuse(path, tmp_path / "out" / "x", kind, match)
 
 
-def _zip() -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("config.json", b"x" * 4096)
-    return made.getvalue()
-
-
-def _tar() -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as archive:
-        entry = tarfile.TarInfo("model.litertlm")
-        entry.size = 99
-        archive.addfile(entry, io.BytesIO(bytes(99)))
-    return made.getvalue()
-
-
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 3655827456\n" % (b"0" * 64)
 KINDS = {
     "Git LFS pointer": (_POINTER, "a Git LFS pointer. Fetch the file itself: git lfs pull"),
     "page": (b"\n<!DOCTYPE html>\n<html class=''>\n<head>", "an HTML page. Fetch the file itself"),
     "page without a declaration": (b"<HTML><body>404</body></HTML>", "an HTML page"),
-    "zip": (_zip(), "an archive. Unpack it"),
+    "zip": (b"PK\x03\x04" + bytes(99), "an archive. Unpack it"),
     "GGUF": (b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file. Give a LiteRT file"),
     "safetensors": (safetensors.numpy.save({"w": np.zeros(9, np.float32)}), "a safetensors file. Give a LiteRT file"),
-    "gzip": (gzip.compress(b"x"), "an archive"),
-    "xz": (lzma.compress(b"x"), "an archive"),
+    "gzip": (b"\x1f\x8b\x08\0", "an archive"),
     "Zstandard": (b"\x28\xb5\x2f\xfd\x24\x01", "an archive"),
-    "7-Zip": (b"7z\xbc\xaf\x27\x1c\0\4", "an archive"),
-    "tar": (_tar(), "an archive. Unpack it"),
+    "tar": (b"model.litertlm".ljust(257, b"\0") + b"ustar\x0000", "an archive. Unpack it"),
     "a download that was begun": (bytes(1 << 12), "zeros at its beginning. The download is probably incomplete"),
     "noise": (bytes(range(240, 256)) * 9, "another kind of file (first bytes f0 f1 f2 f3 f4 f5 f6 f7). Check"),
-    "one byte": (b"\xff", "another kind of file (first bytes ff)"),
 }
-"""From bytes as their own tools write them."""
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -285,17 +230,11 @@ def test_a_file_is_called_what_it_is(tmp_path: Path, case: str) -> None:
     assert "\\x" not in message
 
 
-def test_names_of_files(tmp_path: Path) -> None:
-    for name in ("a\x1b[2Jb", "new\nline", "\udcff\udcfe", "x" * 250):
-        with pytest.raises(SourceError) as raised:
-            extract(tmp_path / name, tmp_path / "out" / "x")
-        assert str(raised.value).isprintable()
-
-
-def test_a_path_that_cannot_be() -> None:
-    for path in ("\0", "a\0/b", "a" * 5000, "/proc/self/mem", "/"):
-        with pytest.raises(SourceError):
-            extract(path)
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "new\nline", "\udcff\udcfe", "x" * 250, "\0", "a\0/b", "a" * 5000, "/"])
+def test_a_path_that_cannot_be(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SourceError) as raised:
+        extract(os.path.join(tmp_path, name), tmp_path / "out" / "x")
+    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize("head", [b"", b"LITERTLM\x01\0\0\0\x07\0\0\0" + b"\0" * 12 + b"\0\0\0\0\1\0\0\0"])

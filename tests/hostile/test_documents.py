@@ -95,16 +95,17 @@ def _change(path: Path, rng: random.Random) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :] if tensors else text)
 
 
-def _uses(place: Path, folder: Path) -> dict[str, Callable[[], object]]:
-    def insert() -> None:
-        with planned_insertion(place, folder / "bundle.litertlm"):
-            pass
+def _insert(place: Path, bundle: Path) -> None:
+    with planned_insertion(place, bundle):
+        pass
 
+
+def _uses(place: Path, folder: Path) -> dict[str, Callable[[], object]]:
     return {
         "inspect": lambda: inspect_checkpoint(place, tensors=True),
         "convert": lambda: convert(place, folder / "out", format="litert", overwrite=True),
         "upload": lambda: plan_upload(place),
-        "insert": insert,
+        "insert": lambda: _insert(place, folder / "bundle.litertlm"),
     }
 
 
@@ -161,16 +162,11 @@ KINDS: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_file_is_not_waited_for(
     extracted: Path, sample: Path, tmp_path: Path, name: str, kind: str, recorded: bool
 ) -> None:
-
     place = Path(shutil.copytree(extracted, tmp_path / "copy"))
     if not recorded:
         (place / "extraction.json").unlink()
     (place / name).unlink(missing_ok=True)
     KINDS[kind](place / name)
-
-    def insert() -> None:
-        with planned_insertion(place, sample):
-            pass
 
     def against() -> None:
         with open_bundle(sample) as opened:
@@ -181,9 +177,9 @@ def test_what_is_no_file_is_not_waited_for(
     if recorded or (name, kind) != ("codes/codes.safetensors", "a directory"):
         uses.append(lambda: verify(place))
     if name == "codes/codes.safetensors":
-        uses.append(insert)
+        uses.append(lambda: _insert(place, sample))
     elif name != "extraction.json":
-        uses += [insert, lambda: inspect_checkpoint(place)]
+        uses += [lambda: _insert(place, sample), lambda: inspect_checkpoint(place)]
     for use in uses:
         with pytest.raises(MtpExtractError) as caught:
             use()
@@ -192,16 +188,15 @@ def test_what_is_no_file_is_not_waited_for(
 
 
 def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
-    tensors, gguf = tmp_path / "model.safetensors", tmp_path / "mtp-a-F32.gguf"
-    for path in (tensors, gguf):
-        os.mkfifo(path)
-        with pytest.raises(CheckpointError, match="found a pipe"):
-            read_header(path)
-    for path, match in ((tensors, "a pipe"), (gguf, "a pipe"), (Path("/dev/zero"), "a device")):
-        with pytest.raises(OSError, match=match):
+    pipe = tmp_path / "model.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointError, match="found a pipe"):
+        read_header(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(OSError, match="found a pipe, a socket or a device"):
             open_regular(path)
         (link := tmp_path / f"{path.name}.jsonl").symlink_to(path)
-        with pytest.raises(MtpExtractError, match=match):
+        with pytest.raises(MtpExtractError, match="found a pipe"):
             read_prompts(link)
     with pytest.raises(OSError, match="embedded null"):
         open_regular(Path("a\0b"))
@@ -216,24 +211,17 @@ def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
             read_base(copy)
 
 
-OFFSETS: tuple[object, ...] = (
-    *([0.0, 16.0], [0.5, 16.5], [False, 16], ["0", "16"], [0, 16, 16], [0, 1e400], [-(1 << 64), 16]),
-    {"0": 0, "16": 16},
+ENTRIES: tuple[tuple[str, object], ...] = (
+    *(("data_offsets", value) for value in ([0.0, 16.0], [False, 16], ["0", "16"], [0, 16, 16], [-(1 << 64), 16])),
+    *(("shape", value) for value in ([4.0], [True, 4], "4", {"4": 4}, [1 << 64, 0, 4], [-4], None)),
+    *(("dtype", value) for value in (32, ["F32"])),
 )
-SHAPES: tuple[object, ...] = ([4.0], [True, 4], "4", {"4": 4}, [1 << 64, 0, 4], [1e400], [-4], None)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *({"data_offsets": value} for value in OFFSETS),
-        *({"shape": value} for value in SHAPES),
-        *({"dtype": value} for value in (32, ["F32"])),
-    ],
-)
-def test_headers_with_other_than_integers(tmp_path: Path, entry: dict[str, object]) -> None:
+@pytest.mark.parametrize(("key", "value"), ENTRIES)
+def test_headers_with_other_than_integers(tmp_path: Path, key: str, value: object) -> None:
     sound: dict[str, object] = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-    for about, refused in ((sound, False), ({**sound, **entry}, True), ([*sound.values()], True)):
+    for about, refused in ((sound, False), ({**sound, key: value}, True), ([*sound.values()], True)):
         header = json.dumps({"a": about}).encode()
         (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
         if refused:
@@ -241,25 +229,6 @@ def test_headers_with_other_than_integers(tmp_path: Path, entry: dict[str, objec
                 read_header(tmp_path / "x.safetensors")
         else:
             assert read_header(tmp_path / "x.safetensors")["a"].shape == (4,)
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_json_has_no_such_numbers(extracted: Path, tmp_path: Path, number: str) -> None:
-    place = Path(shutil.copytree(extracted, tmp_path / "copy"))
-    record = json.loads((place / "extraction.json").read_text())
-    text = json.dumps({**record, "notes": ["HERE"]}).replace('"HERE"', number)
-    (place / "extraction.json").write_text(text)
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        verify(place)
-
-
-def test_a_directory_of_many_files(extracted: Path, tmp_path: Path) -> None:
-    place = Path(shutil.copytree(extracted, tmp_path / "copy"))
-    for number in range(10_000):
-        (place / f"{number:04}-{'x' * 50}").touch()
-    with pytest.raises(CheckpointError, match="and 9995 more") as caught:
-        verify(place)
-    assert len(str(caught.value)) < 1000
 
 
 REPLACED = """

@@ -19,9 +19,7 @@ from helpers.make_bundle import (
     added,
     bundle,
     code_of,
-    drafter_of,
     kind,
-    load,
     on_model,
     pack,
     set_buffer,
@@ -132,10 +130,6 @@ def _details(model: Any, kind: int, details: Any) -> None:
     weight(model, 3).quantization.detailsType, weight(model, 3).quantization.details = kind, details
 
 
-def _sparse(model: Any) -> None:
-    weight(model, 3).sparsity = schema.SparsityParametersT(traversalOrder=[0, 1])
-
-
 @on_model
 def _external(model: Any, group: int = 0, listed: bool = True, packing: bytes = b"", offset: int = 0) -> None:
     name = schema.ExternalBufferGroupT(name=b"tflite_weights")
@@ -167,14 +161,23 @@ def _signature(change: Callable[[Any], object]) -> Callable[[Any], object]:
     return lambda model: change(model.signatureDefs[0])
 
 
-def _without(names: list[Any], name: bytes) -> None:
-    names[:] = [entry for entry in names if entry.name != name]
+def _without(name: bytes) -> Callable[[Any], object]:
+    def change(signature: Any) -> None:
+        for names in (signature.inputs, signature.outputs):
+            names[:] = [entry for entry in names if entry.name != name]
+
+    return _signature(change)
 
 
-def _renamed(entries: list[Any]) -> list[Any]:
-    """Two entries, each with the name of the other."""
-    entries[0].name, entries[1].name = entries[1].name, entries[0].name
-    return entries
+def _swapped(signature: Any) -> None:
+    first, second = signature.outputs[:2]
+    first.name, second.name = second.name, first.name
+
+
+@on_model
+def _fed(model: Any, which: int, field: str) -> None:
+    """The result of gate's operator as an operand or a result of the ``which``-th."""
+    getattr(linear(model, which), field)[0] = linear(model, 3).outputs[0]
 
 
 @on_model
@@ -198,101 +201,66 @@ CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
     "scale of 1e38": (_scale_of_one(1e38), FormatError, "a scale of 1e\\+38"),
     "scales missing": (_scales(), FormatError, "0 scales"),
     "scales too few": (_scales(*[0.1] * 15), FormatError, "15 scales"),
-    "scales too many": (_scales(*[0.1] * 17), FormatError, "17 scales"),
-    "scales of the other axis": (_scales(*[0.1] * 8), FormatError, "8 scales along axis 0"),
-    "axis 2": (_quantization("quantizedDimension", 2), FormatError, "along axis 2"),
     "axis -1": (_quantization("quantizedDimension", -1), FormatError, "along axis -1"),
+    "axis 2": (_quantization("quantizedDimension", 2), FormatError, "along axis 2"),
     "zero points too few": (_zero_points(0, 0), FormatError, "2 zero points"),
     "zero point 200": (_zero_points(*[0] * 15, 200), FormatError, "outside the range"),
-    "zero point 2^62": (_zero_points(*[0] * 15, 1 << 62), FormatError, "outside the range"),
     "no quantization": (_set("quantization", None), FormatError, "no scale"),
     "blocks of 0": (_blockwise(size=0), FormatError, "blocks of 0"),
-    "blocks of -4": (_blockwise(size=-4), FormatError, "blocks of -4"),
     "blocks of 3": (_blockwise(size=3), FormatError, "blocks of 3"),
     "blocks of 8": (_blockwise(size=8), FormatError, r"expected floats \[16, 1\]"),
-    "block scales nowhere": (_blockwise(scales=9999), FormatError, "names tensor 9999"),
     "block scales -1": (_blockwise(scales=-1), FormatError, "names tensor -1"),
+    "block scales nowhere": (_blockwise(scales=9999), FormatError, "names tensor 9999"),
     "block scales of itself": (_blockwise(scales=-3), FormatError, "block scales"),
     "block scales in a loop": (_blocks_with_blocks, FormatError, "block scales"),
-    "block zero points -2": (_blockwise(zero_points=-2), FormatError, "names tensor -2"),
     "block zero points of floats": (_blockwise(zero_points=0), FormatError, "zero points"),
     "multi-axis": (_details(3, schema.BlockwiseQuantizationT()), UnsupportedError, "multi-axis"),
     "custom": (_details(1, schema.CustomQuantizationT()), UnsupportedError, "custom"),
-    "sparse": (_sparse, UnsupportedError, "sparse"),
+    "sparse": (_set("sparsity", schema.SparsityParametersT(traversalOrder=[0, 1])), UnsupportedError, "sparse"),
     "type unknown": (_set("type", 99), UnsupportedError, r"unknown \(99\)"),
     "type string": (_set("type", schema.TensorType.STRING), UnsupportedError, "STRING"),
     "type int32": (_set("type", schema.TensorType.INT32), FormatError, "INT32"),
-    "type float8": (_set("type", schema.TensorType.FLOAT8_E4M3FN), UnsupportedError, "FLOAT8_E4M3FN"),
     "type int4": (_set("type", INT4), FormatError, "needs 64 bytes, its buffer has 128"),
     "type float32": (_set("type", FLOAT32), FormatError, "needs 512 bytes, its buffer has 128"),
     "buffer short": (_data(bytes(127)), FormatError, "needs 128 bytes, its buffer has 127"),
-    "buffer long": (_data(bytes(129)), FormatError, "needs 128 bytes, its buffer has 129"),
     "buffer empty": (_data(b""), UnsupportedError, "no matrix of constants"),
     "buffer out of range": (_set("buffer", 1 << 31), FormatError, "names buffer"),
     "buffer after the end": (_appended(1 << 20, 128), TruncatedError, "lie at 1048576"),
-    "buffer at 2^63": (_appended(1 << 63, 128), TruncatedError, "lie at"),
     "buffer of another size": (_appended(64, 127), FormatError, "needs 128 bytes"),
     "external, not listed": (_external(listed=False), FormatError, "does not list"),
     "external, no section": (_external(), FormatError, "TFLiteWeights section"),
     "external, other group": (_external(group=3), UnsupportedError, r"group 3 of 1"),
     "external, packed": (_external(packing=b"\x1b[2J"), UnsupportedError, r"packing '.+x1b\[2J'"),
-    "shape of zeros": (_set("shape", [0, 8]), FormatError, r"needs 0 bytes"),
     "shape negative": (_set("shape", [-16, -8]), FormatError, "has shape"),
+    "shape of zeros": (_set("shape", [0, 8]), FormatError, r"needs 0 bytes"),
     "shape of 2^39": (_set("shape", [1 << 20, 1 << 19]), MtpExtractError, r"layers\.0\.gate_proj|needs"),
-    "shape of 2^62": (_set("shape", [1 << 31 - 1, 1 << 31 - 1]), FormatError, "has shape"),
     "shape of a vector": (_set("shape", [128]), UnsupportedError, "no matrix of constants"),
     "norm weight nan": (_after("RSQRT", 2, *[float("nan")] * 8), FormatError, "not finite"),
-    "norm weight too large for bf16": (
-        _after("RSQRT", 2, *[3.4e38] * 8),
-        ProofError,
-        r"3\.4e\+38 in the graph, larger",
-    ),
+    "norm weight of 3e38": (_after("RSQRT", 2, *[3.4e38] * 8), ProofError, r"3\.4e\+38 in the graph, larger"),
     "norm weight short": (_after("RSQRT", 2, 1.0, 2.0), FormatError, "needs 32 bytes"),
     "epsilons differ": (_after("ADD", 0, 1e-5), UnsupportedError, "different epsilons"),
     "epsilon nan": (_after("ADD", 0, float("nan")), UnsupportedError, "ADD"),
     "soft cap 0": (_after("TANH", 1, 0.0), UnsupportedError, "0 times"),
     "soft cap negative": (_after("TANH", 1, -30.0), UnsupportedError, "soft cap"),
-    "soft cap inf": (_after("TANH", 1, float("inf")), UnsupportedError, "inf times"),
-    "soft cap tiny": (_after("TANH", 1, 1e-38), UnsupportedError, "1e-38 times"),
     "rope tiny": (_after("COS", -1, 1, 1e-40), UnsupportedError, "would need a theta"),
     "rope nan": (_after("COS", -1, 1, float("nan")), FormatError, "not finite"),
     "no signature": (lambda m: setattr(m, "signatureDefs", []), NoDrafterError, "mtp_drafter in .*, found none"),
     "no subgraph": (lambda m: setattr(m, "subgraphs", []), FormatError, "no subgraph"),
-    "signature without logits": (_signature(lambda s: _without(s.outputs, b"logits")), NoDrafterError, "'logits'"),
-    "signature without projection": (
-        _signature(lambda s: _without(s.outputs, b"projected_activations")),
-        NoDrafterError,
-        "'projected_activations'",
-    ),
-    "signature without activations": (
-        _signature(lambda s: setattr(s.inputs[0], "name", b"hidden")),
-        NoDrafterError,
-        "'activations'",
-    ),
+    "signature without logits": (_without(b"logits"), NoDrafterError, "'logits'"),
+    "signature without projection": (_without(b"projected_activations"), NoDrafterError, "'projected_activations'"),
+    "signature without activations": (_without(b"activations"), RoleError, "'activations'"),
     "signature of subgraph 9": (_signature(lambda s: setattr(s, "subgraphIndex", 9)), FormatError, "names subgraph 9"),
-    "signature of tensor 99999": (
-        _signature(lambda s: setattr(s.outputs[0], "tensorIndex", 99999)),
+    "signature of tensor 999": (
+        _signature(lambda s: setattr(s.inputs[0], "tensorIndex", 999)),
         FormatError,
-        "names tensor 99999",
+        "tensor 999",
     ),
-    "outputs swapped": (
-        _signature(lambda s: s.outputs.__setitem__(slice(2), _renamed(s.outputs))),
-        RoleError,
-        "post_projection",
-    ),
-    "operand 99999": (lambda m: linear(m).inputs.__setitem__(0, 99999), FormatError, "names tensor 99999"),
+    "outputs swapped": (_signature(_swapped), RoleError, "post_projection"),
     "operand -2": (lambda m: linear(m).inputs.__setitem__(0, -2), FormatError, "names tensor -2"),
+    "operand 99999": (lambda m: linear(m).inputs.__setitem__(0, 99999), FormatError, "names tensor 99999"),
     "operator code 99": (lambda m: setattr(linear(m), "opcodeIndex", 99), FormatError, "operator code 99"),
-    "an op that reads itself": (
-        lambda m: linear(m, 3).inputs.__setitem__(0, linear(m, 3).outputs[0]),
-        RoleError,
-        "after it was read or set",
-    ),
-    "an output written twice": (
-        lambda m: linear(m, 4).outputs.__setitem__(0, linear(m, 3).outputs[0]),
-        RoleError,
-        "after it was read or set",
-    ),
+    "an op that reads itself": (_fed(3, "inputs"), RoleError, "after it was read or set"),
+    "an output written twice": (_fed(4, "outputs"), RoleError, "after it was read or set"),
     "weights shuffled": (_options("weightsFormat"), UnsupportedError, "shuffled"),
     "activation fused": (_options("fusedActivationFunction"), UnsupportedError, "fused"),
     "a bias": (_bias, UnsupportedError, "bias"),
@@ -339,12 +307,9 @@ def test_external_buffers_outside_their_section(tmp_path: Path) -> None:
         b"\x1b]0;owned\x07\x1b[2J",
         b"../../../etc/passwd",
         b"\xff\xfe\xc0\x80",
-        b"\xed\xa0\x80",
         b"\x00\x00",
-        b"a\nb\rc\td",
         "\u202e\u2066\ufeff".encode(),
         b"layer_0/" * 8000,
-        b"(" * 60000,
     ],
 )
 def test_names_of_tensors(tmp_path: Path, name: bytes) -> None:
@@ -358,13 +323,6 @@ def test_names_of_tensors(tmp_path: Path, name: bytes) -> None:
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "sound" / file).read_bytes() == (tmp_path / "named" / file).read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"sound", "named", "sound.tflite", "named.tflite"}
-    # In a message it is escaped.
-    weight(model, 3).quantization = None
-    (tmp_path / "bad.tflite").write_bytes(pack(model))
-    with pytest.raises(FormatError) as raised:
-        extract(tmp_path / "bad.tflite", tmp_path / "out")
-    assert str(raised.value).isprintable()
-    assert len(str(raised.value)) < 1000
 
 
 def test_a_name_too_long(tmp_path: Path) -> None:
@@ -528,19 +486,6 @@ def test_an_op_that_reads_what_nothing_computes(tmp_path: Path) -> None:
     refuse(pack(model), tmp_path, RoleError, "ABS reads .* nothing computes")
 
 
-def test_layers_of_one_type_that_read_different_caches(tmp_path: Path) -> None:
-    model = plain_model(DrafterSpec(windows=(None, None)))
-    key = next(t for t in model.signatureDefs[0].inputs if t.name == b"kv_cache_k_1")
-    tensors = model.subgraphs[0].tensors
-    other = schema.TensorT(name=b"k9", type=FLOAT32, shape=tensors[key.tensorIndex].shape, buffer=0)
-    tensors.append(other)
-    entry = schema.TensorMapT(name=b"kv_cache_k_9", tensorIndex=len(tensors) - 1)
-    model.signatureDefs[0].inputs.append(entry)
-    model.subgraphs[0].inputs = [*model.subgraphs[0].inputs, entry.tensorIndex]
-    op_of(model, "BATCH_MATMUL", 2).inputs[1] = entry.tensorIndex
-    refuse(pack(model), tmp_path, UnsupportedError, "each type of layer")
-
-
 def test_values_are_never_infinite() -> None:
     """The largest scale that is let through, and the largest code, still make a finite number."""
     model = plain_model()
@@ -548,11 +493,3 @@ def test_values_are_never_infinite() -> None:
     set_buffer(model, weight(model, 3), np.full(128, -128, np.int8).tobytes())
     checkpoint = checkpoint_of(read(Memory(pack(model))))
     assert np.isfinite(read_floats(checkpoint.tensors["layers.0.gate_proj"])).all()
-
-
-def test_the_sample_survives_being_taken_apart(tmp_path: Path, sample: Path) -> None:
-    """The object tree that these tests change is the whole model: packed again, it extracts to the same bytes."""
-    (tmp_path / "again.tflite").write_bytes(pack(load(drafter_of(sample))))
-    extract(tmp_path / "again.tflite", tmp_path / "again")
-    extract(sample, tmp_path / "direct")
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "direct/model.safetensors").read_bytes()

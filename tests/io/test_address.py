@@ -14,16 +14,12 @@ HUB = "https://huggingface.co"
     [
         ("hf://org/repo/a.litertlm", HubAddress("org/repo", "a.litertlm")),
         ("hf://org/repo@v1.5/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1.5")),
-        ("hf://org/repo@refs/pr/3/sub/a.tflite", HubAddress("org/repo", "sub/a.tflite", "refs/pr/3")),
         ("hf://org/repo@refs%2Fpr%2F3/a.tflite", HubAddress("org/repo", "a.tflite", "refs/pr/3")),
         ("hf://org/repo/a@2.litertlm", HubAddress("org/repo", "a@2.litertlm")),
         (f"{HUB}/org/repo/resolve/main/a.litertlm?download=true", HubAddress("org/repo", "a.litertlm", "main")),
         (f"{HUB}/org/repo/blob/refs%2Fpr%2F3/s/a.litertlm", HubAddress("org/repo", "s/a.litertlm", "refs/pr/3")),
-        ("hf://org/repo", HubAddress("org/repo", "")),
         ("hf://org/repo@v1", HubAddress("org/repo", "", "v1")),
-        (f"{HUB}/org/repo", HubAddress("org/repo", "")),
         (f"{HUB}/org/repo/?library=litert#x", HubAddress("org/repo", "")),
-        (f"{HUB}/org/repo/tree/main", HubAddress("org/repo", "", "main")),
         (f"{HUB}/org/repo/tree/v1/sub", HubAddress("org/repo", "sub/", "v1")),
         ("huggingface.co/org/repo", HubAddress("org/repo", "")),
         ("org/repo@v1.5/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1.5")),
@@ -44,20 +40,11 @@ def test_addresses(text: str, expected: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "hf://",
-        "hf://org",
-        "hf://org/repo//a.litertlm",
-        "hf://org/repo/../a.litertlm",
-        "hf://org/re po/a.litertlm",
-        "hf://../repo/a.litertlm",
-        "hf://datasets/org/repo/a.litertlm",
-    ],
+    "path", ["", "org", "org/repo//a", "org/repo/../a", "org/re po/a", "../repo/a", "datasets/org/repo/a"]
 )
-def test_what_is_no_address(text: str) -> None:
+def test_what_is_no_address(path: str) -> None:
     with pytest.raises(SourceError, match="Expected hf://org/repo"):
-        parse_address(text)
+        parse_address(f"hf://{path}")
 
 
 @pytest.mark.parametrize("url", ["https://", "https://[::1/a", "ftp://example.org/a", "file:///etc/passwd"])

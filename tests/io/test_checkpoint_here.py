@@ -7,25 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import run_here
 from helpers.first_pair import first_bundle
 from helpers.hub_server import HubServer
 from seam import verify
 
 import mtp_extract
-from mtp_extract.cli.inspect import app
 from mtp_extract.errors import MtpExtractError, SourceError
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.pipeline.check import files_in
 
 REPO = "org/gemma-mtp"
-
-
-@pytest.fixture(scope="module")
-def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("extracted") / "drafter"
-    mtp_extract.extract(first_bundle(), directory, codes=True)
-    return directory
 
 
 @pytest.fixture
@@ -61,11 +54,9 @@ def test_it_is_converted_as_the_directory_is(published: HubServer, extracted: Pa
     assert (ours.name, ours.read_bytes()) == (same.name, same.read_bytes())
 
 
-def test_inspecting_tells_a_checkpoint_from_a_bundle(published: HubServer, capfd: pytest.CaptureFixture[str]) -> None:
-    def inspected() -> dict[str, Any]:
-        app(args=[REPO, "--json"], standalone_mode=False)
-        found: dict[str, Any] = json.loads(capfd.readouterr().out)
-        return found
+def test_inspecting_tells_a_checkpoint_from_a_bundle(published: HubServer) -> None:
+    def inspected() -> Any:
+        return json.loads(run_here("inspect", REPO, "--json").stdout)
 
     assert inspected()["extraction"]["layout"] == "transformers"
     published.add(REPO, "gemma.litertlm", first_bundle().read_bytes())

@@ -75,8 +75,9 @@ def part(request: str, data: bytes = DATA, **headers: object) -> bytes:
     found = re.search(r"(?im)^range: bytes=(\d+)-(\d+)", request)
     assert found is not None
     begin, end = int(found[1]), min(SIZE, int(found[2]) + 1)
-    right = {"Content_Range": f"bytes {begin}-{end - 1}/{SIZE}", "Content_Length": end - begin, "Connection": "close"}
-    return head(**right | headers) + data[begin:end]  # type: ignore[arg-type]
+    right = {"Connection": "close", "Content_Range": f"bytes {begin}-{end - 1}/{SIZE}", "Content_Length": end - begin}
+    # The length is last: a head that is cut off has none.
+    return head(**headers | right | headers) + data[begin:end]  # type: ignore[arg-type]
 
 
 def wrong(**headers: object) -> Callable[[str, Say], None]:
@@ -168,6 +169,10 @@ LIES = {
     "redirects to itself": (redirect("/a.litertlm"), "or in circles"),
     "a redirect to nowhere": (head("302 Found", Content_Length=0), r"another answer \(302\)"),
     **{
+        f"no validator but {told}": (wrong(ETag=told), r"neither a strong ETag nor a date.* Download the file yourself")
+        for told in ("", 'W/"a"', '""', "unquoted")
+    },
+    **{
         f"a redirect to {to}": (redirect(to), NO_ADDRESS)
         for to in ("file:///etc/passwd", "http://", "http://[::1", "http://[x]/", "//[x]/a", "http://localhost:x/")
     },
@@ -217,12 +222,6 @@ def test_a_file_that_changes_between_ranges(
     assert after is None or "the file changed while being read" in said
 
 
-@pytest.mark.parametrize("told", [{}, {"ETag": 'W/"a"'}, {"ETag": '""'}, {"ETag": "unquoted"}])
-def test_a_server_without_a_validator_is_refused(soon: None, told: dict[str, object]) -> None:
-    with raw_server(lambda request, say: say(part(request, **told))) as url:
-        refused(url + "/a.litertlm", r"neither a strong ETag nor a date.* Download the file yourself", open_source)
-
-
 def test_a_redirect_to_less_safety() -> None:
     remote.check_redirects("a", "https://localhost/a", "https://elsewhere/b")
     remote.check_redirects("a", "http://localhost/a", "https://elsewhere/b", "https://third/c")
@@ -261,24 +260,14 @@ def test_a_hub_that_lies(hub: HubServer, patience: Patient, headers: dict[str, s
 
 
 def mutated(random_: random.Random, answer: bytes) -> bytes:
-    """``answer`` with a few bytes of its head changed, doubled, lost or moved."""
+    """``answer`` with a few bytes of its head lost, doubled or made up."""
     found, _, body = answer.partition(b"\r\n\r\n")
     head_ = bytearray(found)
     for _ in range(random_.randint(1, 4)):
         at, size = random_.randrange(len(head_)), random_.randint(1, 12)
-        kind = random_.randrange(5)
-        if kind == 0:
-            head_[at] = random_.randrange(256)
-        elif kind == 1:
-            del head_[at : at + size]
-        elif kind == 2:
-            head_[at:at] = head_[at : at + size] * random_.randint(1, 50)
-        elif kind == 3:
-            head_[at:at] = random_.choice([b"\r\n", b"\0", b"-", b"9" * 30, b"\xff", b": ", b"W/", b"\r\n\r\n"])
-        else:
-            lines = bytes(head_).split(b"\r\n")
-            random_.shuffle(lines)
-            head_ = bytearray(b"\r\n".join(lines))
+        made_up = [b"\r\n", b"\0", b"-", b"9" * 30, b"\xff", b": ", b"W/", bytes([random_.randrange(256)])]
+        doubled = head_[at : at + size] * random_.randint(1, 50)
+        head_[at : at + random_.choice([0, 1, size])] = random_.choice([b"", doubled, *made_up])
         head_ = head_ or bytearray(b"x")
     return bytes(head_) + b"\r\n\r\n" + body
 

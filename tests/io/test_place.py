@@ -7,14 +7,14 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers.killing import killed_everywhere
 
 from mtp_extract.errors import OutputError
-from mtp_extract.io.place import check_place, files_of, listing, staged
+from mtp_extract.io.place import Listed, check_place, files_of, listing, staged
 
 LISTED = listing("record.json", {"record.json", "weights", "codes/codes"})
 OLD = {"record.json": b"old", "weights": b"old weights", "codes/codes": b"old codes"}
@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> Path:
     return fill(tmp_path / "here" / "x", OLD)
 
 
-def refused(place: Path, match: str, *inputs: object, listed: Callable[[Path], Container[str]] | None = LISTED) -> None:
+def refused(place: Path, match: str, *inputs: object, listed: Listed | None = LISTED) -> None:
     """Refused before any work and when written, with nothing changed."""
     before = held(place) if place.is_dir() else place.exists() and place.read_bytes()
     with pytest.raises(OutputError, match=match):
@@ -57,29 +57,24 @@ def write_new(place: Path) -> None:
         fill(stage, NEW)
 
 
-SPELLINGS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "itself": (lambda x: x, "is read"),
-    "a file in it": (lambda x: x / "weights", "holds .*weights"),
-    "a directory in it": (lambda x: x / "codes", "holds"),
-    "around a corner": (lambda x: x / "codes" / ".." / "weights", "holds"),
-    "a link to it": (lambda x: link(x.parent / "link", x), "is read"),
-    "a link into it": (lambda x: link(x.parent / "link", x / "weights"), "holds"),
-    "a link to a link": (lambda x: link(x.parent / "two", link(x.parent / "one", x / "weights")), "holds"),
-    "through a link to its parent": (lambda x: link(x.parent.parent / "link", x.parent) / "x" / "weights", "holds"),
-    "what holds it": (lambda x: x.parent, "lies inside"),
-    "a link to what holds it": (lambda x: link(x.parent.parent / "link", x.parent), "lies inside"),
-}
-
-
 def link(at: Path, to: Path) -> Path:
     at.parent.mkdir(parents=True, exist_ok=True)
     at.symlink_to(to)
     return at
 
 
-@pytest.mark.parametrize("case", SPELLINGS)
-def test_what_is_read_stays(place: Path, case: str) -> None:
-    make, match = SPELLINGS[case]
+SPELLINGS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "itself": (lambda x: x, "is read"),
+    "a file in it": (lambda x: x / "weights", "holds .*weights"),
+    "a link to it": (lambda x: link(x.parent / "link", x), "is read"),
+    "a link into it": (lambda x: link(x.parent / "link", x / "weights"), "holds"),
+    "through a link to its parent": (lambda x: link(x.parent.parent / "link", x.parent) / "x" / "weights", "holds"),
+    "what holds it": (lambda x: x.parent, "lies inside"),
+}
+
+
+@pytest.mark.parametrize(("make", "match"), SPELLINGS.values(), ids=SPELLINGS)
+def test_what_is_read_stays(place: Path, make: Callable[[Path], Path], match: str) -> None:
     refused(place, match, None, "hf://org/name/file", make(place))
 
 
@@ -104,19 +99,14 @@ def test_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
 FOREIGN: dict[str, tuple[dict[str, bytes], str]] = {
     "a file": ({"thesis.tex": b"years"}, r"list.*: thesis\.tex\. Move"),
     "one below": ({"notes/a.txt": b"", "notes/b/c.txt": b""}, r": notes/a\.txt, notes/b/c\.txt\."),
-    "one beside its codes": ({"codes/mine": b""}, ": codes/mine"),
-    "versions": ({".git/HEAD": b"ref"}, r": \.git/HEAD\."),
-    "versions kept elsewhere": ({".git": b"gitdir: ../elsewhere"}, r": \.git\."),
     "many": ({f"{n:03}": b"" for n in range(1000)}, ": 000, 001, 002, 003, 004 and 995 more"),
     "a control character": ({"\x1b[2J": b""}, r": \\x1b\[2J\."),
 }
 
 
-@pytest.mark.parametrize("case", FOREIGN)
-def test_what_the_record_does_not_list_stays(place: Path, case: str) -> None:
-    files, match = FOREIGN[case]
-    fill(place, files)
-    refused(place, match)
+@pytest.mark.parametrize(("files", "match"), FOREIGN.values(), ids=FOREIGN)
+def test_what_the_record_does_not_list_stays(place: Path, files: dict[str, bytes], match: str) -> None:
+    refused(fill(place, files), match)
 
 
 def test_what_is_no_file_stays(place: Path) -> None:
@@ -124,8 +114,7 @@ def test_what_is_no_file_stays(place: Path) -> None:
     refused(place, ": pipe")
     (place / "pipe").unlink()
     (place / "weights").unlink()
-    (place / "weights").symlink_to("/etc/passwd")
-    refused(place, ": weights")
+    refused(link(place / "weights", Path("/etc/passwd")).parent, ": weights")
 
 
 def test_a_directory_of_another_kind_stays(place: Path, tmp_path: Path) -> None:
@@ -145,8 +134,7 @@ def test_what_is_listed_is_replaced_when_asked(place: Path) -> None:
         check_place(place, overwrite=False, listed=LISTED)
     assert caught.value.remedies == ("overwrite", "out")
     write_new(place)
-    assert held(place) == NEW
-    assert names(place.parent) == ["x"]
+    assert (held(place), names(place.parent)) == (NEW, ["x"])
 
 
 def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
@@ -161,48 +149,39 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_and_nothing_else(place: Path, error: type[BaseException]) -> None:
-    def half(target: Path, listed: Callable[[Path], Container[str]] | None) -> None:
-        with staged(target, overwrite=True, listed=listed) as stage:
-            fill(stage, {"weights": b"half"}) if listed else stage.write_bytes(b"half")
-            raise error
-
-    for target, listed in ((place, LISTED), (place.parent / "new", LISTED), (place.parent / "file", None)):
-        with pytest.raises(error):
-            half(target, listed)
-    assert names(place.parent) == ["x"]
-    assert held(place) == OLD
+@pytest.mark.parametrize(("name", "listed"), [("x", LISTED), ("new", LISTED), ("file", None)])
+def test_a_failure_leaves_the_old_and_nothing_else(
+    place: Path, error: type[BaseException], name: str, listed: Listed | None
+) -> None:
+    with pytest.raises(error), staged(place.parent / name, overwrite=True, listed=listed) as stage:
+        fill(stage, {"weights": b"half"}) if listed else stage.write_bytes(b"half")
+        raise error
+    assert (held(place), names(place.parent)) == (OLD, ["x"])
 
 
 def test_a_signal_between_two_steps_puts_the_old_one_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ctrl-C may come at any time."""
     real = os.rename
-    done = []
 
     def interrupted(old: Path, new: Path) -> None:
         real(old, new)
-        done.append(new)
-        if len(done) == 1:
-            raise KeyboardInterrupt
+        monkeypatch.setattr(os, "rename", real)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_new(place)
-    assert held(place) == OLD
-    assert names(place.parent) == ["x"]
+    assert (held(place), names(place.parent)) == (OLD, ["x"])
 
 
-def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
-    for listed in (LISTED, None):
-        with (
-            pytest.raises(OutputError, match="exists"),
-            staged(tmp_path / "x", overwrite=False, listed=listed) as stage,
-        ):
-            fill(stage, NEW) if listed else stage.write_bytes(b"new")
-            fill(tmp_path / "x", OLD) if listed else (tmp_path / "x").write_bytes(b"theirs")
-        assert names(tmp_path) == ["x"]
-        assert not listed or held(tmp_path / "x") == OLD
-        shutil.rmtree(tmp_path / "x") if listed else (tmp_path / "x").unlink()
+@pytest.mark.parametrize("listed", [LISTED, None])
+def test_a_place_that_is_taken_meanwhile(tmp_path: Path, listed: Listed | None) -> None:
+    target = tmp_path / "x"
+    with pytest.raises(OutputError, match="exists"), staged(target, overwrite=False, listed=listed) as stage:
+        fill(stage, NEW) if listed else stage.write_bytes(b"new")
+        fill(target, OLD) if listed else target.write_bytes(b"theirs")
+    assert names(tmp_path) == ["x"]
+    assert held(target) == OLD if listed else target.read_bytes() == b"theirs"
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,21 +209,12 @@ def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypat
     assert set(calls[:4]) == {f"fsync .x.partial/new{part}" for part in ("/codes/codes", "/codes", "/weights", "")}
     assert calls.index("fsync .x.partial/new/codes/codes") < calls.index("fsync .x.partial/new/codes")
     assert calls[3] == "fsync .x.partial/new"
-    assert calls[4:] == [
-        "rename x .x.partial/old",
-        "rename .x.partial/new x",
-        "fsync .x.partial",
-        "fsync .",
-    ]
+    assert calls[4:] == ["rename x .x.partial/old", "rename .x.partial/new x", "fsync .x.partial", "fsync ."]
     calls.clear()
     with staged(here / "file", overwrite=False) as stage:
         stage.write_bytes(b"new")
-    assert calls == [
-        "fsync .file.partial/new",
-        "rename .file.partial/new file",
-        "fsync .file.partial",
-        "fsync .",
-    ]
+    steps = ["fsync .file.partial/new", "rename .file.partial/new file", "fsync .file.partial", "fsync ."]
+    assert calls == steps
 
 
 def test_a_disk_that_cannot_keep_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +228,7 @@ def test_a_disk_that_cannot_keep_it(place: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OutputError, match=r"x: cannot be written: Input/output error\. Nothing was kept"):
         write_new(place)
-    assert held(place) == OLD
-    assert names(place.parent) == ["x"]
+    assert (held(place), names(place.parent)) == (OLD, ["x"])
     number = errno.EINVAL
     write_new(place)
     assert held(place) == NEW
@@ -287,9 +256,6 @@ def test_a_place_that_cannot_be_is_found_before_any_work(tmp_path: Path) -> None
             check_place(tmp_path / "file" / "x", overwrite=False, listed=listed)
         check_place(tmp_path / "new" / "folder" / "x", overwrite=False, listed=listed)
     assert names(tmp_path) == ["file"]
-    # The system says of such a folder that it is not there.
-    with pytest.raises(OutputError, match=r"^/proc/x: cannot be written: No such file or directory"):
-        check_place("/proc/x", overwrite=False, listed=LISTED)
     for length in (247, 300):  # of the result, or of what it is made in
         with pytest.raises(OutputError, match="cannot be written: File name too long"):
             check_place(tmp_path / ("a" * length), overwrite=True, listed=LISTED)
@@ -395,22 +361,23 @@ def test_a_file_system_without_locks(place: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "theirs", [{"new": b"thesis"}, {"old/thesis": b""}, {"new/a": b"", "old/b": b""}, b"file", "a link"]
+    "make",
+    [
+        lambda stage: fill(stage, {"new": b"thesis"}),
+        lambda stage: fill(stage, {"new/a": b"", "old/b": b""}),
+        lambda stage: stage.write_bytes(b"file"),
+        lambda stage: link(stage, fill(stage.parent / "theirs", {"new/precious": b"", "old/precious": b""})),
+    ],
 )
-def test_a_stage_that_no_run_has_left(place: Path, theirs: dict[str, bytes] | bytes | str, tmp_path: Path) -> None:
+def test_a_stage_that_no_run_has_left(place: Path, make: Callable[[Path], object]) -> None:
     """It has the name and no mark: somebody else's, and stays."""
     stage = place.parent / ".x.partial"
-    if isinstance(theirs, bytes):
-        stage.write_bytes(theirs)
-    elif isinstance(theirs, str):
-        link(stage, fill(tmp_path / "theirs", {"new/precious": b"", "old/precious": b""}))
-    else:
-        fill(stage, theirs)
-    before = (held(tmp_path), stage.is_symlink())
+    make(stage)
+    before = (held(place.parent), stage.is_symlink())
     for attempt in (write_new, lambda place: check_place(place, overwrite=True, listed=LISTED)):
         with pytest.raises(OutputError, match=r"\.x\.partial is in the way"):
             attempt(place)
-        assert (held(tmp_path), stage.is_symlink()) == before
+        assert (held(place.parent), stage.is_symlink()) == before
 
 
 def test_the_parent_of_a_link(tmp_path: Path) -> None:

@@ -86,12 +86,32 @@ def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Pat
     assert bundle.sent["storage"] == (1 + 19 + 2) * 64 * KIB
 
 
-def test_what_identifies_a_file_of_the_hub(bundle: HubServer, patience: Patient) -> None:
-    with open_source(f"hf://{REPO}@main/{FILE}") as source:
-        assert source.name == f"hf://{REPO}@main/{FILE}"
+@pytest.mark.parametrize("text", ["ID", "ID@main/FILE", "hf://ID", "URL/ID/tree/main"])
+def test_every_way_to_name_it(bundle: HubServer, patience: Patient, text: str) -> None:
+    with open_source(text.replace("ID", REPO).replace("FILE", FILE).replace("URL", bundle.url())) as source:
+        assert source.name in (URL, f"hf://{REPO}@main/{FILE}")
+        assert source.read(1000, 20) == DATA[1000:1020]
         digest = hashlib.sha256(DATA).hexdigest()
         asked = {"repository": REPO, "path": FILE, "revision": "main"}
         assert source.provenance == asked | {"commit": "c" * 40, "etag": digest, "sha256": digest}
+
+
+def test_several_are_listed(bundle: HubServer) -> None:
+    bundle.add(REPO, "sub/other.litertlm", DATA)
+    assert f"expected one .litertlm, found {URL}, hf://{REPO}/sub/other.litertlm. Name a" in fails(REPO)
+    with open_source(f"{bundle.url()}/{REPO}/tree/main/sub") as source:
+        assert source.name == f"hf://{REPO}@main/sub/other.litertlm"
+
+
+def test_what_is_here_and_what_is_not(bundle: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "models/a.litertlm: cannot be opened: No such file" in fails("models/a.litertlm")
+    Path(REPO).parent.mkdir()
+    Path(REPO).write_bytes(b"here")
+    with open_source(REPO) as source:
+        assert source.read(0, 4) == b"here"
+    assert bundle.requests == []
+    assert fails("org/gone").startswith("hf://org/gone: there is no such repository")
 
 
 def test_a_file_outside_lfs(hub: HubServer, patience: Patient) -> None:
@@ -119,6 +139,9 @@ def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> N
     assert whole(URL) == DATA
     assert {request.authorization for request in bundle.requests if request.server == "hub"} == {f"Bearer {TOKEN}"}
     assert {request.authorization for request in bundle.requests if request.server == "storage"} == {None}
+    bundle.requests.clear()
+    open_source(REPO, token=False).close()
+    assert {request.authorization for request in bundle.requests} == {None}
 
 
 # --- faults that go away
@@ -215,10 +238,10 @@ def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: 
 def test_a_copy_in_the_hubs_cache_is_used(
     bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline, too."""
+    """Offline, too; and by its path there, or its commit."""
     with open_source(URL) as source:
         online = source.provenance
-    huggingface_hub.hf_hub_download(REPO, FILE)
+    path = huggingface_hub.hf_hub_download(REPO, FILE)
     sent = bundle.sent["storage"]
     with open_source(URL) as source:
         assert isinstance(source, LocalSource)
@@ -226,12 +249,13 @@ def test_a_copy_in_the_hubs_cache_is_used(
     assert bundle.sent["storage"] == sent
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     asked = len(bundle.requests)
-    for revision in ("", "@main", f"@{'c' * 40}"):
-        with open_source(f"hf://{REPO}{revision}/{FILE}") as source:
+    for name in (URL, f"hf://{REPO}@main/{FILE}", f"hf://{REPO}@{'c' * 40}/{FILE}", path):
+        with open_source(name) as source:
             assert source.read(0, 100) == DATA[:100]
+            assert source.name == (f"hf://{REPO}@{'c' * 40}/{FILE}" if name == path else name)
             assert {**source.provenance, "revision": "main"} == online
-    assert "offline mode is on (HF_HUB_OFFLINE)" in fails(f"hf://{REPO}/other.litertlm")
-    assert "offline mode is on (HF_HUB_OFFLINE)" in fails(bundle.url() + "/a.litertlm")
+    for name in (f"hf://{REPO}/other.litertlm", REPO, bundle.url() + "/a.litertlm"):
+        assert "offline mode is on (HF_HUB_OFFLINE)" in fails(name)
     assert len(bundle.requests) == asked
 
 

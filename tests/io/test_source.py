@@ -26,8 +26,7 @@ class Counted(BytesSource):
 def test_small_reads_are_those_of_the_source() -> None:
     source = Counted(DATA)
     region = Region(source, 10, len(DATA) - 10, "a part").part(5, len(DATA) - 15, "a part of it")
-    spots = (0, 1, PAGE - 17, PAGE - 16, PAGE - 15, 2 * PAGE - 20, 3 * PAGE - 30)
-    for offset in spots:
+    for offset in (0, 1, PAGE - 17, PAGE - 16, PAGE - 15, 2 * PAGE - 20, 3 * PAGE - 30):
         for length in (0, 1, 8, 50):
             assert region.read(offset, length) == DATA[15 + offset : 15 + offset + length]
     assert source.reads == 4

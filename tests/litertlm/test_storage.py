@@ -22,34 +22,19 @@ GOLDEN = np.load(Path(__file__).parent / "requantized.npz")
 CASES = sorted({name.rsplit("/", 1)[0] for name in GOLDEN.files if "/" in name})
 assert len(CASES) == 21
 BITS = {8: TensorType.INT8, 4: TensorType.INT4, 2: TensorType.INT2}
-KINDS = {"channel": ("per_channel", 0), "column": ("per_channel", 1), "tensor": ("per_tensor", 0)}
-
-
-def storage_of(case: str, shape: tuple[int, ...]) -> Storage:
-    kind, bits, symmetric = case.split("/")
-    name, axis = KINDS.get(kind, ("blockwise", 0))
-    block = 32 if name == "blockwise" else 0
-    return Storage(BITS[int(bits)], shape, name, axis, block, symmetric == "symmetric")
+KINDS = {"channel": ("per_channel", 0, 0), "column": ("per_channel", 1, 0), "tensor": ("per_tensor", 0, 0)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_quantizers_own_numbers(case: str) -> None:
-    weight = GOLDEN["weight_of_blocks" if case.startswith("block") else "weight"]
-    storage = storage_of(case, weight.shape)
+    of, bits, symmetric = case.split("/")
+    kind, axis, block = KINDS.get(of, ("blockwise", 0, 32))
+    weight = GOLDEN["weight_of_blocks" if block else "weight"]
+    storage = Storage(BITS[int(bits)], weight.shape, kind, axis, block, symmetric == "symmetric")
     scale, zero_point, codes = storage.quantized(weight)
     np.testing.assert_array_equal(scale, GOLDEN[f"{case}/scale"])
     np.testing.assert_array_equal(zero_point, GOLDEN[f"{case}/zero_point"])
     np.testing.assert_array_equal(codes, GOLDEN[f"{case}/codes"])
-    decoded = codes.reshape(-1).copy()
-    storage.scale_codes(decoded, scale, zero_point)
-    # Any range of elements, whether or not it is of whole rows, stands for the same numbers.
-    for begin, end in ((0, 7), (8, 8 + storage.columns), (storage.columns, 3 * storage.columns), (5, decoded.size)):
-        part = codes.reshape(-1)[begin:end].copy()
-        storage.scale_codes(part, scale, zero_point, begin)
-        np.testing.assert_array_equal(part, decoded[begin:end])
-    decoded = decoded.reshape(weight.shape)
-    widest = scale.max() if storage.kind == "per_tensor" else np.inf
-    assert np.abs(decoded - weight).max() <= min(widest, np.abs(weight).max())
 
 
 @given(
@@ -81,12 +66,11 @@ def test_the_ends_of_a_type_are_those_of_its_codes(type_: TensorType) -> None:
     assert (packing.lowest, packing.highest) == (every.min(), every.max())
 
 
-def test_a_row_of_zeros_has_a_scale() -> None:
-    for kind, axis, block in (("per_channel", 0, 0), ("blockwise", 0, 4)):
-        storage = Storage(TensorType.INT4, (2, 8), kind, axis, block)
-        scale, _, codes = storage.quantized(np.zeros(16, np.float32))
-        assert (scale > 0).all()
-        assert not codes.any()
+@pytest.mark.parametrize(("kind", "block"), [("per_channel", 0), ("blockwise", 4)])
+def test_a_row_of_zeros_has_a_scale(kind: str, block: int) -> None:
+    scale, _, codes = Storage(TensorType.INT4, (2, 8), kind, 0, block).quantized(np.zeros(16, np.float32))
+    assert (scale > 0).all()
+    assert not codes.any()
 
 
 def test_int16_is_one_scale_for_all() -> None:

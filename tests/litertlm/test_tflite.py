@@ -27,6 +27,7 @@ def names_of(enum: Any) -> dict[int, str]:
 
 def test_tensor_types_are_the_schemas() -> None:
     assert {int(t): t.name for t in TensorType} == names_of(schema.TensorType)
+    assert set(ELEMENT_BITS) == {t for t in TensorType if t.name not in ("STRING", "RESOURCE", "VARIANT")}
     # The published bindings are older; what they know must agree.
     assert names_of(tflite.TensorType).items() <= {int(t): t.name for t in TensorType}.items()
 
@@ -108,32 +109,18 @@ def test_tensors_and_their_bytes(pair: tuple[TfliteModel, Any, bytes]) -> None:
     assert seen > 50
 
 
-def test_every_type_has_its_size() -> None:
-    sized = {t for t in TensorType if t.name not in ("STRING", "RESOURCE", "VARIANT")}
-    assert set(ELEMENT_BITS) == sized
-
-
 def test_sections_of_the_sample(sample: Path) -> None:
     """Against what litert-lm-builder was asked to write."""
     with open_bundle(sample) as opened:
-        assert [(s.type_name, s.model_type) for s in opened.sections] == [
-            ("LlmMetadataProto", None),
-            ("ExecutorMetadataProto", None),
-            ("SP_Tokenizer", None),
-            ("TFLiteModel", "embedder"),
-            ("TFLiteModel", "per_layer_embedder"),
-            ("TFLiteModel", "prefill_decode"),
-            ("TFLiteModel", "mtp_drafter"),
-        ]
+        models = [("TFLiteModel", of) for of in ("embedder", "per_layer_embedder", "prefill_decode", "mtp_drafter")]
+        others = [(name, None) for name in ("LlmMetadataProto", "ExecutorMetadataProto", "SP_Tokenizer")]
+        assert [(s.type_name, s.model_type) for s in opened.sections] == [*others, *models]
         assert all(s.begin % 16384 == 0 for s in opened.sections)
         assert opened.sections[-1].end == sample.stat().st_size
         assert opened.bundle is not None
-        assert opened.bundle.version == (1, 7, 0)
-        assert opened.bundle.items["Authors"] == "ODML"
-        # Every other model in the bundle can be read as well, and none of them is a drafter.
-        for section in opened.sections:
-            if section.data_type == 3 and section.model_type != "mtp_drafter":
-                assert opened.model(section).subgraphs
+        assert (opened.bundle.version, opened.bundle.items["Authors"]) == ((1, 7, 0), "ODML")
+        # Every other model in the bundle can be read as well.
+        assert all(opened.model(section).subgraphs for section in opened.sections[3:6])
     assert SECTION_TYPES[7] == "TFLiteWeights"
 
 
@@ -145,11 +132,8 @@ def test_a_model_that_is_no_drafter(sample: Path, tmp_path: Path) -> None:
     (tmp_path / "embedder.tflite").write_bytes(embedder)
     with open_bundle(tmp_path / "embedder.tflite") as opened, pytest.raises(NoDrafterError, match="mtp_drafter"):
         opened.drafter()
-    for name in ("gemma-4-E2B-it-web.litertlm", "gemma-3n-E2B-it-int4.litertlm", "any.litertlm"):
-        (tmp_path / name).write_bytes(bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]))
-        with (
-            open_bundle(tmp_path / name) as opened,
-            pytest.raises(NoDrafterError, match="Models in it: embedder") as found,
-        ):
-            opened.drafter()
-        assert "this is" not in str(found.value)
+    path = tmp_path / "gemma-4-E2B-it-web.litertlm"
+    path.write_bytes(bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]))
+    with open_bundle(path) as opened, pytest.raises(NoDrafterError, match="Models in it: embedder") as found:
+        opened.drafter()
+    assert "this is" not in str(found.value)
