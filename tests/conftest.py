@@ -6,10 +6,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.first_pair import first_base, first_bundle
-from helpers.variant_files import HERE
 
 # pytest-xdist tells its workers how wide the terminal is: what a command prints would be wrapped there.
 os.environ.pop("COLUMNS", None)
@@ -69,17 +67,6 @@ def sample() -> Path:
 def base() -> Path:
     """The base model of the sample."""
     return first_base()
-
-
-@pytest.fixture(scope="session")
-def truth() -> dict[str, dict[str, np.ndarray]]:
-    """Per transformers name: q, scale, zp, … of the sample, as the quantizer computed them before packing."""
-    stored = np.load(HERE / "truth" / "e2e_jax_mix48.weights.npz")
-    result: dict[str, dict[str, np.ndarray]] = {}
-    for key in stored.files:
-        name, field = key.rsplit("/", 1)
-        result.setdefault("model.embed_tokens.weight" if name == "lm_head.weight" else name, {})[field] = stored[key]
-    return result
 
 
 @pytest.fixture(scope="session")

@@ -22,36 +22,12 @@ from seam import verify
 from mtp_extract import convert
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.drafter.load import load_any, load_drafter
-from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError
+from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
-from mtp_extract.formats.eagle3 import EAGLE, findings_of
+from mtp_extract.formats.eagle3 import findings_of
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 WHOLE = {"own_embedding": True, "draft_vocab_size": 40}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"draft_vocab_size": 40},
-        {"fc_norm": True},
-        {"norm_before_fc": True, "norm_output": True},
-        {"own_embedding": True, "backbone_hidden_size": 48},
-    ],
-)
-def test_names_and_shapes_are_those_that_engines_ask_for(tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
-    config = head_config(**changes)
-    source = write_head(tmp_path / "head", random_head(config), "eagle3" if layout == "speculators" else "speculators")
-    convert(source, tmp_path / "out", format=layout, dtype="bf16")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    marks = found.pop("t2d", None)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == asked_for(config, layout)
-    assert {tensor.dtype for name, tensor in found.items() if name != "d2t"} == {torch.bfloat16}
-    assert (marks is not None) == config.reduced
-    if marks is not None:
-        targets = torch.arange(config.draft_vocab_size) + found["d2t"]
-        assert found["d2t"].dtype == torch.int64 and marks.nonzero().flatten().tolist() == targets.tolist()
 
 
 def test_what_is_said_of_a_head_that_was_converted(tmp_path: Path) -> None:
@@ -75,16 +51,21 @@ def test_what_is_said_of_a_head_that_was_converted(tmp_path: Path) -> None:
 def test_there_and_back_is_the_same_to_the_byte(
     flags: dict[str, bool], full: bool, own: bool, dtype: str, layers: list[int]
 ) -> None:
-    """Whatever the flags: what both layouts can hold comes back as the same files, and is the same head."""
+    """Whatever the flags: what both layouts can hold has the names that engines ask for, comes back as the same files,
+    and is the same head."""
     more = {"own_embedding": True, "backbone_hidden_size": 48} if own else {}
     config = head_config(**flags, **more, draft_vocab_size=40 if full else 24, base_layers=tuple(layers), base="o/b")
     head = random_head(config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         place = write_head(folder / "theirs", head)
+        marks = torch.zeros(40, dtype=torch.bool).index_fill(0, head.targets, True)
         for step, layout in enumerate(("eagle3", "speculators", "eagle3", "speculators")):
             convert(place, folder / str(step), format=layout, dtype=dtype)
             place = folder / str(step)
+            found = load_file(place / "model.safetensors")
+            assert ("t2d" in found) == config.reduced and (found.pop("t2d", marks) == marks).all()
+            assert {key: tuple(tensor.shape) for key, tensor in found.items()} == asked_for(config, layout)
         for before, after in (("0", "2"), ("1", "3")):
             for file in ("config.json", "model.safetensors"):
                 assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
@@ -95,24 +76,20 @@ def test_there_and_back_is_the_same_to_the_byte(
             assert torch.equal(loaded[key], tensor.to(kind).float() if tensor.is_floating_point() else tensor), key
 
 
-@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dimensions", [(1, 2), (2,)])
-def test_short_floats(tmp_path: Path, short: torch.dtype, dimensions: tuple[int, ...]) -> None:
-    """Each weight is read in the type it is stored in; a head of several types is F32 as a whole, and loses none."""
+def test_a_head_of_several_types(tmp_path: Path) -> None:
+    """Each weight is read in the type it is stored in; the head is F32 as a whole, and loses none."""
     head = random_head(head_config())
     directory = write_head(tmp_path / "head", head)
     tensors = load_file(directory / "model.safetensors")
-    stored = {n: t.to(short) if t.is_floating_point() and t.ndim in dimensions else t for n, t in tensors.items()}
-    save_file(stored, directory / "model.safetensors")
-    shared = {torch.bfloat16: "bf16", torch.float16: "f16"}[short]
-    assert read_checkpoint(directory).dtype == (shared if len(dimensions) == 2 else "f32")
+    save_file(
+        {n: t.half() if t.is_floating_point() and t.ndim == 2 else t for n, t in tensors.items()},
+        directory / "model.safetensors",
+    )
+    assert read_checkpoint(directory).dtype == "f32"
     loaded = load_any(directory, dtype=torch.float32).state_dict()
     for name, tensor in head.state_dict().items():
-        rounded = tensor.is_floating_point() and tensor.ndim in dimensions
-        assert torch.equal(loaded[name], tensor.to(short).float() if rounded else tensor), name
-    if short == torch.float16 and len(dimensions) == 2:
-        with pytest.raises(DrafterError, match="float16 is stored, and no dtype was given"):
-            load_any(directory)
+        rounded = tensor.is_floating_point() and tensor.ndim == 2
+        assert torch.equal(loaded[name], tensor.half().float() if rounded else tensor), name
     assert not findings_of(directory)
 
 
@@ -147,9 +124,7 @@ def test_other_ways_to_say_it(tmp_path: Path, form: str) -> None:
     assert config == head_config(max_position_embeddings=131072)
 
 
-@pytest.mark.parametrize(
-    "path", ["/home/somebody/base", "./somebody", "~/somebody", "x/somebody/base", "C:\\\\somebody"]
-)
+@pytest.mark.parametrize("path", ["/home/somebody/base", "./somebody", "~/somebody", "C:\\\\somebody"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_path_of_whoever_trained_is_handed_on(tmp_path: Path, layout: str, path: str) -> None:
     directory = write_head(tmp_path / "head", random_head(head_config(base=path)), layout)
@@ -189,28 +164,20 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
         (lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "says rope_theta 1000000"),
         (lambda d: edit(d, **{IDS: ..., "eagle_config": ...}), "engines take 2, n // 2 and n − 3"),
         (lambda d: edit(d, **{IDS: [0, 2, 4]}), "says eagle_config.eagle_aux_hidden_state_layer_ids"),
-        (lambda d: edit(d, **{IDS: [1, 3, 10**9]}), "`int` <= 4096"),
         (lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}), "says eagle_config.use_aux_hidden_state"),
-        (lambda d: edit(d, hidden_size=0), "hidden_size"),
-        (lambda d: edit(d, fc_norm=True), "fc_norm.0.weight: expected a tensor"),
         (lambda d: edit(d, draft_vocab_size=23), r"d2t: expected shape \[23\], found \[24\]"),
         (lambda d: edit(d, target_hidden_size=31), "beside a base of 31"),
         (_tensor("d2t", lambda t: t["d2t"] + torch.arange(24)), "expected differences"),
         (_tensor("d2t", lambda t: t["d2t"].index_fill(0, torch.tensor([1]), int(t["d2t"][0]) - 1)), "no two for one"),
-        (_tensor("d2t", lambda t: t["d2t"].int()), "d2t: expected I64, found I32"),
         (_tensor("d2t", lambda t: None), "d2t: expected a tensor"),
         (_tensor("t2d", lambda t: ~t["t2d"]), "t2d: expected the tokens that d2t names"),
-        (_tensor("t2d", lambda t: t["t2d"].long()), "t2d: expected BOOL, found I64"),
         (_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
         (_tensor("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight: expected F32, BF16 or F16"),
         (_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
         (_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
         (lambda d: edit(d, **{IDS: [1, 3]}), "expected 3 different layers"),
         (lambda d: edit(d, **{IDS: [5, 3, 1], "eagle_config": ...}), "the lowest first"),
-        (lambda d: edit(d, **{IDS: [-1, 3, 5], "eagle_config": ...}), "the lowest first"),
         (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "got `bool`"),
-        (lambda d: edit(d, rope_theta=math.nan), "NaN is no number"),
-        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "head: expected model.safetensors there, .*as one file"),
     ],
 )
@@ -232,13 +199,9 @@ LLAMA = "transformer_layer_config"
         ({"speculators_model_type": "dflash"}, "speculators_model_type"),
         ({IDS: ...}, IDS),
         ({LLAMA: ...}, LLAMA),
-        ({LLAMA: []}, "transformer_layer_config: Expected"),
         ({LLAMA: {"model_type": "qwen3"}}, "model_type"),
-        ({"norm_before_residual": "true"}, "norm_before_residual"),
         # A Llama configuration without its RoPE has 10000 in engines, whatever stands at the top level.
-        ({"rope_theta": 1e6, LLAMA: "rope_theta"}, "expected rope_theta"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, LLAMA: "rope_theta"}, "expected rope_theta"),
-        ({"hidden_size": 32, LLAMA: "hidden_size"}, "missing required field"),
     ],
 )
 def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -258,10 +221,11 @@ def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any],
         ("speculators", WHOLE, {}, []),
         ("eagle3", {}, {IDS: ...}, [("vLLM", "not at the top level"), ("llama.cpp", "not at the top level")]),
         ("eagle3", {}, {"eagle_config": ...}, [("SGLang", "missing in eagle_config")]),
-        ("eagle3", {}, {"rope_parameters": None}, []),
         ("eagle3", {}, {"norm_before_residual": True}, [("SGLang", "norm_before_residual")]),
         ("eagle3", {"norm_output": True}, {}, [("llama.cpp", "before the norm")]),
         ("eagle3", {"draft_vocab_size": 40}, {"draft_vocab_size": None}, [("SGLang", "LM head")]),
+        ("eagle3", {"own_embedding": True, "hidden_size": 96}, {}, [("SGLang", "leaves fc out")]),
+        ("eagle3", {"own_embedding": True}, {}, [("SGLang", "takes the base's embeddings")]),
         ("speculators", WHOLE | {"norm_before_residual": True}, {}, []),
         ("speculators", WHOLE | {"base_layers": (0, 2, 5)}, {}, [("mlx-vlm", "leaves layer 0")]),
         ("speculators", {"own_embedding": True}, {}, [("mlx-vlm", "the text changes")]),
@@ -278,13 +242,6 @@ def test_what_engines_make_of_it(
     for finding, (engine, what) in zip(findings, found, strict=True):
         assert what in finding.what
         assert finding.is_error == (engine in ("vLLM", "SGLang"))
-
-
-def test_what_sglang_takes_otherwise_by_its_width() -> None:
-    for changes, what in (({"hidden_size": 96}, "leaves fc out"), ({}, "takes the base's embeddings")):
-        config = head_config(own_embedding=True, **changes)
-        (finding,) = EAGLE.findings(LAYOUTS["eagle3"](config, "float32"), config)
-        assert finding.is_error and what in finding.what
 
 
 def test_what_the_other_layout_cannot_hold(tmp_path: Path) -> None:

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
-from helpers.variant_files import REFUSED, VARIANTS, variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_extract import extract
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import roles_of, shapes_of
-from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, arrange
 from mtp_extract.checkpoint.dtypes import BLOCK_TYPES
 from mtp_extract.checkpoint.files import OutputFile, read_header, write_file
@@ -30,9 +28,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedErro
 from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.formats.gguf import _base_of, _name_parts
 from mtp_extract.litertlm.storage import Packing
-from mtp_extract.pipeline.extraction import checkpoint_of
 
-NAMES = sorted(VARIANTS.keys() - REFUSED)
 FILE = "mtp-sample-Q4_0.gguf"
 
 
@@ -42,22 +38,6 @@ def made(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gguf") / "sample"
     extract(sample, directory, format="gguf")
     return directory
-
-
-# What is in a block
-
-
-def test_the_bytes_of_a_block() -> None:
-    """Two rows of 32 codes −8 … 7, twice over; the steps 0.5 and −2 in FP16 are 0x3800 and 0xC000."""
-    row = np.arange(32, dtype=np.int8) % 16 - 8
-    steps = np.array([[0.5], [-2.0]], np.float32)
-    made = BLOCK_TYPES[4].pack(np.stack([row, row[::-1]]), steps).tobytes()
-    # Element j is the low half of byte j, element j + 16 the high half; both are 8 too large.
-    upwards, downwards = ("".join(f"{n:x}{n:x}" for n in order) for order in (range(16), range(15, -1, -1)))
-    assert made == bytes.fromhex(f"0038{upwards}00c0{downwards}")
-    eight = np.stack([np.arange(32, dtype=np.int8), -np.arange(32, dtype=np.int8)])
-    made = BLOCK_TYPES[8].pack(eight, steps).tobytes()
-    assert made == b"\x00\x38" + bytes(range(32)) + b"\x00\xc0" + bytes(-n % 256 for n in range(32))
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,38 +58,6 @@ def test_codes_come_back(seed: int, bits: int, blocks: int, rows: int, by_row: b
     np.testing.assert_array_equal(kind.steps(stored), np.repeat(steps, block // 32, axis=1))
     theirs = dequantize(stored, GGMLQuantizationType[kind.name])
     np.testing.assert_array_equal(theirs, of_codes(codes, Packing(bits, True), Steps.around_zero(block, steps)).array())
-
-
-# What is written of a bundle
-
-
-def theirs(directory: Path) -> dict[str, np.ndarray]:
-    """Every tensor's numbers, as the gguf package reads the file."""
-    (path,) = directory.glob("*.gguf")
-    return {
-        tensor.name: dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
-        for tensor in GGUFReader(path).tensors
-    }
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_codes_are_the_files_for_every_variant(tmp_path: Path, name: str) -> None:
-    extract(variant(name), tmp_path / "out", format="gguf")
-    numbers, written = theirs(tmp_path / "out"), read_checkpoint(tmp_path / "out")
-    with open_bundle(variant(name)) as opened:
-        drafter = opened.drafter()
-        original = checkpoint_of(drafter).whole()
-        assert replace(written.config, max_position_embeddings=None) == drafter.config
-        for role in shapes_of(drafter.config):
-            expected, back, found = original.tensors[role.name], written.tensors[role.name], numbers[role.names["gguf"]]
-            made = expected.array()
-            if back.scheme is not None:
-                mine = row_codes(expected)
-                np.testing.assert_array_equal(mine.codes(), row_codes(back).codes(), err_msg=role.name)
-                scales = mine.steps.size.astype(np.float16).astype(np.float32)[..., None]
-                made = (mine.codes().reshape(*mine.steps.size.shape, -1) * scales).reshape(found.shape)
-            np.testing.assert_array_equal(back.array(), found, err_msg=role.name)
-            np.testing.assert_array_equal(made, found, err_msg=role.name)
 
 
 def test_what_llama_cpp_reads(made: Path) -> None:
@@ -138,10 +86,8 @@ def test_what_llama_cpp_reads(made: Path) -> None:
     source = json.loads((made / "extraction.json").read_text())["source"]
     assert fields["mtp_extract.source.name"].contents() == source["name"] == "sample.litertlm"
     assert fields["mtp_extract.section.sha256"].contents() == source["section"]["sha256"]
-    np.testing.assert_array_equal(theirs(made)["rope_freqs.weight"], np.float32([1.0] * 8 + [1e30] * 24))
-
-
-# What can be held
+    (factors,) = (tensor for tensor in GGUFReader(made / FILE).tensors if tensor.name == "rope_freqs.weight")
+    np.testing.assert_array_equal(factors.data, np.float32([1.0] * 8 + [1e30] * 24))
 
 
 def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Weight:
@@ -154,12 +100,9 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Wei
     ("tensor", "expected"),
     [
         (rows(0.5), ()),
-        (rows(0.0), ()),
         (rows(2.0**-24), ()),  # subnormal in FP16, and exact
         (rows(0.1), ("FP16",)),
-        (rows(0.1, block=64), ("FP16",)),
         (rows(1e-5), "a scale of 1e-05 is out of FP16's range"),
-        (rows(1e-9), "a scale of 1e-09 is out of FP16's range"),
         (rows(7e4), "a scale of 7e\\+04 is out of FP16's range"),
         (rows(0.5, columns=48, block=48), "rows of 48"),
         (rows(0.5, block=16), "blocks of 16"),
@@ -178,9 +121,6 @@ def test_what_is_kept(tensor: Weight, expected: tuple[str, ...] | str) -> None:
         assert re.search(expected, found.why), found.why
 
 
-# The configuration
-
-
 def config(**changes: Any) -> DrafterConfig:
     sliding = LayerConfig(SLIDING, 32, 2, 512, RopeConfig(1e4))
     full = LayerConfig(FULL, 64, 2, None, RopeConfig(1e6, 0.25))
@@ -195,7 +135,6 @@ def full_layer(**changes: Any) -> tuple[LayerConfig, ...]:
 
 CONFIGS = [
     config(),
-    config(rms_norm_eps=1e-5, final_logit_softcap=30.0),
     config(rms_norm_eps=1.0000001e-6, final_logit_softcap=29.999999999),
     config(hidden_activation="gelu"),
     config(layers=full_layer(rope=RopeConfig(1e6, 0.3))),
@@ -203,7 +142,6 @@ CONFIGS = [
     config(layers=full_layer(rope=RopeConfig(1e6, 0.5, 3.3333333333))),
     config(layers=full_layer(rope=RopeConfig(1e6))),
     config(layers=full_layer(num_kv_heads=1)),
-    config(layers=config().layers[:1] * 2),
     config(layers=config().layers[1:] * 2),
 ]
 
@@ -278,16 +216,12 @@ def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "more")
 
 
-# The container
-
-
 def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     """Every type of value it can write, and tensors of every type that we have."""
     writer = GGUFWriter(tmp_path / "x.gguf", "some")
-    values = {
-        "uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31, "int32": -5, "uint64": 1 << 63,
-        "int64": -(1 << 40), "float32": 0.5, "float64": 0.1, "bool": True, "string": "Ünïcode",
-    }  # fmt: skip
+    values: dict[str, object] = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31}
+    values |= {"int32": -5, "uint64": 1 << 63, "int64": -(1 << 40), "float32": 0.5, "float64": 0.1, "bool": True}
+    values |= {"string": "Ünïcode"}
     for kind, value in values.items():
         getattr(writer, f"add_{kind}")(kind, value)
     writer.add_array("texts", ["a", "", "bc"])
@@ -307,11 +241,9 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     metadata, places = read_gguf(tmp_path / "x.gguf")
     assert metadata == {"general.architecture": "some", **values, "texts": 3, "numbers": [1, -2]}
     data = (tmp_path / "x.gguf").read_bytes()
-    assert {name: data[p.offset : p.offset + p.length] for name, p in places.items()} == {
-        name: tensor.tobytes() for name, tensor in made.items()
-    }
+    assert [data[p.offset : p.offset + p.length] for p in places.values()] == [t.tobytes() for t in made.values()]
     shapes = {"F32": (2, 3), "F16": (3,), "Q4_0": (2, 64), "Q8_0": (2, 32)}
-    assert {p.dtype: p.shape for p in places.values()} == shapes and list(places) == list(shapes)
+    assert {name: p.shape for name, p in places.items()} == {p.dtype: p.shape for p in places.values()} == shapes
 
 
 def text(value: str | bytes) -> bytes:
@@ -320,17 +252,9 @@ def text(value: str | bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def entry(value: bytes, key: str = "k") -> bytes:
+def entry(kind: str, *value: int, key: str = "k") -> bytes:
     """A key, and its value with its type."""
-    return text(key) + value
-
-
-def number(value: int, key: str = "k") -> bytes:
-    return entry(struct.pack("<II", 4, value), key)
-
-
-def array(kind: int, count: int, data: bytes) -> bytes:
-    return entry(struct.pack("<IIQ", 9, kind, count) + data)
+    return text(key) + struct.pack(f"<{kind}", *value)
 
 
 def tensor(name: str, dimensions: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
@@ -355,28 +279,22 @@ def gguf_bytes(
 ONE = [tensor("t", (2,))]
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cut short"),
-    "another": (b"\x93NUMPY" + bytes(100), "not a GGUF file"),
     "version 2": (gguf_bytes(version=2), "expected GGUF version 3, .*found 2"),
     "more tensors than bytes": (gguf_bytes(counts=(1 << 60, 0)), "at most 65536 keys and tensors"),
     "a few more tensors": (gguf_bytes(counts=(3, 0)), "cut short"),
     "more entries than bytes": (gguf_bytes(counts=(0, 1 << 63)), "at most 65536 keys"),
     "long key": (gguf_bytes([struct.pack("<Q", 1 << 62)]), "cut short"),
-    "long text": (gguf_bytes([entry(struct.pack("<IQ", 8, 1 << 40))]), "cut short"),
-    "text past the end": (gguf_bytes([entry(struct.pack("<IQ", 8, 1 << 20))]), "cut short"),
-    "no text": (gguf_bytes([entry(struct.pack("<I", 8) + text(b"\xff\xfe"))]), "UTF-8"),
-    "unknown type of value": (gguf_bytes([entry(struct.pack("<IQ", 13, 0))]), "found values of type 13"),
-    "list of lists": (gguf_bytes([array(9, 1, bytes(12))]), "found values of type 9"),
-    "long list": (gguf_bytes([array(10, 1 << 61, b"")]), "cut short"),
-    "long list of text": (gguf_bytes([array(8, 1 << 61, b"")]), "cut short"),
-    "twice the same key": (gguf_bytes([number(1)] * 2), "each key once, found k"),
-    "alignment 0": (gguf_bytes([number(0, "general.alignment")]), "general.alignment 32, found 0"),
-    "alignment 64": (gguf_bytes([number(64, "general.alignment")]), "general.alignment 32, found 64"),
+    "text past the end": (gguf_bytes([entry("IQ", 8, 1 << 20)]), "cut short"),
+    "no text": (gguf_bytes([entry("I", 8) + text(b"\xff\xfe")]), "UTF-8"),
+    "unknown type of value": (gguf_bytes([entry("IQ", 13, 0)]), "found values of type 13"),
+    "long list": (gguf_bytes([entry("IIQ", 9, 10, 1 << 61)]), "cut short"),
+    "long list of text": (gguf_bytes([entry("IIQ", 9, 8, 1 << 61)]), "cut short"),
+    "twice the same key": (gguf_bytes([entry("II", 4, 1)] * 2), "each key once, found k"),
+    "alignment 64": (gguf_bytes([entry("II", 4, 64, key="general.alignment")]), "general.alignment 32, found 64"),
     "twice the same tensor": (gguf_bytes([], ONE * 2, bytes(64)), "each tensor once, found t"),
-    "many dimensions": (gguf_bytes([], [tensor("t", (1,) * 5)], bytes(32)), "1 to 4 dimensions, found 5"),
     "type of another": (gguf_bytes([], [tensor("t", (256,), 12)], bytes(160)), "found type 12"),
     "vast shape": (gguf_bytes([], [tensor("t", (1 << 40, 1 << 40))], bytes(32)), "cannot be"),
     "shape of 0 times vast": (gguf_bytes([], [tensor("t", (0, 1 << 63))], bytes(32)), "cannot be"),
-    "half a block": (gguf_bytes([], [tensor("t", (16, 2), 2)], bytes(32)), r"\[2, 16\] in Q4_0 cannot be"),
     "offset past the end": (gguf_bytes([], [tensor("t", (2,), 0, 1 << 50)], bytes(32)), "to begin at byte 0"),
     "overlapping": (gguf_bytes([], [*ONE, tensor("u", (2,))], bytes(64)), "u to begin at byte 32, found 0"),
     "cut short": (gguf_bytes([], [tensor("t", (9,))], bytes(32)), "cut short"),
@@ -411,9 +329,6 @@ def test_no_changed_byte_of_a_header_does_harm(
         assert str(error)
 
 
-# An ordered head
-
-
 def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     """llama.cpp computes the dense head, which is in the file as well; its own converter leaves the other out too."""
     shape = config(ordered_head=OrderedHeadConfig(32, 4))
@@ -427,9 +342,6 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     assert gguf.read(tmp_path).config == config()
 
 
-# What it is called
-
-
 @pytest.mark.parametrize(
     ("source", "base", "parts"),
     [
@@ -438,7 +350,6 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
         ("gemma-4-E2B-it-assistant", "gemma-4-E2B-it", ("gemma-4", "E2B", "it")),
         ("mtp-gemma-4-31B-it.gguf", "gemma-4-31B-it", ("gemma-4", "31B", "it")),
         ("my model ☃.tflite", "my-model", ("my-model", None, None)),
-        ("../..", "drafter", ("drafter", None, None)),
         ("", "drafter", ("drafter", None, None)),
     ],
 )

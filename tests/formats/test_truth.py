@@ -21,19 +21,6 @@ def sha256(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def test_the_sample_is_the_quantizers(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
-    codes, weights = (load_file(extracted / name) for name in ("codes/codes.safetensors", "model.safetensors"))
-    assert {name.rsplit(".", 1)[0] for name in codes} == set(truth)
-    assert len(weights) == 48
-    for name, expected in truth.items():
-        np.testing.assert_array_equal(codes[f"{name}.codes"], expected["q"])
-        np.testing.assert_array_equal(codes[f"{name}.scale"], expected["scale"].reshape(-1))
-        np.testing.assert_array_equal(codes[f"{name}.zero_point"], expected["zp"].reshape(-1))
-        value = (expected["q"].astype(np.float32) - expected["zp"].astype(np.float32)) * expected["scale"]
-        assert weights[name].dtype == np.float32
-        np.testing.assert_array_equal(weights[name], value)
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_variant(name: str, tmp_path: Path) -> None:
     expected = VARIANTS[name]
@@ -65,12 +52,7 @@ def test_published_shape_is_42_constants(tmp_path: Path) -> None:
     assert (dimensions.count(2), dimensions.count(1), len(dimensions)) == (23, 19, 42)
 
 
-def test_static_quantization_is_recorded(tmp_path: Path) -> None:
-    result = extract(variant("jax_published"), tmp_path / "out")
-    static = result.record["activations"]
-    assert static and "lm_head" not in static
-    for role, sides in static.items():
-        assert len(sides) == 2 and all(side["type"] == "int8" and side["scale"] > 0 for side in sides), role
+def test_static_quantization_of_caches_is_shown() -> None:
     with open_bundle(variant("jax_published")) as opened:
         walk = opened.drafter().walk
     grids = [(cache.type_name, grid_of(cache)) for cache in walk.caches.values()]
