@@ -43,7 +43,6 @@ from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.insertion.slots import Place
 from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget

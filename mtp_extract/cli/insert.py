@@ -88,7 +88,7 @@ def _show_plan(plan: InsertionPlan) -> None:
     changed = [(role, each) for role, each in every if each.how != "kept"]
     what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
     name = escape(plan.source.name)
-    say(f"{what} {name}: {len(changed)} of {len(every)} weights change, {size(plan.size)}")
+    say(f"{what} {name}: {len(changed)} of {len(every)} weights change, {size(plan.source.size)}")
     if changed:
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")
         rows = [[role, each.storage.type.name, each.how, f"{each.error:.2g}"] for role, each in changed]

@@ -63,9 +63,7 @@ def _show_comparison(found: BaseComparison) -> None:
         (r.role, r.verdict, ",".join(r.stored) or None, list(r.shape), r.steps, r.error, r.why) for r in found.roles
     ]
     table(roles, ["role", "verdict", "stored", "shape", "steps", "error", "why"])
-    say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
-    if found.not_loaded:
-        say(f"  {len(found.not_loaded)} tensors are K and V of layers that share another's: no model loads them")
+    say(f"{len(found.roles)} roles: {_counts(found.counts)}")
     if found.not_compared:
         say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.not_compared.items())}")
     say("  Weights are compared, not what the graphs compute with them.")

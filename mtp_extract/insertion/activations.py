@@ -13,8 +13,7 @@ from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _TYPES = (TensorType.INT8, TensorType.INT16)
-# The operators between floats and a quantized matrix product.
-_ENTERS, _PRODUCTS, _LEAVES = "QUANTIZE", ("FULLY_CONNECTED", "BATCH_MATMUL"), "DEQUANTIZE"
+_PRODUCTS = {"FULLY_CONNECTED", "BATCH_MATMUL"}
 
 Range = tuple[float, float]
 """The least and the largest value that was seen."""
@@ -39,10 +38,7 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
         return [], [note] if static and changed else []
     if not static:
         return [], ["The graph has no static activations: nothing was calibrated."]
-    # What several roles read has one range.
-    written: dict[int, bytes] = {}
-    kept: dict[str, None] = {}
-    ranges = measure()
+    ranges, written, left = measure(), dict[int, bytes](), list[str]()  # what several roles read has one range
     for role in static:
         node = role.result.producer if role.result is not None else None
         if node is None or role.role not in ranges:
@@ -51,19 +47,20 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
             if _is_own(value):
                 written.update(_scale_bytes(drafter.model.region.begin, value.tensors[-1], bounds))
             else:
-                kept[role.role] = None
+                left.append(role.role)
     notes = [f"Static activations of {len(static)} matrices were calibrated anew."]
-    if kept:
-        notes.append(f"Shared with other operators, so left: {', '.join(kept)}.")
+    if left:
+        notes.append(f"Shared with other operators, so left: {', '.join(dict.fromkeys(left))}.")
     return [*written.items()], notes
 
 
 def _is_own(value: Value) -> bool:
-    """Whether ``value`` lies between floats and one kind of matrix only."""
+    """Whether ``value`` is quantized, and lies between floats and products with matrices only."""
     maker, readers = value.producer, {node.kind for node, _ in value.consumers}
     if value.tensors[-1].type not in _TYPES or maker is None:
         return False
-    return (maker.kind == _ENTERS and readers <= set(_PRODUCTS)) or (maker.kind in _PRODUCTS and readers <= {_LEAVES})
+    enters, leaves = maker.kind == "QUANTIZE" and readers <= _PRODUCTS, readers <= {"DEQUANTIZE"}
+    return enters or (maker.kind in _PRODUCTS and leaves)
 
 
 def _scale_bytes(begin: int, tensor: Tensor, bounds: Range) -> Iterator[tuple[int, bytes]]:

@@ -16,7 +16,7 @@ from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.insertion.slots import Place
-from mtp_extract.litertlm.container import TFLITE_MODEL, Section
+from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel
 
@@ -51,16 +51,15 @@ def find_base(opened: Opened) -> BundledBase:
                 f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {listed}."
             )
     budget, places = Budget(_BUDGET), defaultdict[str, tuple[Place, ...]](tuple)
-    section = sections[_DECODER]
-    model = opened.model(section, budget)
+    model = opened.model(sections[_DECODER], budget)
     first = read_first(model)
-    decoder = _walk(section, model, first, walk_base)
+    decoder = _walk(model, first, walk_base)
     for signature in model.signatures:
         by_bytes = partial(match_base, known=decoder)
-        walked = decoder if signature is first else _walk(section, model, signature, by_bytes)
+        walked = decoder if signature is first else _walk(model, signature, by_bytes)
         for found in walked.roles:
             # Without the graph, which is large, and of which nothing more is asked.
-            places[found.role] += (Place(signature.key, model, replace(found, result=None)),)
+            places[found.role] += (Place(model, replace(found, result=None)),)
     for kind, role in _TABLES.items():
         if (embedder := sections.get(kind)) is None:
             continue
@@ -68,9 +67,9 @@ def find_base(opened: Opened) -> BundledBase:
         for signature in model.signatures:
             # Several tables are columns of one role side by side.
             at = 0
-            for found in _walk(embedder, model, signature, partial(walk_table, role=role)).roles:
+            for found in _walk(model, signature, partial(walk_table, role=role)).roles:
                 columns = None if found.role == role else (at, at + found.shape[1])
-                places[role] += (Place(signature.key, model, replace(found, role=role, result=None), columns),)
+                places[role] += (Place(model, replace(found, role=role, result=None), columns),)
                 at += found.shape[1]
     for role in ("lm_head", "embed_tokens"):
         if role not in places:
@@ -78,13 +77,9 @@ def find_base(opened: Opened) -> BundledBase:
     return BundledBase(opened, decoder, places)
 
 
-def _walk(
-    section: Section, model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk]
-) -> BaseWalk:
-    """The roles of one signature."""
+def _walk(model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk]) -> BaseWalk:
+    """The roles of one signature, which errors name."""
     try:
         return walk(flatten(model, signature, _MOST_NODES))
     except (RoleError, UnsupportedError) as error:
-        # Which of many signatures: the walk itself does not know.
-        where = f"{model.region.source.name}: {section.label}, signature {escape(signature.key)!r}"
-        raise type(error)(f"{where}: {error}") from error
+        raise type(error)(f"{model.region.source.name}: signature {escape(signature.key)!r}: {error}") from error

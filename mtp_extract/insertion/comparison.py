@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ EQUAL, HALF_STEP, DIFFERENT, NOT_FOUND = VERDICTS = ("equal", "within half a ste
 # Rounding of float32 along the way, in steps: the largest code is 127.
 _HALF = 0.5 + 1e-4
 # Half a step of floats, as a share of the number; what is stored in F32 was not rounded.
-_FLOAT_STEPS = MappingProxyType({TensorType.FLOAT16: 2.0**-11, TensorType.BFLOAT16: 2.0**-8})
+_FLOAT_STEPS = {TensorType.FLOAT16: 2.0**-11, TensorType.BFLOAT16: 2.0**-8}
 # What is looked at together: it stays in a core's own cache.
 _ELEMENTS = 1 << 17
 
@@ -48,7 +47,6 @@ class RoleVerdict:
     shape: tuple[int, ...]
     verdict: str  # one of VERDICTS
     stored: tuple[str, ...] = ()  # the types in which the bundle stores it; empty where nothing does
-    signatures: tuple[str, ...] = ()  # those whose graphs read it
     steps: float | None = None  # the largest distance in steps of the stored codes; None for floats
     error: float | None = None  # root mean square of the difference, as a share of the checkpoint's; None beyond F64
     why: str | None = None  # of a verdict that needs a reason
@@ -62,10 +60,7 @@ class BaseComparison:
     checkpoint: Path
     layers: int  # of the base
     roles: tuple[RoleVerdict, ...]
-    tensors: int  # how many tensors of the checkpoint were looked for
-    tensors_found: int  # how many of them the bundle holds, whether equal or not
-    not_loaded: tuple[str, ...]  # what a BaseCheckpoint calls ``unused``
-    not_compared: Mapping[str, int]  # and ``others``
+    not_compared: Mapping[str, int]  # tensors of other parts than the text model, by part
 
     @property
     def counts(self) -> dict[str, int]:
@@ -80,40 +75,26 @@ class BaseComparison:
         if not wrong:
             return None
         listed = few((f"{r.role}: {r.why or r.verdict}" for r in wrong), separator="; ")
-        return PairError(
-            f"{self.bundle}: {len(wrong)} of {len(self.roles)} roles are not the weights of {escape(self.checkpoint)}: "
-            f"{listed}."
-        )
+        what = f"{len(wrong)} of {len(self.roles)} roles are not the weights of {escape(self.checkpoint)}"
+        return PairError(f"{self.bundle}: {what}: {listed}.")
 
     def as_json(self) -> dict[str, Any]:
         """The whole of it, as JSON has it."""
-        more = {"checkpoint": str(self.checkpoint), "architecture": "gemma4", "verdicts": self.counts}
-        return asdict(self) | more
+        return asdict(self) | {"checkpoint": str(self.checkpoint), "verdicts": self.counts}
 
 
 def compare_base(opened: Opened, directory: Path, progress: Progress = nothing_shown) -> BaseComparison:
     """Hold the base in ``opened`` against the checkpoint in ``directory``.
 
     Raises:
-        CheckpointError: the directory is no complete checkpoint of a Gemma 4 base.
-        PairError: the two are not of one geometry.
-        RoleError, UnsupportedError: the bundle's graphs cannot be read.
+        MtpExtractError: one of the two cannot be read, or they are not of one geometry.
     """
     checkpoint, base = read_base(directory), find_base(opened)
     check_base(checkpoint, base)
     verdicts = judge([*match_roles(base.places, checkpoint.weights)], progress)
     nowhere = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=nowhere) for name in checkpoint.unknown]
-    return BaseComparison(
-        opened.source.name,
-        directory,
-        base.walk.layers,
-        tuple(verdicts),
-        len(checkpoint.weights) + len(checkpoint.unknown),
-        sum(verdict.role in checkpoint.weights and verdict.verdict != NOT_FOUND for verdict in verdicts),
-        checkpoint.unused,
-        checkpoint.others,
-    )
+    return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
 
 
 def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
@@ -158,21 +139,14 @@ def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -
 def _verdict(match: Match, looks: Sequence[tuple[int, float, float, float]], differ: AbstractSet[Slot]) -> RoleVerdict:
     """``looks``: of all rows of all constants that hold the role."""
     places = match.places
-    types = tuple(sorted({place.tensor.type_name for place in places if place.found.tensor is not None}))
-    signatures = tuple(dict.fromkeys(place.signature for place in places))
+    types = tuple(sorted({place.found.tensor.type_name for place in places if place.found.tensor is not None}))
     if match.problem:
         verdict = DIFFERENT if places and match.name else NOT_FOUND
-        return RoleVerdict(match.role, match.name, match.shape, verdict, types, signatures, why=match.problem)
+        return RoleVerdict(match.role, match.name, match.shape, verdict, types, why=match.problem)
     outside, steps, difference, size = zip(*looks, strict=True)
     error, most, same = relative_error(difference, size), max(steps), differ.isdisjoint(match.slots)
     verdict, why = EQUAL if same else DIFFERENT if sum(outside) else HALF_STEP, None
-    if math.isnan(error):
-        why = "the checkpoint holds values that are not finite"
-    elif not types and not same:
-        why = f"the graphs multiply by nothing here, so by 1; apart by {error:.3g} of its size"
-    elif verdict == DIFFERENT and most < 0:
-        why = f"apart by {error:.3g} of its size"
-    elif verdict == DIFFERENT:
-        why = f"{sum(outside)} weights lie up to {most:.3g} steps apart, {error:.3g} of its size"
+    if verdict == DIFFERENT:
+        why = f"{sum(outside)} weights differ" + (f", by up to {most:.3g} steps" if most >= 0 else "")
     measured = most if 0 <= most < math.inf else None, error if error < math.inf else None
-    return RoleVerdict(match.role, match.name, match.shape, verdict, types, signatures, *measured, why)
+    return RoleVerdict(match.role, match.name, match.shape, verdict, types, *measured, why)

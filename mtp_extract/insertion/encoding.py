@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +34,11 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """What becomes of one slot.
-
-    Attributes:
-        how: :data:`KEPT` (the checkpoint holds what the file holds), :data:`CODES` (its integers are taken as they
-            are), :data:`FLOATS` or :data:`REQUANTIZED`.
-        error: root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's.
-    """
+    """What becomes of one slot."""
 
     slot: Slot
-    how: str
-    error: float
+    how: str  # KEPT (the file holds it), CODES (the checkpoint's integers are taken as they are), FLOATS, REQUANTIZED
+    error: float  # root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's
     scales: Scales
 
     @property
@@ -206,16 +200,11 @@ def _measure(slot: Slot, first: int, last: int, differs: bool) -> _Measured:
             made = widened(data, storage.type)
             return alike, scale, zero_point, squares(made - values), squares(values)
         groups, part = slot.part(storage.groups, first, last), slot.part(storage.elements, first, last)
-        # Zero points that all came to be 0 look like those that stay 0.
-        rules = (storage,) if differs or not storage.symmetric else (replace(storage, symmetric=False), storage)
-        for rule in rules:
-            scale, zero_point, made = rule.quantized(values)
-            alike = not differs and (
-                np.allclose(scale, source.scale.reshape(-1)[groups], rtol=_SCALES_ALIKE, atol=0)
-                and np.array_equal(zero_point, source.zero_point.reshape(-1)[groups])
-                and np.array_equal(made, source.codes(part.start, part.stop))
-            )
-            if alike:
-                break
-        rule.scale_codes(made, scale, zero_point)
+        scale, zero_point, made = storage.quantized(values)
+        alike = not differs and (
+            np.allclose(scale, source.scale.reshape(-1)[groups], rtol=_SCALES_ALIKE, atol=0)
+            and np.array_equal(zero_point, source.zero_point.reshape(-1)[groups])
+            and np.array_equal(made, source.codes(part.start, part.stop))
+        )
+        storage.scale_codes(made, scale, zero_point)
         return alike, scale, zero_point, squares(made - values), squares(values)

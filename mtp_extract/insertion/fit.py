@@ -11,9 +11,9 @@ from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.insertion.base import BundledBase
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint
 from mtp_extract.litertlm.container import TFLITE_MODEL
+from mtp_extract.litertlm.tflite import Tensor
 
 _BASE = "prefill_decode"
-_DECODE, _VERIFY = "decode", "verify"
 
 # What exporters compute constants in, and configurations round them to.
 _ALIKE, _BASES_ALIKE = 1e-6, 1e-5
@@ -26,10 +26,9 @@ _COMPARED = (
 
 
 def check_drafter(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
-    """Check that the weights of one drafter can stand in the graph of another, of ``name``; what is worth a note.
+    """What is worth a note of weights that stand in the graph of another drafter, of ``name``.
 
-    The graph computes with its own constants (RoPE, epsilon, soft cap), so that what a checkpoint's config says
-    otherwise would be lost.
+    The graph computes with its own constants (RoPE, epsilon, soft cap): what a checkpoint's config says is lost.
 
     Raises:
         PairError: they are not of one shape, or compute differently; the message lists how.
@@ -45,8 +44,7 @@ def check_drafter(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) ->
             "this bundle."
         )
     notes = []
-    if checkpoint.final_logit_softcap != graph.final_logit_softcap:
-        own, cap = (f"of {c.final_logit_softcap:g}" if c.final_logit_softcap else "none" for c in (checkpoint, graph))
+    if (own := checkpoint.final_logit_softcap) != (cap := graph.final_logit_softcap):
         notes.append(f"The graph's soft cap ({cap}) stays; the checkpoint's is {own}. The best token is the same.")
     if checkpoint.ordered_head is not None:
         notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
@@ -96,32 +94,25 @@ def base_misfits(drafter: Shard) -> Iterator[str]:
     LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
     the drafter's graph cannot be invoked.
     """
-    opened = drafter.opened
-    sections = [s for s in opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _BASE]
+    sections = [s for s in drafter.opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _BASE]
     if not sections:
         return
-    model = opened.model(sections[0])
-    decode, verify = model.signature(_DECODE), model.signature(_VERIFY)
-    if decode is None:
-        yield f"the base has no signature {_DECODE!r}"
+    model = drafter.opened.model(sections[0])
+    signatures = [s for key in ("decode", "verify") if (s := model.signature(key)) and ACTIVATIONS in s.outputs]
+    if len(signatures) < 2:
+        yield f"the base has no signatures decode and verify that both have an output {ACTIVATIONS!r}"
         return
-    if verify is None:
-        yield f"the base has no signature {_VERIFY!r}, by which it would check drafts"
-    for signature in filter(None, (decode, verify)):
-        if ACTIVATIONS not in signature.outputs:
-            yield f"the base's {signature.key} has no output {ACTIVATIONS!r}, from which a drafter starts"
-    outputs = {name: model.tensor(decode.subgraph, index) for name, index in decode.outputs.items()}
-    for name, cache in drafter.walk.caches.items():
-        if (base := outputs.get(name)) is None:
-            yield f"the base has no cache {escape(name)}"
-        elif (base.shape, base.type) != (cache.shape, cache.type):
-            yield (
-                f"the cache {escape(name)} is {base.type_name} {list(base.shape)} in the base and {cache.type_name} "
-                f"{list(cache.shape)} in the drafter"
-            )
-    for name, output, what in ((ACTIVATIONS, PROJECTED, "projected activations"), (LOGITS, LOGITS, "logits")):
-        if (own := outputs.get(name)) is None:
-            continue
-        given, width = (next(reversed(tensor.shape), 0) for tensor in (own, drafter.graph.outputs[output].tensor))
-        if given != width:
-            yield f"the base's {name} are {given} wide, the drafter's {what} {width}"
+    outputs = {name: model.tensor(signatures[0].subgraph, index) for name, index in signatures[0].outputs.items()}
+    wanted = {name: _form(cache) for name, cache in drafter.walk.caches.items()}
+    found = {name: _form(outputs[name]) if name in outputs else "missing" for name in wanted}
+    for name, output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
+        if name in outputs:
+            own, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
+            wanted[name], found[name] = (f"{next(reversed(shape), 0)} wide" for shape in (own, theirs))
+    for name, form in wanted.items():
+        if found[name] != form:
+            yield f"{escape(name)} is {found[name]} in the base and {form} in the drafter"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.type_name} {list(tensor.shape)}"

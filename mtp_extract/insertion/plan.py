@@ -5,9 +5,8 @@ Nothing is written over bytes that a tensor without a role has, or another role 
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,37 +42,17 @@ class InsertionResult:
 
 @dataclass(frozen=True)
 class InsertionPlan:
-    """What is to be done; nothing is written yet.
+    """What is to be done; nothing is written yet."""
 
-    Attributes:
-        source: the bundle, with a drafter where it had none.
-        encodings: role → what becomes of it: one encoding, several where tables or signatures of a base differ in it,
-            none where no constant holds it.
-        overlays: what is written over its copy.
-        check: reads the new file and compares it with what was planned; OutputError where it is something else.
-        of_base: whether it is a base that is put in, and no drafter.
-        added: whether the bundle has no drafter yet.
-    """
-
-    source: Source
+    source: Source  # the bundle, with a drafter where it had none
+    # Role → what becomes of it: several where tables or signatures of a base differ in it, none where nothing holds it.
     encodings: Mapping[str, tuple[Encoding, ...]]
-    overlays: tuple[Overlay, ...]
+    overlays: tuple[Overlay, ...]  # what is written over its copy
     notes: tuple[str, ...]
     inputs: tuple[PathLike | None, ...]
-    check: Callable[[Path], Proof | None]
-    of_base: bool = False
-    added: bool = False
-
-    @property
-    def size(self) -> int:
-        """Of the new file, in bytes."""
-        return self.source.size
-
-    @property
-    def changed(self) -> int:
-        """Bytes that are written over the copy."""
-        parts = (what for _, what in self.overlays)
-        return sum(what.storage.length if isinstance(what, Encoding) else len(what) for what in parts)
+    check: Callable[[Path], Proof | None]  # reads the new file; OutputError where it is not what was planned
+    of_base: bool = False  # whether it is a base that is put in, and no drafter
+    added: bool = False  # whether the bundle has no drafter yet
 
     def write(self, out: PathLike, *, overwrite: bool = False, progress: Progress = nothing_shown) -> InsertionResult:
         """Write it to the new file ``out``: beside its place first, where it is read again and compared, and proven.
@@ -84,13 +63,14 @@ class InsertionPlan:
         """
         target = Path(out)
         with staged(target, overwrite=overwrite, inputs=self.inputs) as stage:
-            write_copy(stage, self.source, counter(progress, self.size), self._fill)
+            write_copy(stage, self.source, counter(progress, self.source.size), self._fill)
             proof = self.check(stage)
-            _freshen(stage, target, self.source)
         notes = list(self.notes)
-        if names := _caches_of(target):
+        # LiteRT-LM (XNNPACK) takes packed weights of a file of the same name, second and size for those of the new one.
+        beside = (path.name for path in target.absolute().parent.iterdir() if path.name.startswith(target.name))
+        if names := sorted(name for name in beside if name.endswith("xnnpack_cache")):
             notes.append(f"Delete {few(names)}: the runtime packed them from an older file of this name.")
-        return InsertionResult(target, self.size, tuple(notes), proof, self)
+        return InsertionResult(target, self.source.size, tuple(notes), proof, self)
 
     def _fill(self, put: Put) -> None:
         rows: dict[Slot, list[tuple[int, Encoding]]] = defaultdict(list)
@@ -115,34 +95,12 @@ class InsertionPlan:
         return {
             "bundle": self.source.name,
             "out": str(result.path) if result else None,
-            "size": self.size,
-            "bytes_written": self.changed,
+            "size": self.source.size,
             "notes": (result or self).notes,
             "added": self.added,
             "roles": roles if self.of_base else {role: own[0] for role, own in roles.items() if own},
             "proof": result.proof if result else None,
         }
-
-
-def _caches_of(target: Path) -> list[str]:
-    """Names of the files beside ``target`` in which LiteRT-LM (XNNPACK) keeps packed weights of a file of that name.
-
-    They are called NAME_MTIME_SIZE…xnnpack_cache with the time in whole seconds. A file of the same name, size and
-    second is taken for the one that was packed: the old matrices are then used with the new norms.
-    """
-    with os.scandir(target.absolute().parent) as entries:
-        return sorted(e.name for e in entries if e.name.startswith(target.name) and e.name.endswith("xnnpack_cache"))
-
-
-def _freshen(stage: Path, target: Path, source: Source) -> None:
-    """Give ``stage``, which becomes ``target``, a time of change that no cache and no older file has."""
-    older = [path for path in (source.path, target) if path is not None and path.exists()]
-    taken, names = {path.stat().st_mtime_ns // 10**9 for path in older}, _caches_of(target)
-    made = second = stage.stat().st_mtime_ns // 10**9
-    while second in taken or any(f"_{second}_" in name for name in names):
-        second += 1
-    if second != made:
-        os.utime(stage, (second, second))
 
 
 class _Part(NamedTuple):
@@ -164,7 +122,7 @@ def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
     sites = [(place, encoding) for encoding in encodings for place in encoding.slot.places]
     parts = [part for site in sites for part in _parts(*site)]
     for model in {id(place.model): place.model for place, _ in sites}.values():
-        parts += _without_role(model, [place.tensor for place, _ in sites if place.model is model])
+        parts += _without_role(model, [place.found.tensor for place, _ in sites if place.model is model])
     last = _Part(0, 0, False, "")
     # Of the same bytes those that change come first.
     for part in sorted(parts, key=lambda part: (part.begin, part.end, not part.changes)):
@@ -189,12 +147,9 @@ def _agree(one: _Part, other: _Part) -> bool:
 
 
 def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
-    """The rows of ``encoding``, its scales and its zero points, where ``place`` has them.
-
-    Raises:
-        UnsupportedError: there is no place for the zero points.
-    """
-    model, tensor, role, (scale, zeros) = place.model, place.tensor, encoding.slot.role, encoding.scales
+    """The rows of ``encoding``, its scales and its zero points, where ``place`` has them."""
+    model, tensor, role, (scale, zeros) = place.model, place.found.tensor, encoding.slot.role, encoding.scales
+    assert tensor is not None
     data, quantization, blocks = model.locate(tensor), tensor.quantization, _blocks(model, tensor)
     yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
     if not scale.size or quantization is None:
@@ -215,10 +170,10 @@ def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
             yield _Part(at, at + len(vector), changes, role, vector)
 
 
-def _without_role(model: TfliteModel, playing: Iterable[Tensor]) -> Iterator[_Part]:
+def _without_role(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_Part]:
     """Data, scales and zero points of all tensors but those ``playing`` a role."""
     # Scales of blocks are tensors themselves.
-    own = {(t.subgraph, t.index) for role in playing for t in (role, _blocks(model, role)) if t is not None}
+    own = {(t.subgraph, t.index) for role in playing if role for t in (role, _blocks(model, role)) if t}
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
         if (tensor.subgraph, tensor.index) in own or not model.has_data(tensor):
             continue

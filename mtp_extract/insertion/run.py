@@ -46,12 +46,10 @@ def planned_insertion(
 
     Args:
         measure: gives what the drafter's activations reach, for graphs that quantize them statically.
-        progress: of the weights of a base.
 
     Raises:
         PairError: the checkpoint does not fit what the bundle holds, or the drafter not the base.
-        UnsupportedError: what is to change is not stored, is stored once for several weights that are to differ, or
-            cannot be stored so; or what is asked for does not go together.
+        UnsupportedError: what is to change cannot be stored; or what is asked for does not go together.
         MtpExtractError: a source that cannot be read.
     """
     source = checkpoint_here(source, or_bundle=True)
@@ -91,7 +89,6 @@ def _with_drafter(opened: Opened, template: Opened | None, window: int | None, e
 
     Raises:
         NoDrafterError: there is no template, or none is to be added: ``error`` says why there is no drafter.
-        PairError: the base in ``opened`` cannot run it.
     """
     if (bundle := opened.bundle) is None or opened.section is not None:
         raise error
@@ -165,7 +162,7 @@ def _plan_base(
 
 def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
     """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
-    places = {own.role: (Place(drafter.signature.key, drafter.model, own),) for own in drafter.walk.roles}
+    places = {own.role: (Place(drafter.model, own),) for own in drafter.walk.roles}
     weights = checkpoint.whole().tensors
     own = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
     return [slot for match in match_roles(places, own, checkpoint.dtype) for slot in match.required()]

@@ -24,7 +24,7 @@ from mtp_extract.errors import CheckpointError, PairError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.threads import on_all_cores
 from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats
-from mtp_extract.litertlm.tflite import Tensor, TfliteModel
+from mtp_extract.litertlm.tflite import TfliteModel
 
 _T = TypeVar("_T")
 _LAYER_SCALAR = ".layer_scalar"
@@ -34,16 +34,9 @@ _LAYER_SCALAR = ".layer_scalar"
 class Place:
     """A constant that plays a role in the graph of one signature."""
 
-    signature: str
     model: TfliteModel
     found: FoundRole
     columns: tuple[int, int] | None = None  # of the role's weight, ``[begin, end)``; None for all
-
-    @property
-    def tensor(self) -> Tensor:
-        """The constant of a role that has one."""
-        assert self.found.tensor is not None
-        return self.found.tensor
 
     @property
     def constant(self) -> Constant | None:
@@ -52,8 +45,7 @@ class Place:
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """Equal for places that hold the same columns, which come first, in the same bytes, with the same scales and
-        factor."""
+        """Equal for places that hold the same: columns, bytes, scales, factor."""
         if (constant := self.constant) is None:
             return (self.columns,)
         source = constant.source
@@ -94,31 +86,27 @@ class Slot:
             return False
         return not (self.constant.by_rows and self.new.columns % self.constant.source.storage.columns == 0)
 
-    def ranges(self, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
+    def ranges(self, elements: int = CHUNK_ELEMENTS) -> Iterable[tuple[int, int]]:
         """Rows ``[first, last)`` after each other, about ``elements`` elements at a time."""
-        return iter([(0, self.new.rows)]) if self.whole else row_ranges(self.new, elements)
+        return [(0, self.new.rows)] if self.whole else row_ranges(self.new, elements)
 
     def part(self, total: int, first: int, last: int) -> slice:
         """Which of ``total`` stored things (bytes, codes, scales) are those of rows ``[first, last)``."""
         return slice(total * first // self.new.rows, total * last // self.new.rows)
 
     def numbers(self, first: int, last: int) -> Floats:
-        """Rows of the new weight as they are to be stored, flat, times the factor that the converter folded into them;
-        one number where the file stores one for all.
+        """Rows of the new weight as they are to be stored, flat, with the converter's factor.
 
         Raises:
             CheckpointError: one is not finite.
-            UnsupportedError: the file stores one number, and the weight has several.
+            UnsupportedError: the file stores one number for all, and the weight has several.
         """
         values, factor = self.new.floats(first, last), self.stored.factor
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
         if self.stored.folded:
             if np.ptp(values):
-                raise UnsupportedError(
-                    f"{self.role}: the file stores one number for all {values.size}, and the checkpoint has several. "
-                    "Keep them equal."
-                )
+                raise UnsupportedError(f"{self.role}: expected equal numbers, as the file stores one. Keep them equal.")
             values = values[:, :1]
         if factor == 1.0:
             return values.reshape(-1)
@@ -152,8 +140,7 @@ def match_roles(
 ) -> Iterator[Match]:
     """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1.
 
-    Args:
-        dtype: what the checkpoint's floats were rounded to; by default what each tensor is stored in.
+    ``dtype`` is what the checkpoint's floats were rounded to; by default what each tensor is stored in.
     """
     for role in dict.fromkeys((*weights, *places)):
         own = "embed_tokens" if role == "lm_head" and role not in weights else role
@@ -178,7 +165,7 @@ def match_roles(
 
 
 def _slots(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> list[Slot]:
-    """A slot for all ``places`` that hold the same of ``weight`` (signatures share most); where there are none, one."""
+    """A slot for all ``places`` that hold the same of ``weight``, and one where there are none."""
     groups: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
     for place in places:
         groups[place.content].append(place)
@@ -192,10 +179,7 @@ def _slots(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> li
 def over_rows(
     slots: Sequence[Slot], step: Callable[[Slot, int, int], _T], elements: int = CHUNK_ELEMENTS
 ) -> dict[Slot, list[_T]]:
-    """For each slot what ``step(slot, first, last)`` gives of its rows, about ``elements`` at a time, in order.
-
-    An error in one ends all.
-    """
+    """For each slot what ``step(slot, first, last)`` gives of its rows, about ``elements`` at a time, in order."""
     groups: dict[object, list[Slot]] = defaultdict(list)
     for slot in slots:
         new = slot.new

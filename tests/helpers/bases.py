@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
-from seam import DTYPES, Place, base
+from seam import DTYPES, TfliteModel, base
 
 from helpers.first_pair import first_base, first_bundle
 from helpers.make_bundle import bundle, load, pack, parts_of
@@ -79,17 +79,16 @@ def patched(out: Path, bytes_at: Mapping[int, bytes]) -> Path:
     return out
 
 
-def places_of(path: Path, role: str) -> tuple[Place, ...]:
-    """Where ``role`` is stored in the bundle at ``path``."""
-    return base(path).places[role]
+def places_of(path: Path, role: str) -> list[tuple[TfliteModel, Any]]:
+    """The model and the tensor that have ``role`` in the bundle at ``path``, in each signature."""
+    return [(place.model, place.found.tensor) for place in base(path).places[role] if place.found.tensor is not None]
 
 
 def scale_of(path: Path, role: str, signature: str, channel: int, factor: float) -> dict[int, bytes]:
     """The scale of a channel of ``role`` in one signature of the bundle at ``path``, times ``factor``; by its place."""
-    place = next(place for place in places_of(path, role) if place.signature == signature)
-    quantization = place.tensor.quantization
-    assert quantization is not None
-    at = place.model.region.begin + quantization.scales.start + 4 * channel
+    found = [(m, t) for m, t in places_of(path, role) if (s := m.signature(signature)) and s.subgraph == t.subgraph]
+    model, quantization = found[0][0], found[0][1].quantization
+    at = model.region.begin + quantization.scales.start + 4 * channel
     return {at: np.float32(quantization.scale[channel] * np.float32(factor)).tobytes()}
 
 

@@ -163,13 +163,13 @@ def _share(sample: Path, out: Path, other: str | None) -> Path:
     theirs = places_of(sample, other) if other else own
 
     def share(model: Any) -> None:
-        for mine, place in zip(own, theirs, strict=True):
-            graph = model.subgraphs[mine.tensor.subgraph]
-            held = graph.tensors[place.tensor.index].buffer
+        for (_, mine), (_, given) in zip(own, theirs, strict=True):
+            graph = model.subgraphs[mine.subgraph]
+            held = graph.tensors[given.index].buffer
             if other is None:
                 data = {i: model.buffers[i].data for i in {tensor.buffer for tensor in graph.tensors}}
                 held = next(i for i, own in data.items() if own is not None and bytes(own) == ONES)
-            graph.tensors[mine.tensor.index].buffer = held
+            graph.tensors[mine.index].buffer = held
 
     return edited_section(out, "prefill_decode", share)
 
@@ -246,11 +246,11 @@ def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
 def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:
     done = run_here("inspect", sample, "--against", base, "--json")
     report = json.loads(done.stdout)
-    assert done.returncode == 0 and report["tensors_found"] == report["tensors"] == 101
+    assert done.returncode == 0
     assert report["verdicts"] == {"equal": 48, "within half a step": 54} and len(report["roles"]) == 102
     new, other = tmp_path / "new.litertlm", base_with(tmp_path / "base", tuned)
     done = run_here("inspect", sample, "--against", other)
-    assert done.returncode == 1 and "101 of 101 tensors found" in done.stdout
+    assert done.returncode == 1 and "102 roles: " in done.stdout
     assert "are not the weights of" in done.stderr
     done = run_here("insert", other, sample, "-o", new)
     assert done.returncode == 0 and "requantized" in done.stdout and f"Wrote {new}" in done.stdout

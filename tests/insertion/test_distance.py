@@ -59,7 +59,7 @@ def places() -> Iterator[dict[str, Place]]:
             drafter = stack.enter_context(open_bundle(variant(name))).drafter()
             for role in drafter.walk.roles:
                 if role.tensor is not None and len(role.shape) == 2:
-                    place = Place("s", drafter.model, role)
+                    place = Place(drafter.model, role)
                     constant = place.constant
                     assert constant is not None
                     storage = constant.source.storage
