@@ -50,22 +50,14 @@ def rates() -> Mapping[str, np.ndarray]:
     return made
 
 
-def judged(rates: Mapping[str, np.ndarray], served: Counts, *, steps_told: bool = True) -> Diagnosis:
-    expected = {name: expectation(rate) for name, rate in rates.items()}
-    found = undiagnosed()
-    convention = LITERT if len(expected) > 1 else None
-    hold_against(found, Expected(expected, convention), served if steps_told else replace(served, by_step=None))
+def judged(
+    rates: Mapping[str, np.ndarray], served: Counts, *, steps_told: bool = True, text: TextFit | None = None
+) -> Diagnosis:
+    drafter, settings = Identity("pair", "transformers", None), {"drafts": STEPS, "drafts_known": True}
+    found = Diagnosis(drafter=drafter, base="base", settings=settings, serving=Serving("server", "vLLM"), text=text)
+    expected = Expected({name: expectation(rate) for name, rate in rates.items()}, LITERT if len(rates) > 1 else None)
+    hold_against(found, expected, served if steps_told else replace(served, by_step=None))
     return judge(found)
-
-
-def undiagnosed(text: TextFit | None = None) -> Diagnosis:
-    return Diagnosis(
-        drafter=Identity("pair", "transformers", None),
-        base="base",
-        settings={"drafts": STEPS, "drafts_known": True},
-        serving=Serving("server", "vLLM"),
-        text=text,
-    )
 
 
 @pytest.mark.parametrize("steps_told", [True, False])
@@ -103,18 +95,14 @@ def test_what_no_known_fault_explains_has_no_suspect(
 
 
 def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np.ndarray]) -> None:
-    found = undiagnosed(TextFit(20, Figure(0.8, 600, [0.75, 0.85]), None))
     served = simulated(rates[FIRST], np.random.default_rng(1))
-    hold_against(found, Expected({SOUND: expectation(rates[SOUND])}, LITERT), served)
-    verdict = judge(found)
-    assert (verdict.outcome, verdict.suspect) == ("another text", None)
-    assert "mtp-tune" in " ".join(verdict.next)
+    found = judged({SOUND: rates[SOUND]}, served, text=TextFit(20, Figure(0.8, 600, [0.75, 0.85]), None))
+    assert (found.outcome, found.suspect) == ("another text", None)
     # That most prompts have another number of tokens there says what it is.
     assert found.text is not None
     found.text = structs.replace(found.text, prompts_alike=0.1)
-    verdict = judge(found)
-    assert (verdict.outcome, verdict.suspect) == ("another text", "template")
-    assert "90 % of the prompts are other tokens there" in verdict.verdict
+    assert (judge(found).outcome, found.suspect) == ("another text", "template")
+    assert "90 % of the prompts are other tokens there" in found.verdict
 
 
 def test_the_likelihood_is_of_drafts_by_step() -> None:

@@ -137,10 +137,8 @@ def test_nothing_but_the_drafter_changes(sample: Path, noisy: Path, tmp_path: Pa
     old, new = parts_of(sample), parts_of(out)
     assert [(p.data_type, p.items) for p in old] == [(p.data_type, p.items) for p in new]
     assert [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a.data != b.data] == [len(old) - 1]
-    before, after = load(old[-1].data), load(new[-1].data)
-    for name in ("operatorCodes", "signatureDefs"):
-        assert len(getattr(before, name)) == len(getattr(after, name))
-    assert [t.type for t in before.subgraphs[0].tensors] == [t.type for t in after.subgraphs[0].tensors]
+    before, after = (load(parts[-1].data).subgraphs[0].tensors for parts in (old, new))
+    assert [tensor.type for tensor in before] == [tensor.type for tensor in after]
     bare.write_bytes(drafter_of(sample))
     plan, _ = insert(noisy, bare, tmp_path / "new.tflite")
     assert "requantized" in hows(plan)
@@ -161,31 +159,6 @@ def test_codes_go_in_as_they_are(sample: Path, extracted: Path, tmp_path: Path) 
     assert hows(plan) == {"kept", "codes"}
     mine, theirs = floats_of(tmp_path / "new.litertlm"), floats_of(sample)
     assert all(np.array_equal(mine[role], theirs[role]) for role in theirs)
-
-
-def test_requantized_floats_are_the_quantizers_file(
-    sample: Path, truth: dict[str, dict[str, np.ndarray]], changed: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Codes that were moved by less than half a step come back as what the quantizer made of its own floats."""
-    scale = truth[HEAD]["scale"].reshape(-1, 1)
-
-    def moved(head: np.ndarray) -> np.ndarray:
-        nudged = head + np.random.default_rng(0).uniform(-0.3, 0.3, head.shape) * scale
-        # The largest of a row decides its scale.
-        largest = np.abs(head) == np.abs(head).max(axis=1, keepdims=True)
-        return np.where(largest, head, np.clip(nudged, -7 * scale, 7 * scale))
-
-    plan, _ = insert(changed({HEAD: moved}), sample, tmp_path / "new.litertlm")
-    full = (np.abs(truth[HEAD]["q"]).max(axis=1) == 7).all()
-    assert plan.encodings["lm_head"][0].how == ("kept" if full else "requantized")
-    assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False) == bool(full)
-
-
-def one_buffer(model: Any, first: int, second: int) -> bytes:
-    """Two tensors, and one constant of both."""
-    tensors = model.subgraphs[0].tensors
-    tensors[second].buffer = tensors[first].buffer
-    return pack(model)
 
 
 def one_tensor(model: Any, first: int, second: int) -> bytes:
@@ -209,7 +182,7 @@ def overlapping(model: Any, first: int, second: int) -> bytes:
     return packed + np.linspace(1, 2, elements + 4, dtype=np.float32).tobytes()
 
 
-@pytest.mark.parametrize(("share", "apart"), [(one_tensor, 0), (one_buffer, 0), (overlapping, 4)])
+@pytest.mark.parametrize(("share", "apart"), [(one_tensor, 0), (overlapping, 4)])
 def test_shared_constants_are_not_taken_apart(
     share: Callable[[Any, int, int], bytes], apart: int, sample: Path, exact: Path, noisy: Path, tmp_path: Path
 ) -> None:
@@ -334,18 +307,6 @@ def test_values_that_cannot_be_stored_are_refused_in_the_plan(
 
     with pytest.raises(CheckpointError, match="Train it again"), planned_insertion(changed({name: spoil}), sample):
         pass
-
-
-def test_errors_of_very_small_and_large_weights(sample: Path, noisy: Path, changed: Callable[..., Path]) -> None:
-    """Squares neither vanish nor overflow: the share is that of ordinary weights, and 1 below the least scale."""
-
-    def error(size: float) -> float:
-        source = changed({HEAD: lambda head: head * size}, name=f"{size}", source=noisy)
-        with planned_insertion(source, sample) as plan:
-            return plan.encodings["lm_head"][0].error
-
-    assert error(1e30) == pytest.approx(error(1.0), rel=1e-3)
-    assert error(1e-30) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
