@@ -6,10 +6,9 @@ import copy
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +16,11 @@ from helpers.record_document import RECORD, tuning
 from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
-from seam import verify, verify_against
+from seam import verify
 
-from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import HubError
 from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.io.source import Source
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
 from mtp_extract.pipeline.writing import convert
@@ -32,6 +28,10 @@ from mtp_extract.report.card import UNSAID, CardWords, Verdict, card_metadata, m
 
 WORDS = CardWords("apache-2.0", base_model="org/base")
 UNKNOWN = {**RECORD["source"], "size": 1, "provenance": {}}
+
+
+def by(repository: str) -> dict[str, Any]:
+    return {**UNKNOWN, "provenance": {"repository": repository, "path": "x", "commit": "ab"}}
 
 
 def card(**changes: Any) -> str:
@@ -92,16 +92,8 @@ COMMIT = "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm
             ('license: "other"', "--against BUNDLE.litertlm", "google/gemma-4-E4B-it"),
             ("Google", "| known as |"),
         ),
-        (
-            {"source": {**UNKNOWN, "provenance": {"repository": "litert-community/gemma-4-E4B-it-litert-lm"}}},
-            ('license: "apache-2.0"',),
-            (),
-        ),
-        (
-            {"known_as": None, "source": {**UNKNOWN, "provenance": {"repository": "org/other", "path": "x.litertlm"}}},
-            ('base_model: ["org/other"]',),
-            (),
-        ),
+        ({"source": by("litert-community/gemma-4-E4B-it-litert-lm")}, ('license: "apache-2.0"',), ()),
+        ({"known_as": None, "source": by("org/other")}, ('base_model: ["org/other"]', "hf://org/other/x@ab"), ()),
         (
             {"tuning": TUNED},
             (
@@ -146,8 +138,7 @@ def test_the_card_has_no_mark_of_its_template() -> None:
     limited = model_card(RECORD, ["It is wide."], Verdict(True, "Refuted: config."))
     assert "\n- It is wide.\n" in limited
     for text in (card(), card(layout="litert"), card(known_as=None), card(layout="eagle3"), limited):
-        assert not re.search(r"\{[{%#]|[%#]\}", text)
-        assert "\n\n\n" not in text
+        assert not re.search(r"\{[{%#]|[%#]\}|\n\n\n", text)
 
 
 @pytest.mark.parametrize(
@@ -161,36 +152,15 @@ def test_hostile_names_stay_names(name: str) -> None:
     assert sum(line == "---" for line in text.splitlines()) == 2
     titles = [[line for line in one.splitlines() if line.startswith("#")] for one in (text, plain)]
     assert titles[0] == titles[1]
-    row = next(line for line in text.splitlines() if line.startswith("| file |"))
-    assert row.replace("\\|", "").count("|") == 3
-    assert row.count("`") == 2
     assert "\x1b" not in text and "\u202e" not in text
 
 
-def test_importing_the_card_is_cheap() -> None:
-    heavy = "{'huggingface_hub', 'jinja2', 'numpy', 'yaml'}"
-    code = f"import sys, mtp_extract.report.card; print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-class _Named(Source):
-    def __init__(self, name: str, size: int, **provenance: str) -> None:
-        self.name, self.size, self.provenance = name, size, provenance
-
-    def read(self, offset: int, length: int) -> bytes:
-        raise AssertionError("naming a bundle reads nothing")
-
-
-_E4B = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
-
-
-def test_a_bundle_is_named_by_its_sha256() -> None:
-    known = known_bundle(_Named("x", 3659530240, sha256=_E4B))
-    assert known is not None and known["name"] == "Gemma 4 E4B"
-    assert known_bundle(_Named("x", 3659530240, sha256="d" * 64)) is None
-    # Inserting a tuned drafter in place keeps name and size.
-    assert known_bundle(_Named("gemma-4-E4B-it.litertlm", 3659530240)) is None
+def test_a_bundle_is_known_by_its_sha256_alone() -> None:
+    """Inserting a tuned drafter in place keeps name and size."""
+    sums = {"0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0": "Gemma 4 E4B", "d" * 64: None, "": None}
+    for sha256, name in sums.items():
+        known: Any = known_bundle(SimpleNamespace(name="x", size=3659530240, provenance={"sha256": sha256}))
+        assert (known and known["name"]) == name
 
 
 def test_the_published_section_has_the_published_licence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +175,6 @@ def test_the_published_section_has_the_published_licence(monkeypatch: pytest.Mon
 
 def test_the_verdict_of_a_report_comes_first() -> None:
     text = model_card(RECORD, report=Verdict(False, "Verified."))
-    titles = [line for line in text.splitlines() if line.startswith("## ")]
-    where = "## Where it comes from, and how it was checked"
-    assert titles == ["## How to serve it", "## Limits", where, "## Licence"]
     assert "\n\nVerified. All figures are in `report.json`.\n\n## How to serve it" in text
     refuted = model_card(RECORD, report=Verdict(True, "Refuted: config: 1 number differs."))
     assert "**A validation refutes this copy.** Refuted: config: 1 number differs." in refuted
@@ -219,17 +186,13 @@ def sent(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ..
         return file.read().decode(), notes
 
 
-def test_what_people_change_in_it_decides_nothing_and_is_sent(extracted: Path, sample: Path, tmp_path: Path) -> None:
+def test_what_people_change_in_it_decides_nothing_and_is_sent(extracted: Path, tmp_path: Path) -> None:
     """The licence put in by hand, as the card itself asks."""
     edited = Path(shutil.copytree(extracted, tmp_path / "d"))
     written = (edited / "README.md").read_text()
     assert 'license: "other"' in written
     (edited / "README.md").write_text(written.replace('license: "other"', "license: mit") + "\nThanks.\n")
     verify(edited)
-    with open_bundle(sample) as opened:
-        verify_against(edited, opened)
-    with planned_insertion(edited, sample):
-        pass
     convert(edited, tmp_path / "out", format="litert")
     (edited / "report.json").write_text(json.dumps(REPORT))
     assert sent(edited) == (

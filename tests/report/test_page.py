@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
 import re
@@ -13,7 +12,6 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -59,10 +57,7 @@ def test_the_four_figures() -> None:
 
 def test_what_was_not_measured_says_so() -> None:
     alone = shown(drafters=[], controls=[], base=None)
-    assert told(alone) == {
-        "Verdict": ("Verified", "1 of 1 checks against sample.litertlm passed"),
-        **dict.fromkeys(("Tokens per round", "Speedup", "Same text"), ("", "it was run beside no base")),
-    }
+    assert [*told(alone).values()][1:] == [("", "it was run beside no base")] * 3
     assert WebPage(as_html(alone)).within("dl").count("not measured") == 3
 
 
@@ -104,12 +99,8 @@ def test_it_holds_every_table() -> None:
                 found = next(cells)
                 while found.replace(" ", "") != visible(cell).replace(" ", ""):
                     found += next(cells)
-    assert [a["alt"] for a in web.named("img")] == [
-        "What drafting is worth",
-        "Acceptance by draft step",
-        "Acceptance by workload",
-        "Controls",
-    ]
+    drawn = ["What drafting is worth", "Acceptance by draft step", "Acceptance by workload", "Controls"]
+    assert [image["alt"] for image in web.named("img")] == drawn
 
 
 def renamed(value: Any, name: str) -> Any:
@@ -133,7 +124,7 @@ def hostile(name: str) -> Page:
 
 @pytest.mark.parametrize("name", [*HOSTILE[:6], *HOSTILE[-8:]])
 def test_nothing_from_outside_is_markup(name: str) -> None:
-    """Nothing in the page is an element, an attribute or an address that is not this package's; so in its pictures."""
+    """Nothing in the page is an element, an attribute or an address that is not this package's."""
     text = as_html(hostile(name))
     text.encode("utf-8")
     page = WebPage(text)
@@ -145,22 +136,13 @@ def test_nothing_from_outside_is_markup(name: str) -> None:
             assert key != "src" or (tag == "img" and str(value).startswith("data:image/svg+xml;base64,"))
     assert all(c.isprintable() or c == "\n" for c in text)
     assert visible(name) in "".join(shown for _, shown in page.texts)
-    for image in page.named("img"):
-        drawn = ElementTree.fromstring(base64.b64decode(str(image["src"]).partition(",")[2]))
-        assert {element.tag.rpartition("}")[2] for element in drawn.iter()} <= {
-            *("svg", "g", "path", "text", "tspan", "use", "defs", "style", "clipPath", "rect", "metadata"),
-            *("RDF", "Work", "type", "format", "creator", "Agent", "title", "date"),
-        }
 
 
-def test_it_loads_nothing() -> None:
+def test_it_loads_nothing_and_is_the_same_again() -> None:
     text = as_html(shown())
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
     assert not re.findall(r"https?://", re.sub(r"base64,[^\"]*", "", text))
-
-
-def test_the_same_report_gives_the_same_page() -> None:
-    assert as_html(shown()) == as_html(shown())
+    assert text == as_html(shown())
 
 
 def overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:

@@ -60,11 +60,8 @@ def ending_in(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 TENSOR_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one bit": bit,
-    "scaled by 0.4 %": lambda tensor: (tensor.float() * 1.004).to(tensor.dtype),
     "infinite": ending_in(torch.inf),
     "not a number": ending_in(torch.nan),
-    "zeroed": torch.zeros_like,
-    "reversed": lambda tensor: tensor.flatten().flip(0).reshape(tensor.shape),
     "turned over": torch.neg,
 }
 """What one tensor may suffer."""
@@ -85,37 +82,21 @@ SHAPES = "the checkpoint does not match its config"
 
 CONFIG_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no cap": ({"final_logit_softcapping": None}, "final_logit_softcap is 30.0, not None"),
-    "another cap": ({"final_logit_softcapping": 30.5}, "final_logit_softcap is 30.0, not 30.5"),
-    "eps": ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-06, not 1e-05"),
     "eps, barely": ({"rms_norm_eps": 1.01e-6}, "rms_norm_eps"),
-    "window + 1": ({"sliding_window": 17}, "sliding_window is 16, not 17"),
     "window - 1": ({"sliding_window": 15}, "sliding_window is 16, not 15"),
     "theta": (rope("full_attention", rope_theta=10000.0), "layers.3.rope.theta is 1000000.0"),
-    "theta of sliding": (rope("sliding_attention", rope_theta=10001.0), "layers.0.rope.theta is 10000.0"),
     "share": (rope("full_attention", partial_rotary_factor=0.5), "partial_rotary_factor"),
     "default rope": (rope("full_attention", rope_type="default"), "full_attention.partial_rotary_factor 0.25"),
     "factor": (rope("full_attention", factor=8.0), "rope.factor"),
-    "heads": ({"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32}, SHAPES),
     "kv heads": ({"num_key_value_heads": 1}, "layers.0.num_kv_heads is 2, not 1"),
     "kv heads of full": ({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, "num_kv_heads"),
-    "layer types": (
-        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
-        SHAPES,
-    ),
-    "all full": ({"layer_types": ["full_attention"] * 4}, SHAPES),
+    "layer types": ({"layer_types": ["sliding_attention", "full_attention"] * 2}, SHAPES),
     "activation": ({"hidden_activation": "gelu"}, "hidden_activation"),
     "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings"),
     "bidirectional": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-    "wide": ({"use_double_wide_mlp": True}, "use_double_wide_mlp"),
     "own caches": ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
-    "hidden size": ({"hidden_size": 32}, SHAPES),
-    "backbone": ({"backbone_hidden_size": 32}, SHAPES),
-    "vocabulary": ({"vocab_size": 511}, SHAPES),
-    "feed-forward": ({"intermediate_size": 64}, SHAPES),
-    "head dim": ({"head_dim": 64, "global_head_dim": 32}, SHAPES),
-    "ordered head": ({"use_ordered_embeddings": True, "num_centroids": 64}, SHAPES),
 }
-"""Every number that a graph fixes, changed. For the sample and what has its shape."""
+"""Numbers that a graph fixes, changed; every one of them is in test_intruders.py."""
 
 
 def header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -138,32 +119,16 @@ def renamed(header: dict[str, Any], old: str, new: str) -> None:
     header[new] = header.pop(old)
 
 
-def put(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda header: header[name].update(fields)
-
-
 GATE, UP = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
 NORM = "model.layers.2.input_layernorm.weight"
 
 FILE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "swapped in the header": (lambda d: header(d, swap(GATE, UP)), "layers.1.gate_proj"),
-    "norms swapped": (
-        lambda d: header(d, swap(NORM, NORM.replace("input_", "pre_feedforward_"))),
-        "layers.2.pre_attention_norm",
-    ),
     "layers swapped": (lambda d: header(d, swap(NORM, NORM.replace("2", "0"))), "layers.0.pre_attention_norm"),
-    "another shape": (lambda d: header(d, put(GATE, shape=[64, 128])), GATE),
-    "another type": (lambda d: header(d, put(GATE, dtype="I32")), "I32"),
-    "complex": (lambda d: header(d, put(GATE, dtype="C64")), "damaged"),
-    "overlapping": (lambda d: header(d, lambda h: h[GATE].update(data_offsets=h[UP]["data_offsets"])), "damaged"),
+    "another type": (lambda d: header(d, lambda h: h[GATE].update(dtype="I32")), "I32"),
     "misnamed": (lambda d: header(d, renamed(NORM, "model.layers.2.norm.weight")), NORM),
-    "header of lists": (lambda d: header(d, lambda h: h.update({GATE: []})), "damaged"),
-    "truncated": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-9]), "damaged"),
-    "longer": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes() + b"\0"), "damaged"),
     "no weights": (lambda d: (d / WEIGHTS).unlink(), "expected model.safetensors"),
-    "no config": (lambda d: (d / "config.json").unlink(), "expected config.json"),
     "no generation config": (lambda d: (d / "generation_config.json").unlink(), "generation_config.json is missing"),
-    "another file": (lambda d: (d / "model-00001.safetensors").write_bytes(b""), "belongs neither"),
     "record of nothing": (lambda d: (d / "extraction.json").write_text("{}"), "extraction.json"),
 }
 """What the files may suffer, and a word of what must be said."""
@@ -234,22 +199,12 @@ CASES = [
 
 @pytest.mark.parametrize(("stored", "role", "fault"), sorted(CASES), indirect=["stored"])
 def test_a_tensor(copy: Path, source: Shard, role: str, fault: str) -> None:
-    if (role.endswith("layer_scalar") or "norm" in role) and fault == "reversed":
-        fault = "one bit"
     edit(copy, ROLES[role], TENSOR_FAULTS[fault])
     forge(copy)
     found = checked(copy, source)
     assert [check.passed for check in found.values()] == [True, True, False, None, True]
     assert found["tensors"].evidence.startswith(f"{role} ({ROLES[role]}) ")
     assert ";" not in found["tensors"].evidence
-
-
-@pytest.mark.parametrize("stored", ["f32"], indirect=True)
-@pytest.mark.parametrize("value", [3e38, 1e-40])
-def test_numbers_that_cannot_be_computed_with(copy: Path, source: Shard, value: float) -> None:
-    for role in ("layers.1.q_norm", "pre_projection", "layers.3.q_norm"):
-        edit(copy, ROLES[role], lambda tensor: torch.full_like(tensor, value))
-    assert refuted(copy, source).startswith("pre_projection (pre_projection.weight) has other values")
 
 
 @pytest.mark.parametrize(("changes", "named"), CONFIG_FAULTS.values(), ids=CONFIG_FAULTS.keys())
@@ -269,17 +224,6 @@ def test_a_number_of_the_config(copy: Path, source: Shard, changes: dict[str, An
 def test_a_file(copy: Path, source: Shard, plant: Callable[[Path], object], named: str) -> None:
     plant(copy)
     assert named in refuted(copy, source)
-
-
-@pytest.mark.parametrize("stored", ["bf16"], indirect=True)
-def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
-    """A table that is nearest but for one step, as a converter leaves that cuts the bits off, is refuted."""
-    mtp_extract.extract(sample, tmp_path / "exact", dtype="f32")
-    exact, ours = (load_file(place / WEIGHTS)[ROLES["lm_head"]] for place in (tmp_path / "exact", copy))
-    cut = (raw(exact) >> 16).to(torch.int16)
-    assert 0 < (cut != raw(ours)).float().mean() < 0.9
-    edit(copy, ROLES["lm_head"], lambda tensor: cut.view(torch.bfloat16).reshape(tensor.shape))
-    assert refuted(copy, source).startswith("lm_head (model.embed_tokens.weight) has other values")
 
 
 @pytest.mark.parametrize(("name", "named"), [("torch_odd_sizes", "config: "), ("torch_int2", "tensors: ")])
@@ -343,8 +287,6 @@ def test_exact_gelu(tmp_path: Path) -> None:
     """What is written of a graph with the exact function is read again, whatever the format, and computes the same."""
     from helpers.surgery import sound
 
-    from mtp_extract.drafter.load import load_drafter
-
     graph = sound("torch")
     for index in range(graph.layers):
         layer = graph.layer(index)
@@ -362,9 +304,6 @@ def test_exact_gelu(tmp_path: Path) -> None:
                 continue
             assert read_checkpoint(tmp_path / name).config.hidden_activation == "gelu"
             assert all(check.passed for check in checked(tmp_path / name, drafter).values()), name
-            assert load_drafter(tmp_path / name).config.hidden_activation == "gelu"
-        assert (tmp_path / "transformers").is_dir()
-        convert(tmp_path / "transformers", tmp_path / "back", format="litert")
 
 
 @pytest.mark.parametrize(("error", "passed"), [(ProofError, False), (UnsupportedError, None)])

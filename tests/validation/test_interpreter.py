@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.first_pair import first_bundle
-from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
+from helpers.variant_files import REFUSED, VARIANTS, variant
 from seam import model_of
 
 import mtp_extract
@@ -20,7 +20,6 @@ from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.validation.interpreter import (
     FAR,
@@ -30,39 +29,20 @@ from mtp_extract.validation.interpreter import (
     encoded,
     in_floats,
     interpreted,
-    is_coded,
     measure_parity,
 )
 from mtp_extract.validation.parity import (
     Apart,
     Outputs,
     apart,
-    caches_of,
     nearby,
     random_inputs,
     reference_outputs,
-    visible_slots,
 )
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.run import run_validation
 
 SLIDING_WINDOW = 16
-
-
-def test_both_programs_take_the_same(source: Shard) -> None:
-    steps = list(random_inputs(source, 6, 3))
-    assert [int(inputs["input_pos"][0]) for inputs in steps][::5] == [1, 255]
-    for inputs in steps:
-        visible = visible_slots(source, inputs)
-        seen = int(inputs["input_pos"][0]) + 1
-        assert set(inputs) >= set(source.signature.inputs)
-        assert inputs["mask"].sum() == seen
-        for kind, ((key, _), (value, axis)) in caches_of(source).items():
-            k, v = visible[kind]
-            assert axis == 3
-            assert np.array_equal(inputs[key][:, :, :seen], k.numpy())
-            assert np.array_equal(inputs[value][..., :seen].swapaxes(2, 3), v.numpy())
-            assert k.any() and v.any() and not inputs[key][:, :, seen:].any() and not inputs[value][..., seen:].any()
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16])
@@ -80,10 +60,12 @@ def measured(drafter: MtpDrafter, source: Shard, seed: int = 0) -> Parity:
     return measure_parity(drafter, source, 16, seed)
 
 
-def test_the_sample_agrees(drafter: MtpDrafter, source: Shard) -> None:
-    found = measured(drafter, source)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_sample_agrees(drafter: MtpDrafter, source: Shard, seed: int) -> None:
+    """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
+    found = measured(drafter, source, seed)
     assert found.agrees
-    assert found.in_floats.worst < NEARBY / 2
+    assert found.in_floats.logits > 1e-7 and found.in_floats.worst < NEARBY / 2
     assert found.in_floats.top1 > 16
     # The interpreter rounds activations, the reference does not: near, and not the same.
     assert 1e-3 < found.as_it_is.logits < 0.1
@@ -115,13 +97,6 @@ def test_every_way_of_quantizing(name: str) -> None:
     assert found.agrees
     assert found.in_floats.worst < NEARBY
     assert found.as_it_is.correlation > 0.9
-
-
-def test_the_same_pair_gives_the_same_figure(drafter: MtpDrafter, source: Shard) -> None:
-    """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
-    first, again, *others = (measured(drafter, source, seed) for seed in (0, 0, 1, 2))
-    assert first == again
-    assert all(1e-7 < found.in_floats.logits < NEARBY / 2 for found in (first, *others))
 
 
 Fault = Callable[[MtpDrafter], MtpDrafter]
@@ -227,35 +202,6 @@ def test_floats_that_are_not_the_files_are_refuted(
     assert not found.agrees
 
 
-def test_recorded_calls(source: Shard) -> None:
-    """As it is, the section gives what the interpreter made of it when the sample was built."""
-    stored = np.load(HERE / "truth" / "e2e_jax_mix48.io.npz")
-    samples = sorted({key.split("/")[0] for key in stored.files})
-    calls = [
-        {key.split("/")[2]: stored[key] for key in stored.files if key.startswith(f"{sample}/in/")}
-        for sample in samples
-    ]
-    for sample, (logits, state) in zip(samples, interpreted(source, calls, floats=False), strict=True):
-        assert np.abs(logits - stored[f"{sample}/litert/logits"].reshape(-1)).max() < 1e-5
-        assert np.abs(state - stored[f"{sample}/litert/projected_activations"].reshape(-1)).max() < 1e-5
-
-
-@pytest.mark.parametrize("name", ["torch_static8_mix48_kv8", "torch_blockwise32"])
-def test_a_section_in_floats_has_no_codes(name: str) -> None:
-    """Its tensors, and what reads them, are as before."""
-    with mtp_extract.open(variant(name)) as opened:
-        model = opened.drafter().model
-        floats = model_of(in_floats(model))
-        for before, after in zip(model.subgraphs, floats.subgraphs, strict=True):
-            assert not any(map(is_coded, after.tensors))
-            assert [(t.name, t.shape) for t in before.tensors] == [(t.name, t.shape) for t in after.tensors]
-            assert [op.inputs for op in before.operators] == [op.inputs for op in after.operators]
-            kinds = [(a.kind, b.kind) for a, b in zip(before.operators, after.operators, strict=True)]
-            assert {pair for pair in kinds if pair[0] != pair[1]} <= {("QUANTIZE", "CAST"), ("DEQUANTIZE", "CAST")}
-        assert any(map(is_coded, model.subgraphs[0].tensors))
-        assert sum(t.type is TensorType.FLOAT32 for t in floats.subgraphs[0].tensors) > 48
-
-
 def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard) -> None:
     """As a model of more than 2 GB has them: a place and a size in the file."""
     from ai_edge_litert import schema_py_generated as schema
@@ -280,13 +226,6 @@ def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: S
     apart_from = dataclasses.replace(source.model, weights=source.model.region)
     with pytest.raises(UnsupportedError, match="a section of their own"):
         measured(drafter, dataclasses.replace(source, model=apart_from))
-
-
-def test_numbers_that_are_none_do_not_agree(drafter: MtpDrafter, source: Shard) -> None:
-    broken = drafter.with_tensors({"final_norm.weight": torch.full((64,), torch.nan)})
-    found = measured(broken, source)
-    assert not found.agrees
-    assert found.in_floats.logits == np.inf
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("transformers", "bf16"), ("transformers", "f16"), ("litert", None)])

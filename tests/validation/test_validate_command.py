@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.commands import run_here
-from helpers.first_pair import first_base, first_bundle
+from helpers.first_pair import first_bundle
 from helpers.prompt_files import few_of, write_prompts
 from helpers.variant_files import variant
 from typer.testing import CliRunner
@@ -52,14 +51,9 @@ def test_sample(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[0] == "extracting the sample …"
     assert "Traceback" not in result.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["verified"]
-    worth = report["drafters"][0]["worth"]
-    assert list(worth) == ["1", "2", "2x1"]
-    assert all(row["same_text"] == report["base"]["timed"] for row in worth.values())
-    trees = {name: (row["tree"], row["drafts"], row["depth"]) for name, row in worth.items()}
-    assert trees["2"] == (None, 2, 2)
-    assert trees["2x1"] == ("2x1", 4, 2)
-    assert report["verdict"] in result.stdout
+    assert report["verified"] and report["verdict"] in result.stdout
+    worth = {name: (row["tree"], row["drafts"]) for name, row in report["drafters"][0]["worth"].items()}
+    assert worth == {"1": (None, 1), "2": (None, 2), "2x1": ("2x1", 4)}
 
 
 def test_one_table_is_shown(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,51 +81,16 @@ def test_refuted_is_status_1(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Examples:"),
         (("--new-tokens", "9"), "either a drafter's directory or the sample"),
         (("d", "--sample"), "Give one of the two"),
         (("--sample", "--base", "x"), "brings its own base"),
-        (("d", "--base", "x", "--draft-steps", "1,x"), "whole numbers from 1"),
         (("d", "--base", "x", "--tree", "4x2", "--tree", "40x40"), "at most 1024 drafts, found 40x40"),
-        (("d", "--source", "x", "--prompts", "x"), "a base to measure prompts with"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     result = RUNNER.invoke(validate.app, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
-        (("CHECKPOINT", "--base", "google/gemma-nope"), "or give the path of a local copy"),
-        (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "Let it be chosen (--device auto)"),
-    ],
-)
-def test_errors_are_one_line(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    result = run_here("validate", *(str(checkpoint) if word == "CHECKPOINT" else word for word in arguments))
-    assert (result.returncode, result.stdout) == (1, "")
-    errors = [line for line in result.stderr.splitlines() if not line.endswith("…")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: ")
-    assert message in errors[0]
-
-
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_missing_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    result = run_here("validate", checkpoint, "--base", first_base(), "--source", first_bundle())
-    assert (result.returncode, result.stdout) == (1, "")
-    assert re.fullmatch(
-        f"error: expected the package {package}, but it cannot be imported: .*{package}.* Validation and tuning need "
-        r"more packages than extraction: pip install 'mtp-extract\[validate\]'\n",
-        result.stderr,
-    )
 
 
 def test_help_needs_no_extra() -> None:

@@ -64,11 +64,8 @@ def test_rounds_are_those_of_the_loop(
         assert walked(what, stands, twice, NEW_TOKENS) == walks
 
 
-def test_workloads_take_turns(alone: Timed, continuations: Continuations) -> None:
+def test_counts(worth: dict[str, Worth], alone: Timed, continuations: Continuations) -> None:
     assert [continuations.prompts[row].workload for row in alone.texts] == ["code", "prose", "code"]
-
-
-def test_counts(worth: dict[str, Worth], continuations: Continuations) -> None:
     written = sum(len(text.tokens) - text.prompt_length - 1 for text in continuations.texts)
     for length in worth.values():
         assert length.same_text == 3
@@ -77,8 +74,6 @@ def test_counts(worth: dict[str, Worth], continuations: Continuations) -> None:
         assert length.tokens_per_round.value == 1 + length.accepted / length.rounds
         assert length.tokens_per_round.n == length.rounds
         assert length.drafted <= length.depth * length.rounds
-    rates = [length.accepted / length.drafted for length in worth.values()]
-    assert rates[0] > rates[1] > 0.3
     chains = {name: length.predicted_speedup or 0.0 for name, length in worth.items() if name in ("1", "4")}
     assert chains[best_of(worth)] == max(chains.values())
     assert [(w.drafts, w.depth) for w in worth.values()] == [(1, 1), (4, 4), (4, 4), (15, 3), (4, 4)]
