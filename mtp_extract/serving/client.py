@@ -198,11 +198,11 @@ class Server(AbstractContextManager["Server"]):
         while True:
             moved = self.counters() - before
             both = [(getattr(moved, name), getattr(told, name)) for name in _BY_BOTH]
-            alike = [by_page == by_answers for by_page, by_answers in both if None not in (by_page, by_answers)]
+            known = [pair for pair in both if None not in pair]
             found = Counters(*(b if a is None else a for a, b in zip(astuple(told), astuple(moved), strict=True)))
-            if not alike or (all(alike) and found.possible(most_tokens)):
-                return found if alike else told, False
-            if time.monotonic() > deadline:
+            if not known or (all(by_page == by_us for by_page, by_us in known) and found.possible(most_tokens)):
+                return found if known else told, False
+            if time.monotonic() > deadline or any(by_page > by_us for by_page, by_us in known):
                 return told, True
             time.sleep(_POLL_INTERVAL)
 

@@ -25,7 +25,6 @@ from mtp_extract.data import sample_base
 from mtp_extract.doctor import run
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.run import check_fit, diagnose, identify
-from mtp_extract.doctor.verdict import tables
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
@@ -82,8 +81,6 @@ def checked(found: Any) -> dict[str, Any]:
     """``doctor.json``, after a look at its form."""
     report: dict[str, Any] = plain_json(found)
     validator("doctor")(report)
-    for table in tables(found):
-        assert all(len(row) == len(table.columns) for row in table.rows), table.title
     return report
 
 
@@ -107,7 +104,6 @@ def test_what_is_wrong_with_a_server_is_named(ask: Ask, answers: Mapping[str, An
         assert told["accepted"] == pytest.approx(expected["accepted"])
     else:
         assert (report["outcome"], report["suspect"]) == ("below", fault)
-        assert report["fits"][0]["name"] == fault
         assert all(fit["behind_at_least"] > 0 for fit in report["fits"][1:])
 
 
@@ -125,8 +121,7 @@ def test_the_command_prints_the_suspect(asked: DoctorPlan, answers: Mapping[str,
 def test_without_a_server_it_says_what_is_to_be_expected(ask: Ask) -> None:
     report = ask()
     assert (report["outcome"], report["serving"], report["fits"]) == ("not served", None, [])
-    assert len(report["expected"]["steps"]) == STEPS
-    assert 1 < report["expected"]["tokens_per_round"]["value"] < 1 + STEPS
+    assert 1 < report["expected"]["tokens_per_round"]["value"] < 1 + len(report["expected"]["steps"]) == 1 + STEPS
     assert report["convention"].startswith("n - 1")
 
 
@@ -157,16 +152,6 @@ def test_prompts_are_taken_as_the_server_read_them(
     assert report["text"]["prompts_alike"] == 0
     assert report["served"]["accepted"] == pytest.approx(report["expected"]["accepted"])
     assert any("BOS token is added here" in note for note in report["notes"])
-
-
-def test_what_cannot_be_judged_is_refused_before_anything_is_asked(asked: DoctorPlan, tmp_path: Path) -> None:
-    """Messages without a template."""
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}]}))
-    with counting_server({}) as server:
-        with pytest.raises(MtpExtractError, match="apply the chat template"):
-            diagnose(replace(asked, server=server.url, prompts=chats), Path(asked.place))
-        assert (server.asked, server.seen) == ([], [])
 
 
 def test_tokens_that_are_told_are_not_made_again(ask: Ask, answers: Mapping[str, Answers]) -> None:
