@@ -14,7 +14,7 @@ from helpers.record_document import TUNING
 from seam import verify
 
 from mtp_extract import extract, validate
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import MtpExtractError, OutputError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.place import check_place
@@ -131,7 +131,7 @@ def test_a_tuning_keeps_what_it_reads_and_its_work(mine: Path, extracted: Path, 
     with pytest.raises(OutputError, match="lies inside"):
         tune(mine, mine / "tuned")
     for work in ("out", "out/work", "other/../out/work"):
-        with pytest.raises(OutputError, match="text and state are kept there") as caught:
+        with pytest.raises(MtpExtractError, match="text and state kept there") as caught:
             tune(mine, tmp_path / "out", work=tmp_path / work)
         assert caught.value.remedies == ("out", "work")
     shutil.rmtree(base)

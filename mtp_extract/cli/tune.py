@@ -86,7 +86,7 @@ def _show(found: Outcome, plan: TuningPlan) -> None:
             f"Trained {record['numbers']} numbers on {len(found.corpus.trained)} texts, {record['steps_done']} steps, "
             f"best after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
         )
-    _show_comparisons(found.comparisons, ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after"))
+    _show_comparisons(found.comparisons, plan)
     say_notes(found.notes)
     if found.directory is not None:
         forced = f"; forced: {'; '.join(found.refused)}" if found.refused else ""
@@ -98,11 +98,15 @@ def _share(kept: Mapping[str, Any]) -> str:
     return f"{kept['share']:.2%}{bounds}"
 
 
-def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
+def _show_comparisons(found: Comparisons, plan: TuningPlan) -> None:
     """What is gained in rounds, and on text that training has not seen; by workload; of single texts."""
-    overall, unseen = found.overall, found.unseen
+    overall, unseen, when = (
+        found.overall,
+        found.unseen,
+        ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after"),
+    )
     before, after, ratio = overall.before, overall.after, f"x {overall.rounds.ratio:.3f}"
-    say(f"On held-out text, with {len(before.conditional)} drafts a round, 95 % intervals over texts:")
+    say(f"On held-out text, with {plan.draft_steps} drafts a round, 95 % intervals over texts:")
     rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", ratio, _interval(overall.rounds.interval, ".3f")]
     tokens = [f"{before.tokens_per_round:.3f}", f"{after.tokens_per_round:.3f}", "", ""]
     rows = [

@@ -20,7 +20,7 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, repeats
 from mtp_extract.evaluation.measured import Measured
 from mtp_extract.evaluation.progress import Show, silent
-from mtp_extract.evaluation.prompts import FEW, Prompt, encode_prompts, shipped_prompts, spread
+from mtp_extract.evaluation.prompts import FEW, Prompt, encode_prompts, read_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
@@ -33,8 +33,7 @@ prompts are a user's, measured like these to see whether other workloads get wor
 BRANCHES = 3
 """Positions of a text from which the base continues once more."""
 SEEN_LENGTH = 8
-"""Tokens of a sequence that training has seen or not: the last drafts of a round that fit, the pending token and those
-before it."""
+"""Tokens of a sequence that training has seen or not: the last that fit of a round's drafts, and those before them."""
 
 _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; of fewer held out there is no interval
@@ -50,9 +49,8 @@ def side_of(source: str) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    # to train on, by kind, of which every batch has equal shares: what the base writes after the prompts, as it is
-    # served; what it writes there at the other temperature, prompts included; what it writes, greedily, from within the
-    # latter
+    # to train on, in equal shares: what the base writes as it is served; what it writes at the other temperature,
+    # prompts included; what it writes, greedily, from within the latter
     kinds: tuple[tuple[Text, ...], ...]
     watched: tuple[Text, ...]  # to be measured on the way
     held_out: tuple[tuple[Prompt, Text], ...]  # to be measured before and after, with the prompt or text by people
@@ -83,14 +81,10 @@ class Corpus:
 
 
 def seen(measured: Measured, texts: Sequence[Text], known: Container[int]) -> Tensor:
-    """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a trained text.
+    """Bool [N]: of each anchor of ``texts``, whether the 8 tokens that end with its last draft are ``known``.
 
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
     up to the seventh.
-
-    Args:
-        measured: over anchors of ``texts``.
-        known: :attr:`Corpus.known` of what was trained on.
     """
     ends = measured.anchor + min(measured.stands.shape[1], SEEN_LENGTH - 1)
     numbers = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
@@ -110,32 +104,25 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     Raises:
         MtpExtractError: too few prompts or texts, or a server has another base.
     """
-    plan, steps, by_people, text_from = pair.plan, pair.plan.draft_steps, pair.plan.text is not None, None
-    sides = divided(plan)
-    asked = [(side, item) for side, items in sides.items() if side == SHIPPED or not by_people for item in items]
+    plan, sides, steps, text_from = pair.plan, divided(pair.plan), pair.plan.draft_steps, None
+    kinds, found = list[list[Text]](), list[tuple[str, Prompt, Text]]()
+    asked = [(side, item) for side, items in sides.items() for item in items if side == SHIPPED or not plan.text]
     prompts = encode_prompts([item for _, item in asked], pair.codec, chat_template=plan.chat_template)
     with connected(plan) as server:
         contents = {tokens: item.content for tokens, (_, item) in zip(prompts, asked, strict=True)}
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
-        # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
-        room = writer.context - plan.new_tokens
-        fitting = [
-            (side, item, tokens)
-            for (side, item), tokens in zip(asked, prompts, strict=True)
-            if side != SHIPPED or len(tokens) <= room
-        ]
-        written = zip(fitting, writer.texts([tokens for *_, tokens in fitting], tell), strict=True)
-        found = [(side, item, text) for (side, item, _), text in written]
-        if by_people:
-            own = ((side, item) for side, items in sides.items() if side != SHIPPED for item in items)
-            found = [*((side, item, text) for side, item in own for text in people_texts(item, writer)), *found]
+        if plan.text:
+            mine = [(side, item) for side, items in sides.items() if side != SHIPPED for item in items]
+            found += ((side, item, text) for side, item in mine for text in people_texts(item, writer))
+        found += ((*of, text) for of, text in zip(asked, writer.texts(prompts, tell), strict=True))
         texts = {side: [text for where, _, text in found if where == side] for side in sides}
-        if server is not None or by_people:
-            mine = [text for side, _, text in found if side != SHIPPED]
-            text_from = agreement(pair.base, mine, plan.temperature, server)
-        kinds = [_enough(TRAINED, texts, steps)]
-        if not by_people:
-            kinds += _further_kinds(writer, [tokens for side, _, tokens in fitting if side == TRAINED], tell)
+        trained = [tokens for tokens, (side, _) in zip(prompts, asked, strict=True) if side == TRAINED]
+        if server or plan.text:
+            greedy = replace(writer, temperature=0.0).texts(trained, tell) if plan.temperature else texts[TRAINED]
+            text_from = agreement(pair.base, greedy, server)
+        kinds.append(_enough(TRAINED, texts, steps))
+        if not plan.text:
+            kinds += _further_kinds(writer, trained, tell)
     # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
     learned = [*chain.from_iterable(kinds)]
     watched = _enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED]
@@ -153,10 +140,9 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
     Raises:
         MtpExtractError: too few prompts.
     """
-    items = plan.items
+    given = plan.prompts or plan.text
+    items = read_prompts(given) if given else shipped_prompts()
     sides = {side: [item for item in items if side_of(item.source) == side] for side in _LEAST}
-    held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
-    sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
     if few:
@@ -166,14 +152,13 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
             f"{len({item.source for item in items})} sources, which a hash of each source divides. Give more.",
             remedies=("prompts", "text"),
         )
-    known = held | {item.key for item in sides[TRAINED]}
-    shipped = [item for item in (shipped_prompts(FEW) if plan.prompts or plan.text else ()) if item.key not in known]
     # Of another name, as a user's own workload may be called "code" too.
+    shipped = shipped_prompts(FEW) if given else ()
     return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
 
 
 def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Iterator[list[Text]]:
-    """What is learned beside the text as ``writer`` has it: text at the other temperature, and text within that.
+    """What is learned besides the text as ``writer`` has it: text at the other temperature, and text within that.
 
     Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
     text that was drawn it has more.

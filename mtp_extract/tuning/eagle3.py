@@ -40,15 +40,10 @@ def base_layers(count: int) -> tuple[int, ...]:
     return tuple(max(1, (count - 1) * part // FUSED) for part in range(1, FUSED + 1))
 
 
-def head_for(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
-    """The shape of a head as wide as the base, with the heads of its first layer and its feed-forward block.
+def shape_of(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
+    """As wide as the base ``name`` of this text config, with the heads of its first layer and its feed-forward block.
 
     States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
-
-    Args:
-        text: the base's text config, of transformers.
-        draft_vocab_size: tokens that it may propose, if the base has as many.
-        name: of the base, whose embeddings the head shares.
     """
     first, width, vocabulary = text.per_layer_config[0], int(text.hidden_size), int(text.vocab_size)
     heads = math.gcd(int(text.num_attention_heads), width)
@@ -73,8 +68,7 @@ def head_for(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config
 def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: Iterable[int] = ()) -> list[int]:
     """The ``count`` tokens that the base wrote most often, ascending; where it wrote fewer, the lowest others too.
 
-    Args:
-        always: tokens that are among them however rare: those that end a text.
+    Those that are ``always`` among them, however rare, end a text.
     """
     seen = Counter(token for text in texts for token in text.continuation)
     ranked = sorted(range(vocabulary), key=lambda token: -seen[token])
@@ -93,15 +87,11 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
         states = base.feed(torch.tensor([text.tokens], device=base.device), layers).layers
         sizes = torch.stack([states[layer][0].double().square().mean(-1).sqrt().cpu() for layer in layers])
         logarithms.append(sizes.clamp(min=1e-6).log())
-    return list(torch.cat(logarithms, dim=1).mean(dim=1).exp().tolist()) if logarithms else [1.0] * len(layers)
+    return list(torch.cat(logarithms, dim=1).mean(dim=1).exp().tolist())
 
 
 def new_head(pair: Pair, texts: Sequence[Text]) -> None:
-    """Write an untrained head into the folder of the work, and put it beside the pair's base; see :func:`head_of`.
-
-    Raises:
-        OutputError: it cannot be written, or reads back differently.
-    """
+    """Write an untrained head (:func:`head_of`) into the folder of the work, and put it beside the pair's base."""
     plan, directory = pair.plan, pair.plan.kept_in / "untrained-eagle3-head"
     if pair.accelerator.is_main_process:
         name = None if Path(plan.base).is_dir() else plan.base
@@ -123,10 +113,11 @@ def head_of(
 
     Args:
         texts: of the base, for which tokens are frequent, and how large states are.
-        draft_vocab_size, name: as of :func:`head_for`.
+        draft_vocab_size: tokens that it may propose, if the base has as many.
+        name: of the base, whose embeddings the head shares.
         dtype: of the base's weights, "bfloat16" or another.
     """
-    config = head_for(base.config, draft_vocab_size, name)
+    config = shape_of(base.config, draft_vocab_size, name)
     rows = np.array(frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
     sizes, generator = state_sizes(base, config.base_layers, texts), torch.Generator().manual_seed(seed)
     together = math.sqrt(sum(size * size for size in sizes) / len(sizes))

@@ -46,12 +46,8 @@ _MEASURED_WIDTH = 64  # of the drafter for which the learning rates were measure
 class Latents(nn.Module):
     """The trained part of a checkpoint; ``values`` are its latents, by name of the first role that has each.
 
-    Args:
-        checkpoint: with its codes where it has any.
-        idle: roles that no loss depends on, which are not trained.
-
-    Raises:
-        MtpExtractError: ``mode`` wants a grid, and a matrix has none.
+    Roles that are ``idle`` are not trained: no loss depends on them. Raises MtpExtractError where a matrix has no grid
+    that ``mode`` wants.
     """
 
     def __init__(
@@ -113,11 +109,10 @@ class Latents(nn.Module):
     @torch.no_grad()
     def results(self) -> dict[str, Tensor]:
         """A copy of what was made, by name of latent: codes, int8 or uint8, where it is on a grid, else the latent."""
-        made = {key: (value, self._grids.get(key)) for key, value in self.values.items()}
-        return {
-            key: grid.codes(value).to("cpu", grid.dtype) if grid else value.detach().to("cpu", copy=True)
-            for key, (value, grid) in made.items()
+        found = {
+            key: value.detach().to("cpu", copy=True) for key, value in self.values.items() if key not in self._grids
         }
+        return found | {key: grid.codes(self.values[key]).to("cpu", grid.dtype) for key, grid in self._grids.items()}
 
     @torch.no_grad()
     def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
@@ -125,8 +120,8 @@ class Latents(nn.Module):
         tensors: dict[str, Weight] = dict(self.checkpoint.tensors)
         for key, result in results.items():
             old = tensors[self._roles[key][0].name]
-            if key in self._grids:
-                made: Weight = self._grids[key].weight(result)
+            if grid := self._grids.get(key):
+                made: Weight = of_codes(result.numpy(), grid.scheme, grid.steps, old.origin)
             else:
                 numbers = self._weight(key, result.to(self.values[key].device)).cpu().numpy()
                 made = old if np.array_equal(numbers, old.array()) else of_array(numbers)
@@ -135,11 +130,7 @@ class Latents(nn.Module):
 
 
 class Grid:
-    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.weight.Steps`, in torch, on a device.
-
-    Raises:
-        MtpExtractError: the matrix called ``name`` has no stored integers.
-    """
+    """Rounds the matrix ``name`` to its stored grid, as :class:`~mtp_extract.checkpoint.weight.Steps`, but in torch."""
 
     def __init__(self, name: str, stored: Weight, device: torch.device | str) -> None:
         if (scheme := stored.scheme) is None:
@@ -154,7 +145,7 @@ class Grid:
         unused = symmetric and all(int(stored.codes(*rows).min()) > low for rows in row_ranges(stored))
         self.low, self.high = low + unused, low + (1 << scheme.bits) - 1
         self.dtype = torch.int8 if scheme.signed else torch.uint8  # of stored codes
-        self.stored, self.scheme, self.steps = stored, scheme, steps
+        self.scheme, self.steps = scheme, steps
         self.size = torch.from_numpy(np.array(steps.size)).to(device)[..., None]  # F32 [rows, blocks, 1]
         self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)[..., None]
 
@@ -170,10 +161,6 @@ class Grid:
         blocks = codes.view(len(codes), -1, self.steps.block)
         found = (blocks - self.zero_point).mul_(self.size).view(codes.shape)
         return found if self.steps.factor == 1 else (found.double() / self.steps.factor).float()
-
-    def weight(self, codes: Tensor) -> Weight:
-        """``codes``, int8 or uint8, in place of the stored ones."""
-        return of_codes(codes.numpy(), self.scheme, self.steps, self.stored.origin)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,25 +93,10 @@ class Rows:
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
 
-class PassedOn(torch.autograd.Function):
-    """Of states and a head, a number whose gradients are ``made``; these are not kept: a head's is as large as that."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, head: Tensor, made: list[Tensor | None]) -> Tensor:
-        ctx.made = made
-        return states.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        made = (*ctx.made, None)
-        ctx.made.clear()
-        return made
-
-
 @torch.no_grad()
 def gradient_of(
     rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The loss of ``rows``, and its gradient.
 
     Args:
@@ -123,7 +107,7 @@ def gradient_of(
     Returns:
         The weighted sum, F32 []; how well each row agrees, F32 [N]: whether the argmax is the base's or, where ``kl``
         or ``tv`` comes first, the probability that a draft drawn here is accepted; the derivatives by ``states`` and,
-        where it is trained, by ``head``, for :class:`PassedOn`.
+        where it is trained, by ``head``.
     """
     loss, agreement = torch.zeros((), device=states.device), torch.zeros(len(states), device=states.device)
     of_states = torch.zeros_like(states)
@@ -136,28 +120,25 @@ def gradient_of(
             of_head.addmm_(gradient.T, states[piece].float())
         # Before the next piece, which takes as much.
         del gradient
-    return loss, agreement, [of_states, None if of_head is None else of_head.to(head.dtype)]
+    return loss, agreement, [of_states] if of_head is None else [of_states, of_head.to(head.dtype)]
 
 
 def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
     their loss [], and how well each agrees [n].
     """
-
-    def tempered(logits: Tensor) -> Tensor:
-        return logits if rows.temperature == 1 else logits.div_(rows.temperature)
-
-    where, log_p = rows.where[piece], None
+    where, log_p, bent = rows.where[piece], None, None
     if rows.objective.keys() != {"ce"}:
         # Before the drafter's logits are there: making the base's takes several times their memory.
         once, back = torch.unique_consecutive(where, return_inverse=True)
-        log_p = torch.log_softmax(tempered(rows.logits(once).to(piece.device).float()), dim=-1)
+        log_p = torch.log_softmax(rows.logits(once).to(piece.device).float().div_(rows.temperature), dim=-1)
         log_p = log_p[back] if len(once) < len(piece) else log_p
-    logits, bent = (states @ head.T).float(), None
+    logits = (states @ head.T).float()
     if rows.cap is not None:
         bent = logits.div_(rows.cap).tanh_()
         logits = bent * rows.cap
-    logits, loss, found = tempered(logits), torch.zeros((), device=states.device), list[tuple[Tensor, Tensor]]()
+    logits.div_(rows.temperature)
+    loss, found = torch.zeros((), device=states.device), list[tuple[Tensor, Tensor]]()
     for left, (name, share) in enumerate(rows.objective.items(), 1 - len(rows.objective)):
         gradient = logits.clone() if left else logits
         aim = rows.choices[where] if log_p is None or name == "ce" else log_p

@@ -2,11 +2,8 @@
 
 A token's vector is the mean state in which it is the dense head's choice, averaged with its own row of that head, since
 many tokens are chosen seldom or never. Clusters of vectors are leaves of a tree of cuts, of equal size. A centroid
-begins at its cluster's mean and is learned as a classifier of states; what counts is that the right cluster is among
-those looked into, so it is trained against those beyond the best few alone.
-
-A head made of one kind of text loses the choices of another: so the base also continues random tokens of its whole
-vocabulary, and what the head keeps is measured on every kind there is.
+begins at its cluster's mean and is learned as a classifier of states. A head made of one kind of text loses the choices
+of another: so the base also continues random tokens, and what the head keeps is measured on every kind.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,16 +26,16 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluation.agreement import groups
 from mtp_extract.evaluation.measured import share_over_texts
 from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE
-from mtp_extract.tuning.pair import Pair, as_written, check_writable
+from mtp_extract.tuning.pair import Pair, as_written
 from mtp_extract.tuning.text import Writer
-from mtp_extract.tuning.train import Batch, Rounds, cosine, counting, random_anchors, states_of
+from mtp_extract.tuning.train import EVALUATIONS, Batch, Rounds, cosine, counting, random_anchors, states_of
 from mtp_extract.tuning.verdict import Comparisons, signed, units_of
 
 LEAST_KEPT = 0.995
@@ -55,12 +52,10 @@ _STATES_A_CENTROID, _LEAST_STATES = 200, 200_000  # asked for; the latter where 
 _ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
 _AXIS_FROM, _AXIS_STEPS = 1 << 14, 12  # vectors that the axis of a cut is found from; steps of the power method
 _BATCH, _SCORES_AT_ONCE = 2048, 1 << 23
-_EVALUATIONS = 10  # of centroids, on watched text
-_RATE = 1.0  # learning rate times width, for states of a root mean square of 1
 
 
 class Used(NamedTuple):
-    """States that a drafter's head reads. N states."""
+    """N states that a drafter's head reads."""
 
     states: Tensor  # [N, width], in the type the drafter computes in
     choices: Tensor  # int64 [N], the dense head's argmax; or the cluster in which that is
@@ -68,10 +63,7 @@ class Used(NamedTuple):
 
 
 def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple[Checkpoint, dict[str, Any]]:
-    """The pair's checkpoint with an ordered head; and how that was made, for the record.
-
-    Args:
-        drafter: it with the dense head.
+    """The pair's checkpoint with an ordered head in place of ``drafter``'s dense one; how it was made, for the record.
 
     Raises:
         MtpExtractError: there is too little text of a kind.
@@ -108,33 +100,17 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     return ordered(before, ordering, centroids, top_k), about
 
 
-def check_ordered(pair: Pair) -> None:
-    """Check, before any work, that an ordered head can be made for the pair's drafter.
-
-    Raises:
-        MtpExtractError: several processes, or a vocabulary that cannot be divided.
-        UnsupportedError: the drafter's format has no room for such a head.
-    """
-    if (processes := pair.accelerator.num_processes) > 1:
-        raise MtpExtractError(f"expected one process to make an ordered head, found {processes}. Start only one.")
-    before = dense(pair.origin.checkpoint)
-    vocabulary = before.config.vocab_size
-    centroids = torch.zeros(clusters_of(vocabulary), before.config.hidden_size)
-    check_writable(pair.origin, ordered(before, torch.arange(vocabulary), centroids, 1), "ordered")
+def untrained(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with an ordered head of zeros: what holds it can hold one that was made."""
+    before = dense(checkpoint)
+    count, width = clusters_of(before.config.vocab_size), before.config.hidden_size
+    return ordered(before, torch.arange(before.config.vocab_size), torch.zeros(count, width), 1)
 
 
 def clusters_of(vocabulary: int) -> int:
-    """The number of clusters: of about 128 tokens, as the official drafters have them, or 16 in a small vocabulary.
-
-    Raises:
-        MtpExtractError: ``vocabulary`` is a prime, which clusters of equal size cannot divide.
-    """
+    """How many clusters of equal size: of about 128 tokens, as official drafters have them, or 16 of few tokens."""
     wanted = vocabulary // (128 if vocabulary >= 1 << 14 else 16)
-    fits = [number for number in range(2, vocabulary) if vocabulary % number == 0]
-    if not fits:
-        raise MtpExtractError(
-            f"expected a vocabulary that equal clusters divide, found {vocabulary}, a prime; keep the dense head"
-        )
+    fits = (number for number in range(1, vocabulary + 1) if vocabulary % number == 0)
     return min(fits, key=lambda fit: abs(fit - wanted))
 
 
@@ -163,7 +139,7 @@ def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
     usual = [token for token in range(min(pair.base.vocab_size, len(tokenizer))) if token not in special]
     opened = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     generator, prompts = torch.Generator().manual_seed(plan.seed), []
-    for _, length in zip(range(RANDOM_PROMPTS), cycle(_RANDOM_LENGTHS), strict=False):
+    for length in islice(cycle(_RANDOM_LENGTHS), RANDOM_PROMPTS):
         drawn = torch.randint(len(usual), (length,), generator=generator).tolist()
         prompts.append((*opened, *(usual[index] for index in drawn)))
     writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
@@ -180,10 +156,7 @@ def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
 def collect(
     pair: Pair, drafter: Network, texts: Sequence[Text], most: int, conventions: Sequence[Convention] = (LITERT,)
 ) -> Used:
-    """The states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
-
-    Args:
-        most: states; where there are more, random anchors are taken.
+    """``most`` states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
 
     Raises:
         MtpExtractError: no draft counts.
@@ -202,11 +175,8 @@ def collect(
             rows = torch.split(states, max(1, LOGITS_AT_ONCE // len(head.weight)))
             parts.append(Used(states.cpu(), torch.cat([head(part).argmax(-1) for part in rows]).cpu(), index))
     if not sum(len(part.states) for part in parts):
-        raise MtpExtractError(
-            "expected text that the base would write, or writes after random tokens, found none of which a draft "
-            "counts. Give other text, or keep the dense head.",
-            remedies=("text", "prompts"),
-        )
+        message = "expected text that the base would write, found none of which a draft counts. Give other text."
+        raise MtpExtractError(message, remedies=("text", "prompts"))
     return Used(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
 
 
@@ -217,12 +187,7 @@ def build_head(
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
-        taught: states to learn from, by kind of text, equal parts of every batch. The first says how long states are.
-        watched: states to choose by, by kind of text.
-        steps, seed: of the learning.
-
-    Raises:
-        MtpExtractError: a number is not finite.
+        taught, watched: states to learn from, equal parts of every batch, and to choose by; by kind of text.
     """
     # Of each token, the mean of the states in which it is chosen and of its own row, made as long as states are.
     length, own = (float(rows.float().norm(dim=1).mean()) for rows in (taught[0].states, head))
@@ -233,10 +198,6 @@ def build_head(
             head.index_add_(0, choices, states.float())
         counts += torch.bincount(one.choices, minlength=len(head))
     vectors = head.div_(counts[:, None])
-    if not bool(torch.isfinite(vectors.sum(dim=1)).all()):
-        raise MtpExtractError(
-            "expected finite weights and states to make clusters of, found others. Check the drafter."
-        )
     ordering = balanced_clusters(vectors, torch.arange(len(vectors)), count)
     means, cluster = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1), cluster_of(ordering, count)
     taught, watched = ([one._replace(choices=cluster[one.choices]) for one in part] for part in (taught, watched))
@@ -244,14 +205,9 @@ def build_head(
 
 
 def balanced_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
-    """``count`` clusters of neighbours, all of one size: cut in two along the axis of greatest spread, and again.
+    """int64 [N]: ``members`` [N], rows of ``vectors`` F32 [V, width], in ``count`` clusters of one size, one by one.
 
-    Args:
-        vectors: F32 [V, width].
-        members: int64 [N], the rows of it to divide; ``count`` divides N.
-
-    Returns:
-        int64 [N]: the members of the first cluster in order, then those of the second, …
+    They are cut in two along the axis of greatest spread, and again; ``count`` divides N.
     """
     if count == 1:
         return members.sort().values
@@ -283,10 +239,8 @@ def enough(kinds: Sequence[Tensor]) -> int:
 
 
 def least_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
-    """How many clusters are looked into: a power of two that keeps :func:`enough`, or as many as are worth it.
-
-    Args:
-        watched: of states of each kind of text, the rank of the right cluster.
+    """How many clusters are looked into, of ranks by kind of text: a power of two that keeps :func:`enough`, or as many
+    as are worth it.
     """
     # With more than half of the rows, too few are saved.
     most = max(1, (vocabulary // 2 - count) // (vocabulary // count))
@@ -296,21 +250,15 @@ def least_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
 def learn_centroids(
     taught: Sequence[Used], watched: Sequence[Used], means: Tensor, *, steps: int, seed: int
 ) -> tuple[Tensor, int]:
-    """Minimize cross-entropy over clusters; returned is what has to look into the fewest of them, on the worst kind.
+    """Centroids F32 [C, width] that look into the fewest clusters on the worst kind; and the step that made them.
 
-    Args:
-        taught, watched: as of :func:`build_head`, with clusters as their choices.
-        means: F32 [C, width], of the clusters, from which it starts; they are among what is compared.
-
-    Returns:
-        F32 [C, width], the centroids; and the step after which they were the best, 0 for the means themselves.
+    Cross-entropy over clusters, the choices here, is minimized from their ``means`` F32 [C, width] on, of step 0.
     """
     random, (count, width) = torch.Generator().manual_seed(seed), means.shape
     # States of a root mean square of 1, and scores of about as much.
-    some = taught[0].states
-    size = float(torch.linalg.vector_norm(some, dtype=torch.float32)) / some.numel() ** 0.5 or 1.0
+    size = float(torch.linalg.vector_norm(some := taught[0].states, dtype=torch.float32)) / some.numel() ** 0.5 or 1.0
     best = means / (float(means.norm(dim=1).mean()) or 1.0)
-    rows, highest = best.clone().requires_grad_(), _RATE / width
+    rows, highest = best.clone().requires_grad_(), 1 / width
     optimizer = torch.optim.Adam([rows], lr=highest, betas=(0.9, 0.99))
 
     def score() -> tuple[int, float]:
@@ -320,9 +268,9 @@ def learn_centroids(
 
     best_score, best_step = score(), 0
     for done in range(1, steps + 1):
-        drawn = [torch.randint(len(one.states), (_BATCH // len(taught),), generator=random) for one in taught]
-        states = torch.cat([one.states[chosen].float() for one, chosen in zip(taught, drawn, strict=True)])
-        cluster = torch.cat([one.choices[chosen] for one, chosen in zip(taught, drawn, strict=True)])
+        drawn = [(one, torch.randint(len(one.states), (_BATCH // len(taught),), generator=random)) for one in taught]
+        states = torch.cat([one.states[chosen].float() for one, chosen in drawn])
+        cluster = torch.cat([one.choices[chosen] for one, chosen in drawn])
         scores, own = states / size @ rows.T, cluster[:, None]
         # The best few clusters are looked into anyhow: they are no rivals of the right one.
         looked_into = scores.detach().topk(1 << int(math.log2(count) / 2), dim=1).indices
@@ -331,7 +279,7 @@ def learn_centroids(
         optimizer.zero_grad()
         cross_entropy(rivals, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         optimizer.step()
-        if (done % max(1, steps // _EVALUATIONS) == 0 or done == steps) and (now := score()) < best_score:
+        if (done % max(1, steps // EVALUATIONS) == 0 or done == steps) and (now := score()) < best_score:
             best, best_score, best_step = rows.detach().clone(), now, done
     return best / size, best_step
 
@@ -340,14 +288,10 @@ def refusals(kept: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) ->
     """Why the head is not to be saved, of what it keeps of each kind of text."""
     for name, found in kept.items():
         if found["share"] < LEAST_KEPT:
-            yield (
-                f"it keeps {found['share']:.2%} of the dense head's choices on held-out text ({name}), of which "
-                f"{LEAST_KEPT:.1%} are wanted"
-            )
-    overall = comparisons.overall
-    if overall.may_lose(MOST_LOST):
+            kept_of = f"{found['share']:.2%} of the dense head's choices on held-out text ({name})"
+            yield f"it keeps {kept_of}, of which {LEAST_KEPT:.1%} are wanted"
+    if (overall := comparisons.overall).may_lose(MOST_LOST):
         yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round ({signed(overall.change)})"
-    for name, comparison in comparisons.workloads.items():
-        interval = comparison.change.interval
-        if interval is not None and interval.high < -MOST_LOST:
-            yield f"it loses more than {MOST_LOST} on {name} ({signed(comparison.change)})"
+    for name, one in comparisons.workloads.items():
+        if one.change.interval is not None and one.change.interval.high < -MOST_LOST:
+            yield f"it loses more than {MOST_LOST} on {escape(name)} ({signed(one.change)})"

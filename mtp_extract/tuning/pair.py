@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint
 from mtp_extract.drafter.load import Network, load_any
-from mtp_extract.errors import MtpExtractError, UnsupportedError, escape
+from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.formats import EVERY
 from mtp_extract.io.opening import checkpoint_here
@@ -33,8 +33,6 @@ class Pair:
         say: told what is being done; of several processes by the first.
 
     Attributes:
-        accelerator: accelerate's; it says which process this is.
-        loaded: the base as transformers has it; ``base`` and ``codec`` are made of it.
         origin: the drafter's directory, with its checkpoint.
         drafter: in the type it computes in beside the base. Where the plan names no drafter, this and ``origin`` are
             there from :meth:`take` on.
@@ -49,15 +47,9 @@ class Pair:
         self.plan = plan
         self.accelerator = Accelerator(cpu=plan.device == "cpu")
         self.say = say if self.accelerator.is_main_process else lambda line: None
-        processes = self.accelerator.num_processes
-        if plan.batch < processes:
-            raise MtpExtractError(
-                f"expected a batch of at least {processes}, one text a process, found {plan.batch}. Raise it.",
-                remedies=("batch",),
-            )
         origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
         self.say(f"loading the base {plan.base}")
-        several = processes > 1 and self.accelerator.device.type != "cpu"
+        several = self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
         self.base = Base(self.loaded.model)
         self.codec = Codec(self.loaded.tokenizer, self.base.vocab_size)
@@ -65,11 +57,7 @@ class Pair:
             self.take(origin)
 
     def take(self, origin: ReadDirectory) -> None:
-        """Put the drafter of ``origin`` beside the base.
-
-        Raises:
-            MtpExtractError: it does not fit.
-        """
+        """Put the drafter of ``origin`` beside the base; raises MtpExtractError where it does not fit."""
         self.origin = origin
         with memory_guard("loading the drafter"):
             self.drafter = self.drafter_of(origin.checkpoint)
@@ -91,11 +79,7 @@ class Pair:
 
 
 def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
-    """``checkpoint`` in the format, type and with the codes that ``origin`` has.
-
-    Raises:
-        UnsupportedError: the format cannot hold it.
-    """
+    """``checkpoint`` in the format, type and with the codes of ``origin``; UnsupportedError where it has no room."""
     tensors = origin.checkpoint.tensors.items()
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
     # Integers where they are not beside floats but in their place.
@@ -111,14 +95,7 @@ def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
-    """Refuse a mode that makes what the format of ``origin`` has no room for.
-
-    Args:
-        like: a checkpoint with all that ``mode`` makes, whatever its numbers are.
-
-    Raises:
-        UnsupportedError: it has no room.
-    """
+    """Raise UnsupportedError where the format of ``origin`` has no room for what ``mode`` makes, which ``like`` has."""
     try:
         kept = arranged(origin, like).kept.values()
         why = next((f"{one.why}." for one in kept if one.how == NOTHING), None)
@@ -133,11 +110,7 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
 
 
 def write_made(origin: ReadDirectory, made: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]) -> None:
-    """Write ``made`` where ``plan`` wants it, in the format, type and with the codes that ``origin`` has.
-
-    Args:
-        made: ``origin`` with other weights or another head.
-        key: of the record, under which ``about`` stands: "tuning", or "ordered_head".
+    """Write ``made`` as ``origin`` is written, where ``plan`` wants it, with ``about`` under ``key`` of the record.
 
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.

@@ -6,17 +6,14 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from msgspec import Meta
 
-from mtp_extract.errors import OutputError, escape
-from mtp_extract.evaluation.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import BASE, Device, Overwrite, check_values
+from mtp_extract.options import BASE, Device, Overwrite, ServedModel, check_values
 
 ORDERED, EAGLE3 = "ordered", "eagle3"
 """The modes that make a head."""
@@ -30,27 +27,16 @@ class TuningPlan:
 
     directory: Annotated[
         Path | None,
-        typer.Argument(
-            help="The drafter: what mtp-extract wrote, an official assistant, an EAGLE-3 head, or its id on the Hub.",
-            metavar="DIR",
-        ),
+        typer.Argument(help="The drafter: extracted, an official assistant, or a head; or its Hub id.", metavar="DIR"),
     ]
     """None where a new EAGLE-3 head is to be made."""
     base: Annotated[str, BASE]
     out: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--out",
-            help="Directory for the result; by default DIR's name + -tuned, of eagle3 MODEL's + -eagle3.",
-            metavar="DIR",
-        ),
+        typer.Option("-o", "--out", help="Where the result goes; by default DIR-tuned or MODEL-eagle3.", metavar="DIR"),
     ] = None
     work: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep text, state and log here, to resume from; by default the result's name + .work.", metavar="DIR"
-        ),
+        Path | None, typer.Option(help="Keep text, state and log here, to resume; by default OUT.work.", metavar="DIR")
     ] = None
     mode: Annotated[
         Literal["norms", "qat", "float", "ordered", "eagle3"],
@@ -64,18 +50,13 @@ class TuningPlan:
     ] = None
     text: Annotated[
         Path | None,
-        typer.Option(help="Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE"),
+        typer.Option(help="Texts by people instead, or prompts with answers, in the same forms.", metavar="FILE"),
     ] = None
     text_from: Annotated[
         str | None,
-        typer.Option(
-            help="An OpenAI-compatible server that has the base, and writes its texts: http://localhost:8000.",
-            metavar="URL",
-        ),
+        typer.Option(help="A server that has the base and writes its texts: http://HOST:PORT.", metavar="URL"),
     ] = None
-    text_model: Annotated[
-        str | None, typer.Option(help="Name of the base on that server; needed if it serves several.", metavar="NAME")
-    ] = None
+    text_model: ServedModel = None
     text_key: str | None = field(default=None, repr=False)
     """That server's key, where it wants one."""
     new_tokens: Annotated[int, typer.Option(help="Most tokens of each of the base's texts.", min=2, metavar="N")] = 256
@@ -88,26 +69,14 @@ class TuningPlan:
     objective: Literal["mixed", "ce", "kl", "tv"] = "mixed"
     """ce for greedy serving alone, tv or kl for sampled alone; mixed (ce and tv) for both."""
     steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of the optimizer; by default 500, of eagle3 300, of ordered 600.", min=1, metavar="N"),
+        int | None, typer.Option(help="Optimizer steps; by default 500, eagle3 300, ordered 600.", min=1, metavar="N")
     ] = None
-    batch: Annotated[
-        int,
-        typer.Option(
-            help="Texts a step, of all processes together; each writes and measures as many at a time.",
-            min=1,
-            metavar="N",
-        ),
-    ] = 16
+    batch: Annotated[int, typer.Option(help="Texts a step, of all processes together.", min=1, metavar="N")] = 16
     learning_rate: Annotated[
-        float | None,
-        typer.Option(help="Rate; by default the mode's own, by the drafter's width.", min=0, metavar="X"),
+        float | None, typer.Option(help="Rate; by default the mode's own, by width.", min=0, metavar="X")
     ] = None
     draft_vocab: Annotated[
-        int,
-        typer.Option(
-            help="Number of tokens that an eagle3 head can propose, the base's most frequent ones.", min=1, metavar="N"
-        ),
+        int, typer.Option(help="Tokens that an eagle3 head can propose, the most frequent ones.", min=1, metavar="N")
     ] = 32000
     seed: Annotated[int, Meta(ge=0)] = 0
     """The same seed, texts and machine give the same bytes."""
@@ -117,15 +86,13 @@ class TuningPlan:
 
     @property
     def target(self) -> Path:
-        """Where the result goes: ``out``, or by default the drafter's name and "-tuned", of a new head the base's and
-        "-eagle3".
-        """
+        """Where the result goes."""
         name = Path(self.base) if self.directory is None else self.directory
         return self.out or Path(f"{name.resolve().name}-{EAGLE3 if self.directory is None else 'tuned'}")
 
     @property
     def kept_in(self) -> Path:
-        """Where text, state and log are: ``work``, or by default the result's name and ".work"."""
+        """Where text, state and log are."""
         return self.work or self.target.with_name(f"{self.target.name}.work")
 
     @property
@@ -137,16 +104,6 @@ class TuningPlan:
     def inputs(self) -> tuple[PathLike | None, ...]:
         """What is read, and so is not replaced."""
         return self.directory, *files_of(self.base), self.prompts, self.text
-
-    @cached_property
-    def items(self) -> tuple[Prompt, ...]:
-        """The prompts, or the texts by people.
-
-        Raises:
-            MtpExtractError: the file that holds them cannot be read.
-        """
-        given = self.prompts or self.text
-        return read_prompts(given) if given else shipped_prompts()
 
     @property
     def recipe(self) -> dict[str, object]:
@@ -164,34 +121,28 @@ class TuningPlan:
         from mtp_extract.pipeline.check import recorded
 
         check_values(self)
-        place, work = (Path(os.path.realpath(path)) for path in (self.target, self.kept_in))
-        if place in (work, *work.parents):
-            raise OutputError(
-                f"{escape(self.target)}: expected a place of its own for the result, found that text and state are "
-                "kept there. Choose another place for one of the two.",
-                remedies=("out", "work"),
-            )
         # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.
         if os.environ.get("RANK", "0") == "0":
             check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
 
     def wrong(self) -> Iterator[tuple[str, ...]]:
         """What was expected, and what to change."""
-        rate, text, least = self.learning_rate, self.text is not None, self.draft_steps + 2
+        place, work = (Path(os.path.realpath(path)) for path in (self.target, self.kept_in))
+        if place in (work, *work.parents):
+            yield "a place of its own for the result, found text and state kept there. Choose another.", "out", "work"
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.batch < processes:
+            yield f"a batch of at least {processes}, one text a process, found {self.batch}. Raise it.", "batch"
+        if self.mode == ORDERED and processes > 1:
+            yield f"one process to make an ordered head, found {processes}. Start only one.", "mode"
         if (self.directory is None) != (self.mode == EAGLE3):
             yield "either a drafter's directory or the mode eagle3, which makes a new one. Give one of the two.", "mode"
-        if self.mode != EAGLE3 and self.draft_vocab != TuningPlan.draft_vocab:
-            yield f"draft_vocab in the mode eagle3 alone, found the mode {self.mode}. Leave it out.", "draft_vocab"
-        if self.text_model and not self.text_from:
-            yield "a server that has the model named by text_model, found none. Name it.", "text_from"
-        if text and self.prompts:
-            yield "prompts or texts, found both. Leave one out.", "prompts", "text"
-        if text and self.text_from:
-            yield "texts by people or by a server, found both. Leave one out.", "text", "text_from"
-        if text and self.temperature:
+        if self.text and (self.prompts or self.text_from):
+            yield "texts by people alone, found prompts or a server too. Leave one out.", "text", "prompts", "text_from"
+        if self.text and self.temperature:
             has = "text by people, which has another distribution. Give prompts."
             yield f"text of the base itself for sampled serving, found {has}", "prompts", "temperature=0"
-        if self.new_tokens < least:
-            yield f"new_tokens of at least {least}, found {self.new_tokens}. Raise it.", "new_tokens"
-        if rate is not None and not 0 < rate < math.inf:
-            yield f"a learning rate above 0, found {rate}. Leave it out for the mode's own.", "learning_rate"
+        if self.new_tokens < self.draft_steps + 2:
+            yield f"new_tokens of at least {self.draft_steps + 2}, found {self.new_tokens}. Raise it.", "new_tokens"
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            yield f"a learning rate above 0, found {self.learning_rate}. Leave it out.", "learning_rate"

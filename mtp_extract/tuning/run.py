@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_extract.errors import escape
 from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
-    from mtp_extract.checkpoint.checkpoint import Checkpoint
     from mtp_extract.tuning.corpus import Corpus
-    from mtp_extract.tuning.latents import Latents
-    from mtp_extract.tuning.pair import Pair
     from mtp_extract.tuning.verdict import Comparisons
 
 
@@ -56,10 +54,9 @@ def run_tuning(
     from mtp_extract.io.address import public_name
     from mtp_extract.tuning.corpus import divided, gather
     from mtp_extract.tuning.eagle3 import new_head
-    from mtp_extract.tuning.ordered import check_ordered, dense, make_head, refusals
-    from mtp_extract.tuning.pair import Pair, write_made
-    from mtp_extract.tuning.text import in_words
-    from mtp_extract.tuning.train import measured
+    from mtp_extract.tuning.ordered import dense, make_head, refusals, untrained
+    from mtp_extract.tuning.pair import Pair, check_writable, write_made
+    from mtp_extract.tuning.train import latents_of, measured, train
     from mtp_extract.tuning.verdict import Comparisons
     from mtp_extract.tuning.work import locked
 
@@ -69,9 +66,9 @@ def run_tuning(
     first, ordered = pair.accelerator.is_main_process, plan.mode == ORDERED
     # What cannot be written is refused before anything is kept.
     if ordered:
-        check_ordered(pair)
+        check_writable(pair.origin, untrained(pair.origin.checkpoint), plan.mode)
     elif plan.mode != EAGLE3:
-        _latents(pair)
+        latents_of(pair)
     # The first of several processes locks the folder for all.
     with memory_guard("tuning"), locked(plan.kept_in) if first else nullcontext():
         corpus = gather(pair, tell)
@@ -81,7 +78,13 @@ def run_tuning(
         pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
         drafter = pair.drafter_of(dense(pair.origin.checkpoint)) if ordered else pair.drafter
         before = measured(pair, drafter, held_out)
-        made, about = make_head(pair, drafter, corpus, tell) if ordered else _trained(pair, corpus, tell, stop)
+        if ordered:
+            made, about = make_head(pair, drafter, corpus, tell)
+        else:
+            latents = latents_of(pair)
+            trained = train(pair, corpus, latents, tell, stop)
+            made, about = latents.tuned(trained.results), {"mode": plan.mode, "numbers": latents.numbers}
+            about |= {"steps_done": trained.done, "best_step": trained.step, "interrupted": trained.interrupted}
         pair.say("measuring what was made on the held-out texts")
         comparisons = Comparisons.of(corpus, before, measured(pair, pair.drafter_of(made), held_out))
     refused = tuple(refusals(about["kinds"], comparisons) if ordered else comparisons.refused())
@@ -93,37 +96,8 @@ def run_tuning(
     if keep and first:
         write_made(pair.origin, made, plan, "ordered_head" if ordered else "tuning", about)
     pair.accelerator.wait_for_everyone()
-    wrote = in_words(corpus.text_from) if corpus.text_from else None
-    notes = (*pair.loaded.notes, wrote, comparisons.undecided())
-    return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, tuple(filter(None, notes)))
-
-
-def _trained(pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> tuple[Checkpoint, dict[str, Any]]:
-    """The drafter with trained weights; and how it was trained, for the record."""
-    from mtp_extract.tuning.train import train
-
-    latents = _latents(pair)
-    pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
-    trained = train(pair, corpus, latents, tell, stop)
-    about: dict[str, Any] = {"mode": pair.plan.mode, "numbers": latents.numbers, "steps_done": trained.done}
-    about |= {"best_step": trained.step, "interrupted": trained.interrupted}
-    return latents.tuned(trained.results), about
-
-
-def _latents(pair: Pair) -> Latents:
-    """What is trained.
-
-    Raises:
-        MtpExtractError: the mode trains what the drafter's format does not hold.
-    """
-    from mtp_extract.tuning.latents import MODES, Latents
-    from mtp_extract.tuning.pair import check_writable
-
-    plan, origin = pair.plan, pair.origin
-    # A round of one step never reads the state that the step hands on.
-    idle = ("post_projection",) if plan.draft_steps == 1 else ()
-    latents = Latents(origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
-    # Another number for each that is trained: what can hold it can hold what comes out.
-    changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
-    check_writable(origin, changed, plan.mode)
-    return latents
+    notes = [*pair.loaded.notes, *comparisons.undecided()]
+    if wrote := corpus.text_from:
+        of = f"{wrote['positions']} tokens of {wrote['texts']} texts that {escape(wrote['kind'])} wrote"
+        notes.append(f"The base at hand would have written {wrote['agreement']:.1%} of {of}.")
+    return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, tuple(notes))

@@ -32,14 +32,14 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluation.agreement import groups
 from mtp_extract.evaluation.base_model import free_memory
 from mtp_extract.evaluation.measured import Measured
-from mtp_extract.evaluation.progress import Show, silent
+from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
-from mtp_extract.tuning.latents import Latents
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE, PassedOn, Rows, gradient_of, objective_for
-from mtp_extract.tuning.pair import Pair
-from mtp_extract.tuning.work import written_whole
+from mtp_extract.tuning.latents import MODES, Latents
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, gradient_of, objective_for
+from mtp_extract.tuning.pair import Pair, check_writable
+from mtp_extract.tuning.work import kept_at
 
 EVALUATIONS = 10
 """How often the watched texts are measured on the way."""
@@ -57,7 +57,7 @@ _OF_FREE_MEMORY = 0.5  # for what the base computes over the texts
 
 Columns = Mapping[str, Tensor]
 """What the base computes over a text, in main memory, a row a token: ``tokens``, ``hidden`` (after the final norm),
-``choices`` (its argmax after each), ``layer 3`` (the state that enters it), ``K`` and ``V`` of a layer type."""
+``choices`` (its argmax after each), ``layer 3`` (the state that enters it), ``K of`` and ``V of`` a layer type."""
 
 
 @torch.no_grad()
@@ -206,17 +206,11 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
 
 
 def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
-    """How many drafts of ``drafter`` stand after every anchor of ``texts``, as the pair's plan has them served.
-
-    Args:
-        texts: the base's own, as it is served; those without an anchor that has all targets are left out.
-    """
-    steps, accelerator, none = pair.plan.draft_steps, pair.accelerator, torch.zeros(0, dtype=torch.long)
-    parts = [Measured.over(none, none, torch.zeros(0, steps, dtype=torch.double))]
+    """How many drafts of ``drafter`` stand after every anchor of ``texts`` that has all targets, as they are served."""
+    accelerator, parts = pair.accelerator, list[Measured]()
     own = range(accelerator.process_index, len(texts), accelerator.num_processes)
-    usable = [index for index in own if len(texts[index].anchors) >= steps]
-    for group in groups([len(texts[index].tokens) for index in usable], pair.plan.batch):
-        rows = [usable[place] for place in group]
+    for group in groups([len(texts[index].tokens) for index in own], pair.plan.batch):
+        rows = [own[place] for place in group]
         part = _standing(pair, drafter, [texts[row] for row in rows])
         parts.append(replace(part, text=torch.tensor(rows)[part.text]))
     found = Measured.joined(gather_object(parts))
@@ -226,7 +220,7 @@ def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
 
 @torch.no_grad()
 def _standing(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
-    """At all anchors of ``texts`` that have all targets, the drafts that stand along the text.
+    """The drafts that stand along ``texts``.
 
     Greedily those that are its tokens. A draft drawn from q is accepted with probability min(1, p / q), and what is
     accepted has the base's distribution p; so along a text x drawn from p the first i drafts are accepted with the mean
@@ -285,20 +279,23 @@ class Progress:
     interrupted: bool = False
 
 
-def train(
-    pair: Pair,
-    corpus: Corpus,
-    latents: Latents,
-    tell: Show = silent,
-    stop: Callable[[], bool] = lambda: False,
-) -> Progress:
-    """Train ``latents`` as the pair's plan says; where that was finished before, they stay as they are.
+def latents_of(pair: Pair) -> Latents:
+    """What the pair's plan trains; raises MtpExtractError where the drafter's format does not hold that."""
+    plan = pair.plan
+    # A round of one step never reads the state that the step hands on.
+    idle = ("post_projection",) if plan.draft_steps == 1 else ()
+    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+    # Another number for each that is trained: what can hold it can hold what comes out.
+    changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
+    check_writable(pair.origin, changed, plan.mode)
+    return latents
+
+
+def train(pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callable[[], bool]) -> Progress:
+    """Train ``latents`` as the pair's plan says; ``tell`` is called, and ``stop`` asked, after every step.
 
     The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
-    stopped.
-
-    Args:
-        tell, stop: called, and asked, after every step.
+    stopped, or had ended.
 
     Raises:
         CheckpointError: the state that is there cannot be read.
@@ -306,13 +303,16 @@ def train(
         MtpExtractError: the loss is not finite.
     """
     plan, drafter, accelerator = pair.plan, pair.drafter, pair.accelerator
+    pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
     steps, every = plan.optimizer_steps, max(1, plan.optimizer_steps // EVALUATIONS)
     states = States(pair.base, drafter.needs, corpus.trained, plan.batch)
     optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
     # In several processes it averages gradients.
     wrapped, optimizer = accelerator.prepare(latents, optimizer)
-    fingerprint = _fingerprint(pair, corpus)
+    depends_on: list[Any] = [pair.origin.sums, pair.base_fingerprint, plan.mode, plan.recipe]
+    depends_on += [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)]
+    fingerprint = sha256(json.dumps(depends_on).encode()).hexdigest()
     run = _resumed(plan.kept_in / "state.pt", fingerprint, latents, optimizer)
 
     def evaluate() -> None:
@@ -326,8 +326,12 @@ def train(
             run.score, run.step, run.stale, run.results = score, run.done, 0, latents.results()
 
     def save() -> None:
+        state = {"fingerprint": fingerprint, "run": vars(run), "latents": latents.state_dict()}
         if accelerator.is_main_process:
-            _save(plan.kept_in, fingerprint, run, latents, optimizer)
+            with kept_at(plan.kept_in / "state.pt") as file:
+                torch.save({**state, "optimizer": optimizer.state_dict()}, file)
+            with kept_at(plan.kept_in / "log.jsonl") as file:
+                file.write("".join(json.dumps(entry) + "\n" for entry in run.history).encode())
 
     if not run.history:
         evaluate()
@@ -340,18 +344,15 @@ def train(
         optimizer.zero_grad()
         run.done += 1
         if not math.isfinite(loss):
-            raise MtpExtractError(
-                f"expected a finite loss, found {loss} at step {run.done}. Use a lower learning rate.",
-                remedies=("learning_rate",),
-            )
+            why = f"expected a finite loss, found {loss} at step {run.done}. Use a lower learning rate."
+            raise MtpExtractError(why, remedies=("learning_rate",))
         run.history.append({"step": run.done, "loss": loss, "agreement": agreement})
         if run.done % every == 0 or run.done == steps:
             evaluate()
             save()
         tell(f"step {run.done} of {steps}, loss {loss:.3f}", run.done, steps)
         # All processes must leave the loop together.
-        asked = torch.tensor([stop()], device=accelerator.device)
-        if run.done < steps and bool(accelerator.gather(asked).any()):
+        if run.done < steps and bool(accelerator.gather(torch.tensor([stop()], device=accelerator.device)).any()):
             save()
             run.interrupted = True
             break
@@ -388,7 +389,7 @@ def _backward(
     head, replaced = weights["lm_head.weight"], {f"drafter.{path}": new for path, new in weights.items()}
     counted = functional_call(Rounds(drafter, plan.draft_steps), replaced, (batch, base.embed, convention))[within]
     loss, agreement, made = gradient_of(rows, counted, head)
-    PassedOn.apply(counted, head, made).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    torch.autograd.backward((counted, head)[: len(made)], made)
     losses, right, count = pair.accelerator.gather(torch.stack((loss, agreement.sum(), within.sum()))[None]).T
     return float(losses.mean()), float(right.sum()) / max(1, int(count.sum()))
 
@@ -396,10 +397,16 @@ def _backward(
 def _batch(pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: int) -> tuple[Batch, Convention, float]:
     """This process's part of step ``step``: texts; a position convention; an anchor's weight.
 
-    Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
+    Texts are of each kind in turn; those of a kind are shuffled anew in every epoch. Gradients are averaged over
+    processes: the weight makes of that the mean over all anchors, however they are divided.
     """
     plan, accelerator = pair.plan, pair.accelerator
-    chosen = [_drawn(kinds, plan.seed, step * plan.batch + place) for place in range(plan.batch)]
+    chosen = list[Text]()
+    for number in range(step * plan.batch, (step + 1) * plan.batch):
+        turn, kind = divmod(number, len(kinds))
+        epoch, place = divmod(turn, len(kinds[kind]))
+        order = torch.randperm(len(kinds[kind]), generator=_random(plan.seed, 1, kind, epoch))
+        chosen.append(kinds[kind][int(order[place])])
     here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
     drawn = [random_anchors([chosen[place]], ANCHORS, _random(plan.seed, 2, step, place)) for place in here]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
@@ -410,14 +417,6 @@ def _batch(pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: in
     return batch, (LITERT, TRANSFORMERS)[convention], accelerator.num_processes / total
 
 
-def _drawn(kinds: Sequence[Sequence[Text]], seed: int, number: int) -> Text:
-    """The text that is drawn as ``number``: of each kind in turn; those of a kind are shuffled anew in every epoch."""
-    number, kind = divmod(number, len(kinds))
-    epoch, place = divmod(number, len(kinds[kind]))
-    order = torch.randperm(len(kinds[kind]), generator=_random(seed, 1, kind, epoch))
-    return kinds[kind][int(order[place])]
-
-
 def _random(*parts: int) -> torch.Generator:
     """Random numbers that depend on ``parts`` alone."""
     seed = 0
@@ -426,27 +425,10 @@ def _random(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# The state between runs
-
-
-def _fingerprint(pair: Pair, corpus: Corpus) -> str:
-    """Of everything that the result depends on; a state with another one is ignored."""
-    texts = [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)]
-    everything = [pair.origin.sums, pair.base_fingerprint, pair.plan.mode, pair.plan.recipe, texts]
-    return sha256(json.dumps(everything).encode()).hexdigest()
-
-
-def _save(folder: Path, fingerprint: str, run: Progress, latents: Latents, optimizer: Any) -> None:
-    """Keep the state, which is there whole or not at all, and the log beside it."""
-    state = {"fingerprint": fingerprint, "run": vars(run), "latents": latents.state_dict()}
-    with written_whole(folder / "state.pt") as file:
-        torch.save({**state, "optimizer": optimizer.state_dict()}, file)
-    with written_whole(folder / "log.jsonl") as file:
-        file.write("".join(json.dumps(entry) + "\n" for entry in run.history).encode())
-
-
 def _resumed(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
     """Where an earlier run with this fingerprint stopped; else a beginning."""
+    if not path.exists():
+        return Progress()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["fingerprint"] != fingerprint:
@@ -454,11 +436,6 @@ def _resumed(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> 
         latents.load_state_dict(state["latents"])
         optimizer.load_state_dict(state["optimizer"])
         return Progress(**state["run"])
-    except FileNotFoundError:
-        return Progress()
     # What a damaged file raises in there is of many classes.
     except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
-        raise CheckpointError(
-            f"{escape(path)}: expected the state of a training, found a file that cannot be read. Remove it to begin "
-            "anew."
-        ) from error
+        raise CheckpointError(f"{escape(path)}: expected a training's state, found damage. Remove the file.") from error

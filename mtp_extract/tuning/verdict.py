@@ -15,32 +15,27 @@ import torch
 from torch import Tensor
 
 from mtp_extract.errors import escape
-from mtp_extract.evaluation.intervals import Interval, undecided
+from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.evaluation.measured import Change, Measured, Saving, compare, saving
 from mtp_extract.tuning.corpus import Corpus, seen
 
 MOST_LOST = 0.05
 """Teacher-forced tokens per round, on sequences that training has not seen."""
 
-WORST = 3
-"""Texts that are shown and recorded by the beginning of their prompt."""
-
-_NAME = 40  # characters
+WORST, _NAME = 3, 40
+"""Texts that are shown and recorded, by the first characters of their prompt."""
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one drafter; intervals are 95 % over texts, None with too few."""
+    """Of one drafter."""
 
     teacher_forced: float  # tokens per round
-    interval: Interval | None
-    conditional: list[float]  # acceptance by step
     rounds: float
     tokens_per_round: float
-    tokens_per_round_interval: Interval | None
 
     @classmethod
     def of(cls, measured: Measured) -> Figures:
-        return cls(*(getattr(measured, name) for name in cls.__struct_fields__))
+        return cls(measured.teacher_forced, measured.rounds, measured.tokens_per_round)
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -48,7 +43,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
     texts: int
     anchors: int
-    trained_on_its_kind: bool  # whether its workload is one of those trained on; others show whether they get worse
     before: Figures
     after: Figures
     change: Change  # of teacher-forced tokens per round
@@ -56,13 +50,11 @@ class Comparison(msgspec.Struct, frozen=True):
     loses: bool  # whether a draft that stood stands no more, or less probably
 
     @classmethod
-    def of(cls, before: Measured, after: Measured, rows: Tensor, *, own: bool = True) -> Comparison:
+    def of(cls, before: Measured, after: Measured, rows: Tensor) -> Comparison:
         """At the anchors ``rows``, bool [N]."""
         before, after = before.where(rows), after.where(rows)
-        figures, loses = (Figures.of(before), Figures.of(after)), bool((after.stands < before.stands).any())
-        return cls(
-            before.texts, len(before.anchor), own, *figures, compare(before, after), saving(before, after), loses
-        )
+        figures, change = (Figures.of(before), Figures.of(after)), (compare(before, after), saving(before, after))
+        return cls(before.texts, len(before.anchor), *figures, *change, bool((after.stands < before.stands).any()))
 
     def may_lose(self, most: float) -> bool:
         """Whether more than ``most`` tokens per round may be lost, or it is not known; not where no draft is."""
@@ -99,13 +91,10 @@ class Comparisons(msgspec.Struct, frozen=True):
             worst.append(Worst(item.workload, " ".join(content.split())[:_NAME], *forced))
         unseen = ~seen(before, [text for _, text in corpus.held_out], corpus.known)
         both = replace(before, text=units[before.text]), replace(after, text=units[after.text])
-        workloads = {
-            name: Comparison.of(*both, torch.isin(before.text, torch.tensor(texts)), own=texts[0] < corpus.own)
-            for name, texts in by_workload.items()
-        }
+        rows = {name: torch.isin(before.text, torch.tensor(texts)) for name, texts in by_workload.items()}
         return cls(
             Comparison.of(*both, before.text < corpus.own),
-            workloads,
+            {name: Comparison.of(*both, those) for name, those in rows.items()},
             Comparison.of(*both, unseen) if unseen.any() else None,
             sorted(worst, key=lambda text: text.after - text.before)[:WORST],
         )
@@ -116,27 +105,22 @@ class Comparisons(msgspec.Struct, frozen=True):
         if not overall.rounds.better:
             rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
             bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
-            yield (
-                f"it is not shown to take fewer rounds on held-out text ({rounds}: ratio {overall.rounds.ratio:.3f}, "
-                f"{bounds}; teacher-forced {signed(overall.change)})"
-            )
+            found = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {signed(overall.change)}"
+            yield f"it is not shown to take fewer rounds on held-out text ({found})"
         if unseen and unseen.change.interval is not None and unseen.may_lose(MOST_LOST):
-            yield (
-                f"it may lose more than {MOST_LOST} teacher-forced tokens per round where drafts continue what no "
-                f"training text has ({signed(unseen.change)})"
-            )
+            where = f"where drafts continue what no training text has ({signed(unseen.change)})"
+            yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round {where}"
         for name, comparison in self.workloads.items():
             if comparison.change.worse:
                 yield f"it is worse on {escape(name)} ({signed(comparison.change)})"
 
-    def undecided(self) -> str | None:
-        """What too few texts leave open, in words."""
+    def undecided(self) -> Iterator[str]:
+        """What too few texts leave open, in a sentence, if they do."""
         few = [f"{name} ({one.texts})" for name, one in self.workloads.items() if one.change.interval is None]
         if self.unseen is None or self.unseen.change.interval is None:
             few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
-        if not few:
-            return None
-        return f"Not decided, of too few held-out texts: {', '.join(few)}. Give more prompts; one in eight is held out."
+        if few:
+            yield f"Not decided, too few held-out texts: {', '.join(few)}. Give more prompts: one in eight is held out."
 
 
 def units_of(corpus: Corpus) -> Tensor:

@@ -23,6 +23,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.evaluation.progress import silent
 from mtp_extract.evaluation.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.speculate.target import Base
@@ -95,8 +96,8 @@ def trained(
     stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Trained without a directory: on texts that are there, beside a base that is loaded."""
-    pair = beside(plan, base, drafter, base_fingerprint="", origin=SimpleNamespace(sums={}))
-    return train(pair, Corpus(kinds, watched, (), 0), latents, stop=stop)
+    more = {"base_fingerprint": "", "origin": SimpleNamespace(sums={}), "say": silent}
+    return train(beside(plan, base, drafter, **more), Corpus(kinds, watched, (), 0), latents, silent, stop)
 
 
 @pytest.fixture(scope="session")

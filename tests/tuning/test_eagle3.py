@@ -31,7 +31,7 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning import train as train_module
-from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_for, head_of, new_head, state_sizes
+from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_of, new_head, shape_of, state_sizes
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
@@ -81,7 +81,7 @@ def test_states_begin_alike() -> None:
     tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0))
     tokens[0, 0] = 7
     texts = [Text(tuple(tokens[0].tolist()), 1)]
-    config = head_for(base.config, 32, None)
+    config = shape_of(base.config, 32, None)
     sizes = state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
     checkpoint = untrained(base, 32, texts)
@@ -98,7 +98,7 @@ def test_states_begin_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_of_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
     texts = said_by(base)
@@ -198,7 +198,7 @@ def test_a_base_of_three_layers_has_no_three_states() -> None:
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
     base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
     with pytest.raises(DrafterError, match="3 different layers"):
-        head_for(base.config, 32, None)
+        shape_of(base.config, 32, None)
 
 
 def test_a_whole_training(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.errors import UnsupportedError
 from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.evaluation.measured import Change
 from mtp_extract.formats import read_checkpoint
@@ -148,13 +148,11 @@ def test_formats_without_room_are_refused(
 
 
 def test_clusters_divide_a_vocabulary() -> None:
-    with pytest.raises(MtpExtractError, match="found 13, a prime"):
-        clusters_of(13)
     assert [clusters_of(size) for size in (262144, 512)] == [2048, 32]
     assert 262145 % clusters_of(262145) == 0
 
 
-def test_heads_and_states_of_equal_rows_of_nothing_or_no_numbers() -> None:
+def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(24, (64,), generator=generator)
     for states in (torch.randn(64, 6, generator=generator), torch.zeros(64, 6)):
@@ -164,11 +162,6 @@ def test_heads_and_states_of_equal_rows_of_nothing_or_no_numbers() -> None:
             assert torch.equal(ordering.sort().values, torch.arange(24))
             assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
             assert bool(torch.isfinite(centroids).all())
-        for bad in (torch.nan, torch.inf):
-            head = torch.randn(24, 6, generator=generator)
-            head[7, 1] = bad
-            with pytest.raises(MtpExtractError, match="finite"):
-                build_head(head, some, some, 6, 4, 0)
 
 
 def test_as_few_clusters_as_lose_little_on_every_kind() -> None:

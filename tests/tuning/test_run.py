@@ -45,9 +45,8 @@ def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path)
     card = (found.directory / "README.md").read_text(encoding="utf-8")
     assert "no longer those they were extracted as" in card
     assert "--against" not in card
-    workloads = record["tuning"]["workloads"]
-    assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
-    assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
+    assert "code" in record["tuning"]["workloads"]
+    assert any(name.endswith(" (shipped)") for name in record["tuning"]["workloads"])
     assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.texts
     assert (made.work / "log.jsonl").is_file()
     (made.work / "state.pt").unlink()
@@ -127,8 +126,8 @@ def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path
     with pytest.raises(OutputError, match="is not replaced"):
         run_tuning(plan(tmp_path / "there"))
     for changes, message in [
-        ({"text": tmp_path / "x"}, "prompts or texts, found both"),
-        ({"text": tmp_path / "x", "text_from": "http://localhost:1", "prompts": None}, "by a server, found both"),
+        ({"text": tmp_path / "x"}, "texts by people alone, found prompts or a server"),
+        ({"text": tmp_path / "x", "text_from": "http://localhost:1", "prompts": None}, "texts by people alone"),
         ({"temperature": float("inf")}, "temperature of at most 100"),
         ({"new_tokens": 4}, "new_tokens of at least 5"),
         ({"steps": 0}, "steps of at least 1"),
@@ -171,7 +170,8 @@ def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
     # A greedy draft stands or falls; one that is drawn stands with a probability.
     assert found.comparisons.overall.before.rounds % 1
     drawn = list(map(json.loads, (tmp_path / "work/texts.jsonl").read_text(encoding="utf-8").splitlines()))
-    assert len({tuple(row["tokens"]) for row in drawn}) > len(drawn) * 0.9
+    texts_drawn = [tuple(tokens) for batch in drawn for tokens in batch["tokens"]]
+    assert len(set(texts_drawn)) > len(texts_drawn) * 0.9
 
 
 def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -
     written = gather(pair)
     path = tmp_path / "work/texts.jsonl"
     whole = path.read_bytes()
-    for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
+    for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [[null]]}'):
         path.write_bytes(whole + line + b"\n")
         with pytest.raises(CheckpointError, match=r"texts\.jsonl: expected text that the base wrote"):
             gather(pair)
@@ -192,14 +192,14 @@ def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -
 
 def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     (tmp_path / "work").write_text("a file")
-    with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
+    with pytest.raises(OutputError, match=r"work.*: expected a place for text and state") as found:
         run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
     assert found.value.remedies == ("work",)
 
 
 def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     work = tmp_path / "work"
-    with locked(work), pytest.raises(OutputError, match=r"work.*: .* another run at work there") as found:
+    with locked(work), pytest.raises(OutputError, match=r"work.*: .* in use") as found:
         run_tuning(plan(tmp_path / "tuned", work=work))
     assert found.value.remedies == ("work",)
     assert not (tmp_path / "tuned").exists()

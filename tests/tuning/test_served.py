@@ -83,14 +83,13 @@ def test_a_run_goes_on_with_what_is_missing(
     with pytest.raises(Stopped):
         gather(Pair(setting), stop)
     file = setting.work / "texts.jsonl"
-    assert len(file.read_text().splitlines()) == 8
-    # As a killed run leaves it: the last text is asked for again.
+    assert len(file.read_text().splitlines()) == 2
+    # As a killed run leaves it: the last batch is asked for again.
     file.write_bytes(file.read_bytes()[:-2])
     served.asked.clear()
     first = gather(Pair(setting))
     prompts = {(asked["prompt"], asked["temperature"]) for _, asked in served.asked}
-    every = len(file.read_text().splitlines())
-    # The batch that it is of is asked for whole.
+    every = sum(len(json.loads(line)["tokens"]) for line in file.read_text().splitlines())
     assert len(served.asked) == len(prompts) == every - 4, "nothing else is asked twice"
     served.asked.clear()
     again = gather(Pair(setting))
@@ -108,18 +107,11 @@ def test_tokens_are_those_of_the_text_where_they_are_not_told(
         assert codec.continued(codec.decode(text.continuation) or "") == text.continuation
 
 
-@pytest.mark.parametrize(
-    ("temperature", "message"), [(0.0, "at least 90% of tokens"), (1.0, r"at most 0\.25 nats a token")]
-)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_base_is_noticed_before_training(
-    plan: Callable[..., TuningPlan],
-    served: ModelServer,
-    write: Write,
-    tmp_path: Path,
-    temperature: float,
-    message: str,
+    plan: Callable[..., TuningPlan], served: ModelServer, write: Write, tmp_path: Path, temperature: float
 ) -> None:
-    """One whose every third token is another: greedily they are others, and sampled ones unlikely."""
+    """One whose every third token is another. Where text is sampled, its greedy text tells."""
 
     def another(asked: dict[str, Any]) -> Written:
         found = write(asked)
@@ -129,18 +121,14 @@ def test_another_base_is_noticed_before_training(
 
     served.write = another
     setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
-    with pytest.raises(PairError, match=f"expected texts of the base at hand .{message}") as caught:
+    with pytest.raises(PairError, match="vLLM to write at least 90% of tokens as the base at hand") as caught:
         gather(Pair(setting))
     assert caught.value.remedies == ("base",)
 
 
-def test_sampled_text_of_the_base_itself_is_no_surprise(
-    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
-) -> None:
+def test_sampled_text_of_the_base_itself(plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path) -> None:
     found = gather(Pair(of_server(plan, tmp_path / "tuned", served, temperature=1.0))).text_from
-    assert found is not None
-    assert "agreement" not in found
-    assert abs(found["surprise"]) < 0.2
+    assert found is not None and found["agreement"] == 1
 
 
 def test_thoughts_without_tokens_are_no_text(
@@ -159,7 +147,7 @@ def test_thoughts_without_tokens_are_no_text(
         gather(Pair(of_server(plan, tmp_path / "tuned", served)))
     stored = list(map(json.loads, (tmp_path / "work" / "texts.jsonl").read_text().splitlines()))
     assert stored
-    assert all(len(row["tokens"]) == row["prompt_length"] for row in stored)
+    assert not any(tokens for row in stored for tokens in row["tokens"])
 
 
 def test_what_a_server_wants_is_named_as_the_setting_has_it(

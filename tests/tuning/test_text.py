@@ -82,9 +82,6 @@ def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
     assert found.value.remedies == ("prompts",)
     with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
         people_texts(Prompt("w", said, completion="a"), writing(tokenizer, chat=False))
-    with pytest.raises(PairError, match="fit the base's 12 tokens") as found:
-        people_texts(Prompt("w", "Why?", completion=ANSWER), writing(tokenizer, context=12))
-    assert found.value.remedies == ("text",)
 
 
 def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
@@ -119,20 +116,6 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
     again = gather(pair)
     assert again.kinds[1] == learned
     assert again.held_out == once.held_out[1:]
-
-
-def test_a_shipped_prompt_that_does_not_fit_is_left_out(
-    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only to see whether other workloads get worse: no reason to refuse somebody's own prompts."""
-    pair = Pair(plan(tmp_path / "tuned"))
-    whole = gather(pair)
-    guards = [text for item, text in whole.held_out if "shipped" in item.workload]
-    longest = max(text.prompt_length for text in guards)
-    monkeypatch.setattr(pair.base.config, "max_position_embeddings", longest - 1 + pair.plan.new_tokens)
-    found = gather(pair)
-    assert found.held_out == tuple(pair for pair in whole.held_out if pair[1].prompt_length < longest)
-    assert len(found.held_out) < len(whole.held_out)
 
 
 def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import train as module
 from mtp_extract.tuning.latents import Latents
 from mtp_extract.tuning.train import PATIENCE, Progress, States, states_of
-from mtp_extract.tuning.work import written_whole
+from mtp_extract.tuning.work import kept_at
 
 from .conftest import Tiny
 
@@ -100,13 +100,13 @@ def _pickled(value: object) -> bytes:
 )
 def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / "state.pt").write_bytes(damaged)
-    with pytest.raises(CheckpointError, match=r"state\.pt: expected the state of a training"):
+    with pytest.raises(CheckpointError, match=r"state\.pt: expected a training's state"):
         tiny.train(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(OutputError, match=r"log\.jsonl: expected a place to keep text and state") as found:
+    with pytest.raises(OutputError, match=r"log\.jsonl: expected a place for text and state") as found:
         tiny.train(tmp_path)
     assert found.value.remedies == ("work",)
 
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
     path = tmp_path / "state.pt"
 
     def save() -> None:
-        with written_whole(path) as file:
+        with kept_at(path) as file:
             torch.save({str(number): torch.full((4000,), number) for number in range(3)}, file)
 
     save()
@@ -125,7 +125,7 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(before)), unlimited[1]))
     try:
-        with pytest.raises(OutputError, match=r"cannot be written: .* Make room there") as found:
+        with pytest.raises(OutputError, match=r"cannot be written: .* make room there") as found:
             save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)

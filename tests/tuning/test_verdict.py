@@ -13,6 +13,7 @@ from mtp_extract.evaluation.measured import Measured
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
+from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.verdict import Comparisons
 
 ANCHORS, K = 30, 2
@@ -60,8 +61,8 @@ def test_harm_that_could_not_be_seen_is_said() -> None:
     workloads = (*["code"] * 30, "prose", *["chat (shipped)"] * 6)
     found = compared(workloads, 30, measured(37, 0.3), measured(37, 0.8))
     assert not list(found.refused())
-    assert "too few held-out texts: prose (1)." in (found.undecided() or "")
-    assert compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8)).undecided() is None
+    assert "too few held-out texts: prose (1)." in "".join(found.undecided())
+    assert not list(compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8)).undecided())
 
 
 def test_harm_on_a_workload_refuses() -> None:
@@ -108,14 +109,14 @@ def test_no_place_that_training_has_not_seen_is_said() -> None:
     found = compared(("code",) * 40, 40, measured(40, 0.3), measured(40, 0.8), [text(number) for number in range(40)])
     assert not list(found.refused())
     assert found.unseen is None
-    assert "what no training text has (0)" in (found.undecided() or "")
+    assert "what no training text has (0)" in "".join(found.undecided())
 
 
 def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     """Rounds first; within 100 columns, whatever workloads and prompts are called."""
     before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
     found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
-    _show_comparisons(found, ("before", "after"))
+    _show_comparisons(found, TuningPlan(None, "base"))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert "\x1b" not in shown
