@@ -256,9 +256,6 @@ def test_a_hub_that_lies(hub: HubServer, patience: Patient, headers: dict[str, s
         refused("hf://org/repo/a.litertlm", message)
 
 
-# --- heads at random
-
-
 def mutated(random_: random.Random, answer: bytes) -> bytes:
     """``answer`` with a few bytes of its head lost, doubled or made up."""
     found, _, body = answer.partition(b"\r\n\r\n")

@@ -119,7 +119,6 @@ def test_sections_of_the_sample(sample: Path) -> None:
         assert opened.sections[-1].end == sample.stat().st_size
         assert opened.bundle is not None
         assert (opened.bundle.version, opened.bundle.items["Authors"]) == ((1, 7, 0), "ODML")
-        # Every other model in the bundle can be read as well.
         assert all(opened.model(section).subgraphs for section in opened.sections[3:6])
     assert SECTION_TYPES[7] == "TFLiteWeights"
 
