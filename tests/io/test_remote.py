@@ -187,9 +187,6 @@ def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -
     assert all("/resolve/" + "c" * 40 in request.path for request in of_hub[1:])
 
 
-# --- faults that stay
-
-
 @pytest.mark.parametrize(
     ("where", "fault", "text", "waits"),
     [
@@ -206,6 +203,12 @@ def test_what_stays_ends_in_one_line(
     bundle.fault(where, **fault, times=99)
     assert text in fails(URL)
     assert len(patience.waits) == waits
+
+
+def test_more_than_was_announced(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a library that does not hold a server to its lengths."""
+    monkeypatch.setattr(RemoteSource, "_examine", lambda *given: 10)
+    assert "more bytes than it announced" in fails(URL)
 
 
 def test_slow_but_steady_is_no_trickle(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +233,6 @@ def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: 
     hub.plain["/a"] = hub.add("x/y", "z", DATA)
     hub.fault("plain", status=status)
     assert text in fails(hub.url() + "/a")
-
-
-# --- whole files
 
 
 def test_a_copy_in_the_hubs_cache_is_used(
