@@ -63,14 +63,14 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     """Numbers from 1, between commas.
 
     Raises:
-        ValueError: something else is there.
+        BadParameter: something else is there.
     """
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise ValueError(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.")
+        raise typer.BadParameter(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.")
     return numbers
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 import errno
 import gc
 import inspect
-import io
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import partial
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
 from typer.main import get_command
 from typer.models import ParameterInfo
 
@@ -43,15 +41,6 @@ _LONGEST_MESSAGE = 4000
 # --- made
 
 
-class _Command(TyperCommand):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # of what checks choices for typer
-            raise
-
-
 def program(
     command: Callable[..., None], examples: Mapping[str, str], *, kept: str = "nothing was kept", is_short: bool = False
 ) -> tuple[typer.Typer, Callable[..., None]]:
@@ -64,7 +53,7 @@ def program(
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": True, "epilog": epilog_of(examples)}
-    app.command(cls=_Command, **settings)(_taking_fields(command))
+    app.command(**settings)(_taking_fields(command))
     return app, partial(run, app, kept=kept, is_short=is_short)
 
 
@@ -96,23 +85,19 @@ def _taking_fields(command: Callable[..., None]) -> Callable[..., None]:
 
 def _fields(plan: Any) -> Iterator[inspect.Parameter]:
     """The fields of ``plan`` that are annotated for typer, as parameters that it takes."""
-    hints = get_type_hints(plan, include_extras=True)
-    for field in fields(plan):
-        kind, *told = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
-        info = next((one for one in told if isinstance(one, ParameterInfo)), None)
+    for field in inspect.signature(plan, eval_str=True).parameters.values():
+        kind, *told = get_args(field.annotation) if get_origin(field.annotation) is Annotated else (None,)
+        info, default = next((one for one in told if isinstance(one, ParameterInfo)), None), field.default
         if info is None:
             continue
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
         if default is inspect.Parameter.empty and type(None) in get_args(kind):
             default = None
         if info.parser is not None:
             # What is parsed is one word, by default too.
             kind, default = str | None, ",".join(map(str, default)) if isinstance(default, tuple) else default
         elif get_origin(kind) is Sequence:
-            kind, default = list[get_args(kind)[0]], list(field.default)  # type: ignore[misc, arg-type]
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-        )
+            kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
+        yield field.replace(default=default, annotation=Annotated[kind, info])
 
 
 def _flag(option: inspect.Parameter) -> str:
@@ -169,7 +154,9 @@ def run(
     # A shell that starts a job in the background has it ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    _open_streams()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, and leads nowhere
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     status = 0
     try:
         try:
@@ -181,50 +168,21 @@ def run(
         status = _failed(_naming_options(error, app))
     except Interrupted as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
-    except _PrintError as error:
-        _give_up_stdout()
-        # The reader of our output went away, as `| head` does: nothing is wrong.
-        status = 0 if error.gone else _failed(f"the result cannot be printed: {error}.")
     except MemoryError:
         status = _failed("out of memory. Close other programs, or use a machine with more.")
+    except OSError as error:
+        # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
+        where = "a file or standard output" if error.filename is None else escape(error.filename)
+        # The reader of our output went away, as `| head` does: nothing is to be said.
+        status = 1 if error.errno == errno.EPIPE else _failed(f"{where}: {error.strerror or error}.")
+        if error.filename is None:
+            _give_up_stdout()
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
-        what, fault = f"{type(error).__name__}: {escape(error)}".removesuffix(": "), "This"
-        if isinstance(error, OSError) and error.filename is not None:
-            # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
-            what, fault = f"{escape(error.filename)}: {error.strerror}", "Where that is not so, it"
-        report = "is a fault of mtp-extract: please report it, with what is shown when"
-        status = _failed(f"{what}. {fault} {report} {_DEBUG}=1 is set.")
+        what = f"{type(error).__name__}: {escape(error)}".removesuffix(": ")
+        report = "This is a fault of mtp-extract: please report it, with what is shown when"
+        status = _failed(f"{what}. {report} {_DEBUG}=1 is set.")
     forget_interruptions()
     sys.exit(status)
-
-
-class _PrintError(Exception):
-    """Standard output cannot be written, for the reason of ``error``. No OSError, of which typer takes some."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(error.strerror)
-        self.gone = error.errno == errno.EPIPE
-
-
-class _Output(io.FileIO):
-    """Standard output, whose errors are told from those of other files."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            raise _PrintError(error) from error
-
-
-def _open_streams() -> None:
-    """Make errors of standard output known as such, and streams that were closed lead nowhere."""
-    own = sys.__stdout__
-    if own is not None and sys.stdout is own:
-        raw = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(raw, encoding=own.encoding, errors=own.errors, line_buffering=own.isatty())
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
 
 
 def _give_up_stdout() -> None:
@@ -238,7 +196,7 @@ def _failed(message: str, status: int = 1) -> int:
         traceback.print_exc()
     try:
         sys.stdout.flush()
-    except _PrintError:
+    except OSError:
         # What went wrong is worth more than that this cannot be printed.
         _give_up_stdout()
     terminal.error(message)

@@ -44,12 +44,7 @@ def show_written(
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
     command = next_command(engine, result.directory) if engine and not is_head(record) else None
-    if command is not None:
-        say(f"Next: {command}")
-    elif engine in ("ollama", "tensorrt-llm"):
-        say(f"Next: docs/formats.md says how {engine} loads it.")
-    else:
-        say(f"{where}/README.md shows how engines load it.")
+    say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
 
 
 def is_rounded(record: Mapping[str, Any]) -> bool:
@@ -71,38 +66,20 @@ def say_proof(claim: str, proof: Sequence[str]) -> None:
         say(f"  {line}")
 
 
-def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
-    """A few lines of sizes; ``geometry`` as in ``extraction.json``."""
-    is_eagle = "draft_vocab_size" in geometry
-    first, end, *others = (_head_sizes if is_eagle else _drafter_sizes)(geometry)
-    kind = "EAGLE-3 head, " if is_eagle else ""
-    say(f"  {kind}{parameters / 1e6:.2f} M parameters, {first}")
-    widths = f"hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}"
-    say(f"  {widths}, backbone {geometry['backbone_hidden_size']}, {end}")
-    for line in others:
-        say(f"  {line}")
-
-
-def _drafter_sizes(of: Mapping[str, Any]) -> list[str]:
-    """Layers and heads; vocabulary."""
-    sliding, full = (of["layer_types"].count(f"{kind}_attention") for kind in ("sliding", "full"))
-    kinds = [f"{sliding} sliding (window {of['sliding_window']})"] if sliding else []
-    kinds += [f"{full} full"] if full else []
-    dims, kv = ("/".join(map(str, sorted(set(of[key])))) for key in ("head_dims", "num_kv_heads"))
-    cap = of["final_logit_softcap"]
-    return [
-        f"{of['num_layers']} layers: {' + '.join(kinds)}, {of['num_heads']} heads of {dims}, {kv} KV heads",
-        f"vocabulary {of['vocab_size']}, " + (f"soft cap {cap:g}" if cap else "no soft cap"),
-    ]
-
-
-def _head_sizes(of: Mapping[str, Any]) -> list[str]:
-    """Heads; vocabulary; what it reads of its base."""
-    flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
-    return [
-        f"1 layer of its own, {of['num_heads']} heads of {of['head_dim']}, {of['num_kv_heads']} KV heads, RoPE "
-        f"{of['rope_theta']:g}",
-        f"{of['draft_vocab_size']} of {of['vocab_size']} tokens",
-        f"reads what enters layers {', '.join(map(str, of['base_layers']))} of {of['base'] or 'its base'}; "
-        f"{', '.join(flag for flag in flags if of[flag]) or 'no flags'}",
-    ]
+def say_geometry(of: Mapping[str, Any], parameters: int) -> None:
+    """A few lines of sizes; ``of`` a drafter's geometry as in ``extraction.json``, or an EAGLE-3 head's."""
+    if "draft_vocab_size" in of:
+        shape = f"1 layer of its own, {of['num_heads']} heads of {of['head_dim']}, {of['num_kv_heads']} KV heads"
+        end = f"{of['draft_vocab_size']} of {of['vocab_size']} tokens"
+    else:
+        sliding, full = (of["layer_types"].count(f"{kind}_attention") for kind in ("sliding", "full"))
+        layers = f"{of['num_layers']} layers: {sliding} sliding (window {of['sliding_window']}) + {full} full"
+        dims, kv = ("/".join(map(str, sorted(set(of[key])))) for key in ("head_dims", "num_kv_heads"))
+        shape = f"{layers}, {of['num_heads']} heads of {dims}, {kv} KV heads"
+        cap = f"soft cap {of['final_logit_softcap']:g}" if of["final_logit_softcap"] else "no soft cap"
+        end = f"vocabulary {of['vocab_size']}, {cap}"
+    say(f"  {parameters / 1e6:.2f} M parameters, {shape}")
+    widths = f"hidden {of['hidden_size']}, feed-forward {of['intermediate_size']}"
+    say(f"  {widths}, backbone {of['backbone_hidden_size']}, {end}")
+    if "base_layers" in of:
+        say(f"  reads what enters layers {', '.join(map(str, of['base_layers']))} of {of['base'] or 'its base'}")

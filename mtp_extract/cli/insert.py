@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import doing_unless, progress, progress_lines, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-
-if TYPE_CHECKING:
-    from mtp_extract.insertion.plan import InsertionPlan
 
 
 def command(
@@ -48,8 +45,6 @@ def command(
     """Put the weights of a drafter, or of a base, into a LiteRT bundle, whose other sections stay as they are."""
     if (out is None) != dry_run:
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
-    if Path(bundle).is_dir():
-        raise typer.BadParameter(f"{escape(bundle)}: expected a .litertlm. DIR comes first, then the BUNDLE.")
 
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
@@ -72,7 +67,15 @@ def command(
     if print_json:
         write_json(plan.as_json(result))
         return
-    _show_plan(plan)
+    changed = [(role, one) for role, own in plan.encodings.items() for one in own if one.how != "kept"]
+    every = sum(map(len, plan.encodings.values()))
+    what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
+    say(f"{what} {escape(plan.source.name)}: {len(changed)} of {every} weights change, {size(plan.source.size)}")
+    if changed:
+        say("What is stored, and how far it is from the checkpoint (relative RMS error):")
+        rows = [[role, one.storage.type.name, one.how, f"{one.error:.2g}"] for role, one in changed]
+        table(rows, ["role", "stored", "what", "error"])
+    say_notes(plan.notes)
     if result is None:
         say("Nothing was written.")
         return
@@ -81,19 +84,6 @@ def command(
     if result.proof is not None:
         say_proof("Verified", in_words(result.proof))
     say_notes(result.notes[len(plan.notes) :])
-
-
-def _show_plan(plan: InsertionPlan) -> None:
-    every = [(role, encoding) for role, own in plan.encodings.items() for encoding in own]
-    changed = [(role, each) for role, each in every if each.how != "kept"]
-    what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
-    name = escape(plan.source.name)
-    say(f"{what} {name}: {len(changed)} of {len(every)} weights change, {size(plan.source.size)}")
-    if changed:
-        say("What is stored, and how far it is from the checkpoint (relative RMS error):")
-        rows = [[role, each.storage.type.name, each.how, f"{each.error:.2g}"] for role, each in changed]
-        table(rows, ["role", "stored", "what", "error"])
-    say_notes(plan.notes)
 
 
 _EXAMPLES = {

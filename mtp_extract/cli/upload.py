@@ -58,9 +58,7 @@ def command(
         say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
     table([[file.path, size(file.size), f"{file.sha256[:16]}…"] for file in result.files], ["file", "size", "SHA-256"])
     say_notes(result.notes)
-    if result.dry_run:
-        say("Nothing was sent.")
-    else:
+    if not result.dry_run:
         say(f"What the Hub holds matches by hash (commit {escape(result.commit)}).")
         say(result.url)
 

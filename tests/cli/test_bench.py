@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -322,28 +320,3 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, monke
     assert (printed.returncode, KEY in printed.stdout + printed.stderr) == (0, False)
     validator("bench")(json.loads(printed.stdout))
     assert server.asked[-1][0] == "/v1/completions"
-
-
-def test_an_error_in_the_middle(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
-    server, own = pair[0], pair[0].answer
-
-    def answer_two(prompt: str, most: int) -> list[str]:
-        if len(server.asked) == 3:
-            busy = {"error": {"message": "too many requests"}}
-            server.overrides["/v1/chat/completions"] = lambda handler: handler.json(busy, 429)
-        return own(prompt, most)
-
-    server.answer = answer_two
-    done = run_here("bench", server.url, "--prompts", prompts)
-    assert (done.returncode, done.stdout) == (1, "")
-    said = "expected /v1/chat/completions, found 429 Too Many Requests: too many requests."
-    assert done.stderr.splitlines()[-1] == f"error: {server.url}: {said}"
-
-
-def test_help_and_server_load_nothing_heavy() -> None:
-    code = (
-        "import sys; import mtp_extract.cli.bench; print({'numpy', 'huggingface_hub', 'torch'} & set(sys.modules)); "
-        "import mtp_extract.serving.verdict; print({'torch', 'matplotlib'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["set()", "set()"]

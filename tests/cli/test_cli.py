@@ -28,17 +28,10 @@ def test_sample_is_one_command(tmp_path: Path) -> None:
     assert "section 6, found by model_type" in result.stdout
     assert "Verified: before rounding, the checkpoint computes what the bundle computes" in result.stdout
     assert len(result.stdout.splitlines()) <= 5
-    assert {p.name for p in (tmp_path / "sample-mtp-drafter").iterdir()} == {
-        "README.md",
-        "config.json",
-        "extraction.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
+    written = " ".join(sorted(path.name for path in (tmp_path / "sample-mtp-drafter").iterdir()))
+    assert written == "README.md config.json extraction.json generation_config.json model.safetensors"
     again = run("extract", "--sample", cwd=tmp_path)
-    assert again.returncode == 1
-    assert again.stdout == ""
-    assert again.stderr.count("error: ") == 1
+    assert (again.returncode, again.stdout, again.stderr.count("error: ")) == (1, "", 1)
     assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
 
 
@@ -87,13 +80,7 @@ def test_a_shell_completes_commands_options_and_choices() -> None:
 
 def test_inspect(sample: Path) -> None:
     text = RUNNER.invoke(inspect.app, [str(sample), "--graph"]).stdout
-    for expected in (
-        "mtp_drafter",
-        "layers.3.q_norm",
-        "weight of op 8 FULLY_CONNECTED",
-        "a number between the roles",
-        "Proof: ",
-    ):
+    for expected in ("layers.3.q_norm", "weight of op 8 FULLY_CONNECTED", "a number between the roles", "Proof: "):
         assert expected in text
     document = json.loads(RUNNER.invoke(inspect.app, [str(sample), "--graph", "--tensors", "--json"]).stdout)
     drafter = document["drafter"]
@@ -121,14 +108,6 @@ def test_inspect_lists_constants_it_cannot_read(sample: Path, tmp_path: Path) ->
     result = RUNNER.invoke(inspect.app, [str(path), "--json"])
     assert result.exit_code == 1
     assert "STRING" in json.loads(result.stdout)["problem"]
-
-
-def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
-    result = RUNNER.invoke(inspect.app, [str(extracted), "--against", str(sample)])
-    said = " ".join(result.stdout.split())
-    assert "every bit; 48 in F32; beside them 23 have the file's codes" in said
-    document = json.loads(RUNNER.invoke(inspect.app, [str(extracted), "--json"]).stdout)
-    assert document["ok"] is True
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
@@ -186,27 +165,3 @@ def test_help_loads_nothing_heavy() -> None:
         examples = [line for line in said if line.startswith(("    mtp-", "    mtp "))]
         assert len(examples) == 2 and all(name in line for line in examples)
         assert max(map(len, text.splitlines())) <= 85
-
-
-def test_extraction_needs_no_torch(sample: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'ai_edge_litert', 'tflite'):\n"
-        "    sys.modules[name] = None\n"
-        "import mtp_extract\n"
-        f"mtp_extract.extract({str(sample)!r}, {str(tmp_path / 'out')!r}, codes=True)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_output_to_a_closed_pipe_is_quiet(sample: Path) -> None:
-    code = "from mtp_extract.cli.inspect import main; main()"
-    result = subprocess.run(
-        f"{sys.executable} -c '{code}' {sample} --tensors | head -1",
-        shell=True,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stderr == ""

@@ -14,7 +14,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -41,21 +40,13 @@ NEED_TORCH = ("mtp-validate drafter --base", "mtp-validate gemma", "mtp-tune", "
 
 @dataclass(frozen=True)
 class Mistake:
-    """One call that fails.
+    """One call that fails."""
 
-    Attributes:
-        what: was done wrong.
-        line: the command, in ``folder``.
-        says: what it prints behind "error: "; "…" stands for what is another with another file.
-        given: a fixture, for what is so around the command.
-        status: its exit status; 2 is wrong usage.
-    """
-
-    what: str
-    line: str
-    says: str
-    given: str = ""
-    status: int = 1
+    what: str  # was done wrong
+    line: str  # the command, in ``folder``
+    says: str  # what it prints behind "error: "; "…" stands for what is another with another file
+    given: str = ""  # a fixture, for what is so around the command
+    status: int = 1  # its exit status; 2 is wrong usage
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +63,7 @@ def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.T
     shutil.copytree(extracted, place / "floats")
     shutil.rmtree(place / "floats" / "codes")
     (place / "floats" / "extraction.json").unlink()
-    for name in ("notes", "locked"):
-        (place / name).mkdir()
+    (place / "notes").mkdir()
     data = sample.read_bytes()
     with open_bundle(sample) as opened:
         embedder = next(data[s.begin : s.end] for s in opened.sections if s.model_type == "embedder")
@@ -82,7 +72,6 @@ def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.T
     set_buffer(loud, norm, np.array([1e5] * 8, "<f4").tobytes())
     files: dict[str, bytes | str] = {
         "notes/thesis.txt": "years",
-        "secret.litertlm": "secret",
         "cut.litertlm": data[: len(data) // 2],
         "damaged.litertlm": b"LITERTLM\1" + bytes(99),
         "embedder.tflite": embedder,
@@ -102,19 +91,9 @@ def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.T
         (place / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with zipfile.ZipFile(place / "gemma.task", "w") as archive:
         archive.writestr("TF_LITE_PREFILL_DECODE", b"TFL3")
-    (place / "secret.litertlm").chmod(0)
-    (place / "locked").chmod(0o500)
-    tokenizer = [path for path in base.iterdir() if path.name.startswith("tokenizer")]
     mixed = base_with(place / "mixed", hidden_size=128)
-    wide = place / "wide"
-    if find_spec("torch"):
-        from helpers.random_pairs import random_base
-
-        random_base(vocab_size=512, vocab_size_per_layer_input=512).save_pretrained(wide)
-    for path in tokenizer:
+    for path in base.glob("tokenizer*"):
         shutil.copy(path, mixed)
-        if wide.exists():
-            shutil.copy(path, wide)
     return place
 
 
@@ -180,23 +159,6 @@ def no_network(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[s
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-
-
-@pytest.fixture
-def ordinary_user(folder: Path) -> Iterator[None]:
-    """The superuser may read and write anything."""
-    if os.geteuid():
-        yield
-        return
-    # Of pytest's own folders, one more with several workers; /tmp lets everybody in as it is.
-    for path in (folder, *folder.parents[:3]):
-        if not path.stat().st_mode & 0o001:
-            path.chmod(0o755)
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.fixture

@@ -19,26 +19,20 @@ ROWS = [
 ]
 
 
-def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None) -> list[str]:
-    """The table on a terminal of so many columns; None for a file."""
-    if columns is None:
-        monkeypatch.delenv("COLUMNS", raising=False)
-    else:
-        monkeypatch.setenv("COLUMNS", str(columns))
-    terminal.table(ROWS, HEAD)
-    return capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.parametrize("columns", [150, 100, 60])
 def test_a_table_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    lines = printed(capsys, monkeypatch, columns)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.table(ROWS, HEAD)
+    lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     shown = "".join("".join(lines).split())
     assert sorted(shown) == sorted("".join("".join(map(str, row)) for row in (HEAD, *ROWS)).replace(" ", ""))
 
 
 def test_a_file_gets_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = printed(capsys, monkeypatch, None)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    terminal.table(ROWS, HEAD)
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(ROWS)
     place = lines[2].index("1234") + 4
     assert [line[place - 1] for line in lines] == ["n", "7", "4", "1"]

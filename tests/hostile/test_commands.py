@@ -154,7 +154,7 @@ def test_a_signal_while_writing(tmp_path: Path, number: signal.Signals) -> None:
 
 def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
     done = command(INSPECT, sample, stdout=os.open("/dev/full", os.O_WRONLY))
-    assert (done.returncode, done.stderr) == (1, "error: the result cannot be printed: No space left on device.\n")
+    assert (done.returncode, done.stderr) == (1, "error: a file or standard output: No space left on device.\n")
     reader, writer = os.pipe()
     os.close(reader)
     assert "Traceback" not in command(INSPECT, sample, "--tensors", stdout=writer).stderr

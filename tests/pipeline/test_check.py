@@ -34,8 +34,7 @@ def flip(path: Path, offset: int, bit: int) -> None:
 def test_a_file_that_is_not_as_recorded(checkpoint: Path) -> None:
     assert verify(checkpoint) == read_record(checkpoint)
     config = checkpoint / "config.json"
-    sound = config.read_bytes()
-    config.write_bytes(sound.replace(b'"head_dim": 32', b'"head_dim": 64'))
+    config.write_bytes(config.read_bytes().replace(b'"head_dim": 32', b'"head_dim": 64'))
     with pytest.raises(CheckpointError, match=r"config\.json has other content"):
         verify(checkpoint)
     config.unlink()

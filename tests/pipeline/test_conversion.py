@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,8 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
     for key in ("source", "known_as", "geometry", "shared", "activations", "rounded", "proof"):
         assert result.record[key] == direct.record[key], key
     (step,) = result.record["converted_from"]
-    assert (step["layout"], step["dtype"], set(step["files"])) == (
-        *("transformers", "f32"),
-        {"model.safetensors", CODES_FILE},
-    )
+    assert (step["layout"], step["dtype"]) == ("transformers", "f32")
+    assert set(step["files"]) == {"model.safetensors", CODES_FILE}
     if dtype == FORMATS[name].dtypes[0]:
         with open_bundle(source) as opened:
             verify_against(tmp_path / "converted", opened)
@@ -97,9 +94,8 @@ def test_there_and_back(kept: tuple[Path, Path], tmp_path: Path, name: str) -> N
         verify_against(back.directory, opened)
     assert len(back.record["converted_from"]) == 2
     rounded = any(step["rounded"] for step in back.record["converted_from"])
-    assert (contents(tmp_path / "back") == {k: v for k, v in contents(directory).items() if k != CODES_FILE}) == (
-        not rounded
-    )
+    same = contents(tmp_path / "back") == {k: v for k, v in contents(directory).items() if k != CODES_FILE}
+    assert same == (not rounded)
 
 
 def test_without_a_record(official: Path, tmp_path: Path) -> None:
@@ -107,15 +103,10 @@ def test_without_a_record(official: Path, tmp_path: Path) -> None:
     validator("extraction")(result.record)
     assert result.record["proof"] is None
     source, size = result.record["source"], (official / "model.safetensors").stat().st_size
-    assert (source["name"], source["size"], source["kind"], source["section"]) == (
-        "assistant",
-        size,
-        "checkpoint",
-        None,
-    )
+    told = [source[key] for key in ("name", "size", "kind", "section")]
+    assert told == ["assistant", size, "checkpoint", None]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "converted from the checkpoint `assistant`" in card
-    assert "--against" not in card
+    assert "converted from the checkpoint `assistant`" in card and "--against" not in card
     one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
     for role, tensor in one.tensors.items():
         np.testing.assert_array_equal(tensor.array(), other.tensors[role].array(), err_msg=role)
@@ -171,33 +162,14 @@ def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
             assert 0 < apart.max() < 0.01 * np.abs(one.tensors[role].array()).max(), role
 
 
-def test_a_rule_that_the_format_does_not_hold(bf16: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="litert format holds no codes that q4_0 makes"):
-        convert(bf16, tmp_path / "out", format="litert", quantize="q4_0")
-    with pytest.raises(ValueError, match=r"quantize 'q3_k': expected .*q4_0"):
-        convert(bf16, tmp_path / "out", format="litert", quantize="q3_k")
-    assert not (tmp_path / "out").exists()
-
-
 def cut(directory: Path, name: str = "model.safetensors") -> None:
     data = (directory / name).read_bytes()
     (directory / name).write_bytes(data[: len(data) // 2])
 
 
-def edit(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    for key, value in changes.items():
-        (config if key in config else config["text_config"])[key] = value
-    path.write_text(json.dumps(config))
-
-
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (cut, "not a safetensors file"),
-    "another architecture": (partial(edit, model_type="llama"), "expected model_type gemma4_assistant"),
-    "another vocabulary": (partial(edit, vocab_size=1024), r"expected shape \[1024, 64\], found \[512, 64\]"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors"),
-    "nothing": (lambda d: [path.unlink() for path in d.iterdir()], "found none of them"),
     "no such directory": (shutil.rmtree, "a checkpoint.s directory or an id of the Hugging Face Hub, found neither"),
 }
 
@@ -254,6 +226,7 @@ def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
+F32 = {"format": "transformers", "dtype": "f32"}
 CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
     ("sample", [{"format": "gguf"}, {"format": "compressed-tensors"}]),
     ("sample", [{"format": "gguf"}, {"format": "transformers", "codes": True}]),
@@ -261,7 +234,7 @@ CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
     ("torch_folded_softcap", [{"format": "mlx"}, {"format": "compressed-tensors"}]),
     ("torch_blockwise32", [{"format": "gemma"}, {"format": "transformers", "codes": True}]),
     ("torch_folded_softcap", [{"format": "gguf", "dtype": "f32"}, {"format": "gguf"}]),
-    ("sample", [{"format": "transformers", "dtype": "f32"}, {"format": "mlx", "quantize": "q8_0"}]),
+    ("sample", [F32, {"format": "mlx", "quantize": "q8_0"}]),
     (
         "sample",
         [{"format": "transformers"}, {"format": "gguf", "quantize": "q4_0"}, {"format": "gguf", "dtype": "f32"}],
@@ -269,7 +242,7 @@ CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "chain"), CHAINS, ids=lambda it: it if isinstance(it, str) else _told(it))
+@pytest.mark.parametrize(("name", "chain"), CHAINS)
 def test_what_went_through_other_formats_is_derived_again(
     name: str, chain: list[dict[str, Any]], sample: Path, tmp_path: Path
 ) -> None:
@@ -285,10 +258,6 @@ def test_what_went_through_other_formats_is_derived_again(
             bare = Path(shutil.copytree(place, tmp_path / f"bare {index + 1}"))
             (bare / "extraction.json").unlink()
             assert verify_against(bare, opened)[-1].passed is None
-
-
-def _told(chain: list[dict[str, Any]]) -> str:
-    return " > ".join("+".join(map(str, step.values())) for step in chain)
 
 
 def test_integers_that_were_asked_for_and_not_written_are_missed(bf16: Path, tmp_path: Path) -> None:

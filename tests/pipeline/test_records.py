@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,32 +60,20 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
         (("geometry",), 4.5),
         (("known_as",), ["\x1b[2J"]),
         (("dtype",), "\x1b[2J"),
+        (("activations",), {"lm_head": [{"type": "int8", "scale": 10**400, "zero_point": 0}, None]}),
     ],
 )
 def test_what_is_wrong_is_seen(extracted: Path, tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
-    """By the schema, and by who reads it, who names the field."""
+    """By the schema, and by who reads it, who names the field. JSON has numbers beyond the largest float."""
     record = changed(extracted, path, value)
-    with pytest.raises(fastjsonschema.JsonSchemaValueException):
+    with nullcontext() if path == ("activations",) else pytest.raises(fastjsonschema.JsonSchemaValueException):
         validator("extraction")(record)
     (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(CheckpointError) as caught:
         read_record(tmp_path)
     said = str(caught.value)
-    assert str(tmp_path / RECORD) in said
-    assert said.isprintable()
+    assert str(tmp_path / RECORD) in said and said.isprintable()
     assert all(key in said for key in path if key not in record["files"])
-
-
-def test_a_number_beyond_the_largest_float_is_refused(extracted: Path, tmp_path: Path) -> None:
-    """JSON knows such integers."""
-    record = changed(
-        extracted,
-        ("activations",),
-        {"lm_head": [{"type": "int8", "scale": 10**400, "zero_point": 0}, None]},
-    )
-    (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"activations.*scale"):
-        read_record(tmp_path)
 
 
 def test_what_is_missing_is_named(extracted: Path, tmp_path: Path) -> None:
