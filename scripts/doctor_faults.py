@@ -33,7 +33,7 @@ from mtp_extract.doctor.texts import samples, served_counts, text_fit
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.prompts import encode_prompts, read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.pipeline.extraction import extract
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
@@ -51,7 +51,7 @@ class Bench:
         loaded = load_base(base, "cpu")
         self.tokenizer, self.drafter = loaded.tokenizer, load_drafter(directory)
         self.generator = SpeculativeGenerator(loaded.model, self.drafter, loaded.tokenizer)
-        self.encoded = encode_prompts(read_prompts(prompts), self.generator.codec, chat_template=False)
+        self.encoded = [self.generator.codec.encode(one.content) for one in read_prompts(prompts)]
         self._known: dict[Any, Expected] = {}
 
     def diagnoses(self, planted: str, rows: Sequence[int]) -> Iterator[tuple[str, Diagnosis]]:

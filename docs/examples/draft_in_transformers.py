@@ -14,7 +14,7 @@ from mtp_extract.evaluation.prompts import read_prompts
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("source", nargs="?", default=sample_bundle(), help="the bundle with the drafter")
 parser.add_argument("base", nargs="?", default=sample_base(), help="the model that it drafts for")
-parser.add_argument("--prompt", default=read_prompts(sample_prompts())[0].text, help="by default the sample's")
+parser.add_argument("--prompt", default=read_prompts(sample_prompts())[0].content, help="by default the sample's")
 parser.add_argument("--new-tokens", type=int, default=32)
 arguments = parser.parse_args()
 

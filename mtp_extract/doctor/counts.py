@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from mtp_extract.doctor.result import Fit, Rates
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluation.agreement import figure, groups
+from mtp_extract.evaluation.agreement import Measured, figure, groups
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, over_texts, share_bounds, student
-from mtp_extract.evaluation.measured import Measured
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced
@@ -108,7 +107,7 @@ def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
         if texts >= LEAST_TEXTS:
             # One end of an interval that has 5 % on either side.
             least = float(lead.mean() - student(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
-            # Not by difference_bounds: these are no draws, and exactly 0 where a server does what is expected of it.
+            # Not by delta_bounds: these are no draws, and exactly 0 where a server does what is expected of it.
             error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
             half = student(0.95, texts - 1) * float(error / served.tokens.sum())
             gap = Figure(mean, texts, [mean - half, mean + half])

@@ -21,7 +21,7 @@ from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
 from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, silent
-from mtp_extract.evaluation.prompts import encode_prompts, prompts_or_shipped
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
 from mtp_extract.pipeline.check import read_record
@@ -43,7 +43,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
     identity = identify(place, public_name(str(place)))
-    given = prompts_or_shipped(plan.prompts, chat_template=plan.chat_template)
+    given = read_prompts(plan.prompts, chat_template=plan.chat_template)
     prompts = list({prompt.key: prompt for prompt in given}.values())
     answers, serving = None, None
     if plan.server is not None:
@@ -65,7 +65,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
         return judge(found)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     with memory_guard("running the base"):
-        encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
+        encoded = [generator.codec.encode(one.content, chat_template=plan.chat_template) for one in prompts]
         say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
         chosen = samples(generator, encoded, answers, plan)
         found.notes += _notes(chosen, len(prompts))

@@ -13,9 +13,8 @@ from mtp_extract.doctor.counts import BATCH, Counts
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import TextFit
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.agreement import base_texts, figure, groups
+from mtp_extract.evaluation.agreement import base_texts, groups, share_over_texts
 from mtp_extract.evaluation.intervals import repeats
-from mtp_extract.evaluation.measured import share_over_texts
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.serving.client import Answer, Server, question
 from mtp_extract.serving.counters import Counters
@@ -163,6 +162,6 @@ def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextF
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
     return TextFit(
         texts=len(chosen),
-        likeliest=figure(float(hits.mean()), len(hits), share_over_texts(text_of, hits)),
+        likeliest=share_over_texts(text_of, hits),
         prompts_alike=sum(alike) / len(alike) if alike else None,
     )

@@ -1,13 +1,14 @@
-"""The base's own text, and agreement with it: what a drafter drafts after every token.
+"""The base's own text, and agreement with it: which drafts stand, how many rounds a text takes, who drafts better.
 
-Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after an anchor token:
+A round drafts K tokens after an anchor token. *Conditional* acceptance at step i is accepted_i / accepted_(i-1);
+*teacher-forced tokens per round*, 1 + accepted / rounds, are of anchors with all K targets: those near the end of a
+text could accept fewer whatever is drafted. Every position of a text is an anchor, so positions go together; intervals
+are over texts, which are independent, and a text that repeats another is not counted.
 
-- *conditional* acceptance at step i: accepted_i / accepted_(i-1);
-- *teacher-forced tokens per round*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K
-  targets.
-
-Every position of the text is an anchor, so positions of one text overlap. All intervals are therefore taken over texts,
-which are independent, and not over positions; a text that repeats another is not counted.
+The loop that serves has rounds at some anchors alone: at a text's first, and after a round at n that accepts a drafts
+at n + 1 + a. Served greedily, the drafts decide that. Sampled, a draft x drawn from q stands with min(1, p / q): where
+the text goes on with x, it was a draft that stood with probability min(1, q(x) / p(x)), and else the base's own token.
+So each anchor has a probability that a round begins there; their sum is the expected number of rounds.
 """
 
 from __future__ import annotations
@@ -16,57 +17,124 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.intervals import Interval, repeats
-from mtp_extract.evaluation.measured import of_agreement, share_over_texts
+from mtp_extract.evaluation.intervals import Interval, delta_bounds, over_texts, ratio_bounds, repeats, share_bounds
 from mtp_extract.evaluation.progress import Say, Show, counted, silent
-from mtp_extract.evaluation.prompts import Prompt, encode_prompts
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.io.typed import Count, Figure, Positive, Record
-from mtp_extract.speculate.codec import Codec, count
+from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, OfTexts, Text, read_texts, teacher_forced
 
-_TOP = 5
+Asked = tuple[Drafter, int, bool]  # how many drafts after every token; whether they follow it: see teacher_forced
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """The base's greedy continuations. One entry a prompt, in order."""
+    """The base's greedy continuations, one a prompt, in order."""
 
-    prompts: tuple[Prompt, ...]  # texts and workloads
+    prompts: tuple[Prompt, ...]
     texts: tuple[Text, ...]  # prompt and continuation
 
-    @property
-    def usable(self) -> tuple[int, ...]:
-        """Indices of texts with at least one position to draft from, each of those that repeat one another once."""
-        return tuple(index for index, text in enumerate(self.texts) if text.anchors and index not in self.repeats)
-
     @cached_property
-    def repeats(self) -> frozenset[int]:
-        """Indices of texts that repeat one before them, and are not counted."""
-        return repeats([text.tokens for text in self.texts])
+    def usable(self) -> list[int]:
+        """Indices of texts with a position to draft from; of those that repeat one another, the first."""
+        again = repeats([text.tokens for text in self.texts])
+        return [index for index, text in enumerate(self.texts) if text.anchors and index not in again]
 
     @property
     def workloads(self) -> dict[str, list[int]]:
         """Indices of the texts of each, by name, in order of first appearance."""
-        found: dict[str, list[int]] = {}
-        for index, prompt in enumerate(self.prompts):
-            found.setdefault(prompt.workload, []).append(index)
-        return found
+        names = [prompt.workload for prompt in self.prompts]
+        return {name: [index for index, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
 
 
-class Asked(NamedTuple):
-    """What is to be drafted after every token."""
+def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
+    """Indices in groups of similar length, so that little of a batch is padding.
 
-    drafter: Drafter
-    steps: int
-    along: bool = False  # whether drafts follow the text's own tokens: see :func:`teacher_forced`
+    A last group of one joins the one before: some controls need two texts.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    made = [order[at : at + batch] for at in range(0, len(order), batch)]
+    if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
+        made[-2:] = [made[-2] + made[-1]]
+    return made
+
+
+@torch.inference_mode()
+def base_texts(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    batch: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    show: Show = silent,
+) -> list[tuple[int, ...]]:
+    """The token ids that the base writes after each prompt, by transformers' generation, a stop token included."""
+    drawn: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    sizes = {"max_new_tokens": new_tokens, "do_sample": temperature > 0, "pad_token_id": 0}
+    stops, device, found = frozenset(base.stop_token_ids), base.device, dict[int, tuple[int, ...]]()
+    batches = groups(list(map(len, prompts)), batch)
+    for number, group in enumerate(counted(batches, show, "the base's text")):
+        rows = [torch.tensor(prompts[index], device=device) for index in group]
+        tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+        given = {"input_ids": tokens.clamp(min=0), "attention_mask": (tokens >= 0).long()}
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed + (number << 20))
+            made = base.model.generate(**given, **sizes, **drawn)
+        for index, row in zip(group, made[:, tokens.shape[1] :].tolist(), strict=True):
+            # What comes after a stop token is padding.
+            found[index] = tuple(row[: next((at + 1 for at, token in enumerate(row) if token in stops), len(row))])
+    return [found[index] for index in range(len(prompts))]
+
+
+def write_texts(
+    base: Base,
+    codec: Codec,
+    prompts: Sequence[Prompt],
+    *,
+    new_tokens: int,
+    batch: int,
+    chat_template: bool,
+    say: Say = silent,
+    show: Show = silent,
+) -> Continuations:
+    """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
+    encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
+    longest, context = max(map(len, encoded)) + new_tokens, base.config.max_position_embeddings
+    if longest > context:
+        what = f"at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them"
+        raise PairError(f"expected {what}. Give shorter prompts.", remedies=("prompts", "new_tokens"))
+    say(f"continuing {len(prompts)} prompts with the base alone")
+    written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
+    texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
+    return Continuations(tuple(prompts), tuple(texts))
+
+
+def measure_agreements(
+    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, show: Show = silent
+) -> list[Agreement]:
+    """What each of ``asked`` drafts along all texts, which the base reads once; PairError if all are too short."""
+    usable = written.usable or range(len(written.texts))
+    parts: list[list[Agreement]] = [[] for _ in asked]
+    batches = groups([len(written.texts[index].tokens) for index in usable], batch)
+    for group in counted(batches, show, "drafts after every token"):
+        rows = [usable[position] for position in group]
+        texts = [written.texts[row] for row in rows]
+        full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
+        for part, (drafter, steps, along) in zip(parts, asked, strict=True):
+            found = teacher_forced(base, drafter, texts, steps, along=along, full=full)
+            part.append(replace(found, text=torch.tensor(rows)[found.text]))
+    return [Agreement.joined(part) for part in parts]
 
 
 class Step(Record):
@@ -87,129 +155,12 @@ class Workload(Record):
     steps: list[Step]  #: by draft step
 
 
-def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """Indices in groups of similar length, so that little of a batch is padding.
-
-    A last group of one joins the one before: some controls need two texts.
-
-    Raises:
-        MtpExtractError: ``batch`` is no number of at least 1.
-    """
-    count("batch", batch, least=1)
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    made = [order[at : at + batch] for at in range(0, len(order), batch)]
-    if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
-        alone = made.pop()
-        made[-1] += alone
-    return made
-
-
-@torch.inference_mode()
-def base_texts(
-    base: Base,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    batch: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    show: Show = silent,
-) -> list[tuple[int, ...]]:
-    """What the base writes after each prompt, by transformers' own generation: new token ids, a stop token included.
-
-    Args:
-        prompts: token ids.
-        batch: prompts at a time.
-        temperature: 0 is greedy.
-        seed: of the random numbers, with the number of the batch.
-    """
-    drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    stops, device, found = frozenset(base.stop_token_ids), base.device, dict[int, tuple[int, ...]]()
-    batches = groups(list(map(len, prompts)), batch)
-    for number, group in enumerate(counted(batches, show, "the base's text")):
-        longest = max(len(prompts[index]) for index in group)
-        before = [longest - len(prompts[index]) for index in group]
-        tokens = [[0] * pad + list(prompts[index]) for pad, index in zip(before, group, strict=True)]
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed + (number << 20))
-            made = base.model.generate(
-                input_ids=torch.tensor(tokens, device=device),
-                attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in before], device=device),
-                max_new_tokens=new_tokens,
-                do_sample=temperature > 0,
-                pad_token_id=0,
-                **drawn,
-            )
-        for index, row in zip(group, made[:, longest:].tolist(), strict=True):
-            # What comes after a stop token is padding.
-            found[index] = tuple(row[: next((at + 1 for at, token in enumerate(row) if token in stops), len(row))])
-    return [found[index] for index in range(len(prompts))]
-
-
-def write_texts(
-    base: Base,
-    codec: Codec,
-    prompts: Sequence[Prompt],
-    *,
-    new_tokens: int,
-    batch: int,
-    chat_template: bool,
-    say: Say = silent,
-    show: Show = silent,
-) -> Continuations:
-    """What the base alone writes greedily after each of ``prompts``.
-
-    Raises:
-        PairError: the base's context has no room for a prompt and what follows it.
-    """
-    encoded = encode_prompts(prompts, codec, chat_template=chat_template)
-    context = getattr(base.config, "max_position_embeddings", None)
-    length, longest = max((len(tokens), index) for index, tokens in enumerate(encoded))
-    if context is not None and length + new_tokens > context:
-        raise PairError(
-            f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
-            f"found {length} and {new_tokens} new ones. Give shorter prompts.",
-            remedies=("prompts", "new_tokens"),
-        )
-    say(f"continuing {len(prompts)} prompts with the base alone")
-    written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
-    texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
-    return Continuations(tuple(prompts), tuple(texts))
-
-
-def measure_agreements(
-    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, show: Show = silent
-) -> list[Agreement]:
-    """Teacher forcing over all texts, a batch at a time, which the base reads once for all that is ``asked``.
-
-    Returns:
-        One for each; ``text`` indexes ``written``.
-
-    Raises:
-        PairError: no text is long enough to draft from.
-    """
-    usable = written.usable or tuple(range(len(written.texts)))
-    parts: list[list[Agreement]] = [[] for _ in asked]
-    batches = groups([len(written.texts[index].tokens) for index in usable], batch)
-    for group in counted(batches, show, "drafts after every token"):
-        rows = torch.tensor([usable[position] for position in group])
-        texts = [written.texts[row] for row in rows.tolist()]
-        full = read_texts(base, texts, [one.drafter.needs for one in asked])
-        for part, (drafter, steps, along) in zip(parts, asked, strict=True):
-            found = teacher_forced(base, drafter, texts, steps, along=along, full=full)
-            part.append(replace(found, text=rows[found.text]))
-    return [Agreement.joined(part) for part in parts]
-
-
-def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workload:
-    """What ``agreement`` comes to, over all texts or those of these indices."""
-    part = agreement if texts is None else agreement.of(texts)
-    hit, near, aimed = part.drafts == part.targets, part.ranks < _TOP, part.targets >= 0
+def figures(part: Agreement) -> Workload:
+    """What it comes to."""
+    hit, near, aimed = part.drafts == part.targets, part.ranks < 5, part.targets >= 0
 
     def share(hits: Tensor, among: Tensor) -> Figure:
-        counted = hits[among]
-        value = float(counted.double().mean()) if len(counted) else math.nan
-        return figure(value, len(counted), share_over_texts(part.text[among], counted))
+        return share_over_texts(part.text[among], hits[among])
 
     steps = [
         Step(
@@ -221,8 +172,114 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
         for step in range(part.steps)
     ]
     rounds = of_agreement(part)
-    forced = figure(rounds.teacher_forced, len(rounds.anchor), rounds.interval)
+    stand = rounds.stands.sum(dim=1)
+    interval = over_texts(share_bounds, stand / part.steps, torch.ones_like(stand), text=rounds.text)
+    forced = figure(rounds.teacher_forced, len(stand), interval and interval.scaled(part.steps, 1.0))
     return Workload(len(set(part.text.tolist())), len(part.anchor), forced, steps)
+
+
+@dataclass(frozen=True)
+class Measured(OfTexts):
+    """Over anchors that have all K targets. N anchors."""
+
+    stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
+    begins: Tensor  # F64 [N], the probability that a round of the loop begins there; 0 or 1 in greedy serving
+    advance: Tensor  # F64 [N], tokens of a round there, 1 to K + 1; of sampled serving the mean, given the text
+
+    @classmethod
+    def over(cls, text: Tensor, anchor: Tensor, stands: Tensor, along: Tensor | None = None) -> Measured:
+        """With the rounds that follow; anchors in order of text, then position.
+
+        ``along``, F64 [N, K]: the probability that the drafts up to a step stand and are the text's tokens, given the
+        text; by default ``stands``, which it is in greedy serving.
+        """
+        along = stands if along is None else along
+        return cls(text, anchor, stands, _begins(text, along), 1 + along.sum(dim=1))
+
+    @property
+    def teacher_forced(self) -> float:
+        """1 + mean accepted drafts of a round; NaN without anchors."""
+        return 1 + float(self.stands.sum(dim=1).mean())
+
+    @property
+    def rounds(self) -> float:
+        """Of the loop, over all texts."""
+        return float(self.begins.sum())
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of these rounds; NaN without any."""
+        return float((self.begins * self.advance).sum() / self.begins.sum())
+
+    @property
+    def texts(self) -> int:
+        """How many have an anchor."""
+        return len(torch.unique(self.text))
+
+
+@dataclass(frozen=True)
+class Change:
+    """The difference in teacher-forced tokens per round between two drafters on the same anchors, after less before."""
+
+    mean: float  # over anchors; NaN without any
+    interval: Interval | None  # 95 %; None with too few texts, and then nothing is certain
+    texts: int  # that have an anchor
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Rounds of one drafter for a round of another, over the same texts."""
+
+    ratio: float  # rounds before over rounds after; NaN without any
+    interval: Interval | None  # 95 %; None with too few texts, and then nothing is certain
+
+
+def saving(before: Measured, after: Measured) -> Saving:
+    """Over all texts of both."""
+    ratio = before.rounds / after.rounds if after.rounds else math.nan
+    return Saving(ratio, over_texts(ratio_bounds, before.begins, after.begins, text=before.text))
+
+
+def compare(before: Measured, after: Measured) -> Change:
+    """At every anchor of both."""
+    difference, steps = (after.stands - before.stands).sum(dim=1), before.stands.shape[1]
+    found = difference_over_texts(before.text, difference / steps)
+    return Change(float(difference.mean()), found and found.scaled(steps), before.texts)
+
+
+def of_agreement(agreement: Agreement) -> Measured:
+    """Greedy serving: the drafts that the base's own text confirms."""
+    whole = agreement.where((agreement.targets >= 0).all(dim=1))
+    return Measured.over(whole.text, whole.anchor, (whole.drafts == whole.targets).double().cumprod(dim=1))
+
+
+def _begins(text: Tensor, along: Tensor) -> Tensor:
+    """F64 [N], the probability that a round begins at each anchor; the first of each text begins one."""
+    if not len(text):
+        return torch.zeros(0, dtype=torch.double)
+    ends = along.new_ones(len(along), 1, dtype=torch.double)
+    exactly = -torch.cat((ends, along.double(), 0 * ends), dim=1).diff(dim=1)  # [N, K + 1], so many drafts stand
+    lengths = torch.unique_consecutive(text, return_counts=True)[1]
+    rows = rnn.pad_sequence(list(torch.split(exactly, lengths.tolist())), batch_first=True)
+    texts, longest, ahead = rows.shape
+    begins = torch.zeros(texts, longest + ahead, dtype=torch.double)
+    begins[:, 0] = 1
+    for n in range(longest):
+        begins[:, n + 1 : n + 1 + ahead] += begins[:, n, None] * rows[:, n]
+    return begins[:, :longest][torch.arange(longest) < lengths[:, None]]
+
+
+def share_over_texts(text: Tensor, values: Tensor) -> Figure:
+    """The mean of ``values`` [N] in 0 to 1, or that are true."""
+    values = values.double()
+    interval = over_texts(share_bounds, values, torch.ones_like(values), text=text)
+    return figure(float(values.mean()), len(values), interval)
+
+
+def difference_over_texts(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
+    """Of the mean of ``values`` [N] in -1 to 1, what one gains over another there, over texts; None with too few."""
+    gained, lost = values.clamp(min=0), (-values).clamp(min=0)
+    return over_texts(delta_bounds, gained, lost, torch.ones_like(values), text=text, level=level)
 
 
 def figure(value: float, n: int, interval: Interval | None) -> Figure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,9 @@ import torch
 from mtp_extract.errors import MtpExtractError, PairError, escape, few
 from mtp_extract.evaluation.extras import quiet_transformers, require
 from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.io.place import files_of
 
-_WEIGHTS = re.compile(r"model.*\.safetensors")
 _HEADROOM = 1.15  # weights, and what a forward needs with them
 _MOST_LAYERS = 1024
-_DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
 
@@ -44,11 +40,10 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
     Args:
-        device: ``auto`` (all GPUs when there are several, else the GPU, else the CPU), ``cpu``, ``cuda``,
-            ``cuda:N``, ``mps``; or ``balanced`` to spread over all GPUs.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``mps``; ``balanced``, over all GPUs; ``auto``, these or the CPU.
 
     Raises:
-        PairError: no such directory, a drafter, no model or no tokenizer in it, or a tensor is missing.
+        PairError: no model or no tokenizer there, a drafter, or a tensor that is missing.
         SourceError: the Hub cannot be reached, has no such model, wants a token, or the model is larger than memory.
         MtpExtractError: too little memory, or a device that is not there.
     """
@@ -56,38 +51,34 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     placed = _placed(device)
     room = int(free_memory(placed) / _HEADROOM)
     directory = Path(checkpoint_here(name, largest=room))
-    size = sum(file.stat().st_size for file in files_of(directory) if _WEIGHTS.fullmatch(file.name))
+    size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if size > room:  # before the machine starts to swap
         raise MtpExtractError(
             f"too little memory on {placed or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
             f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
             remedies=("device",),
         )
-    with memory_guard("loading the base"), quiet_transformers():
-        try:
-            model, tokenizer, half = _read(directory, placed)
-        except Exception as error:  # what a damaged part raises in transformers has no class of its own
-            if _is_out_of_memory(error):
-                raise
-            reason = escape(str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)
-            raise PairError(
-                f"{escape(name)}: expected a Gemma 4 base model of transformers with its tokenizer, found: {reason}. "
-                "Give a directory that has both, or a Hub id such as google/gemma-4-E4B-it."
-            ) from error
+    try:
+        with memory_guard("loading the base"):
+            model, tokenizer, notes = _read(directory, placed)
+    except MtpExtractError:
+        raise
+    except Exception as error:  # what a damaged part raises in transformers has no class of its own
+        reason = escape(str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)
+        raise PairError(
+            f"{escape(name)}: expected a Gemma 4 base model of transformers with its tokenizer, found: {reason}. "
+            "Give a directory that has both, or a Hub id such as google/gemma-4-E4B-it."
+        ) from error
     embedding = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    notes = ("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16",) if half else ()
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
 
 
-def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, bool]:
-    """The model in ``directory``, its tokenizer, and whether it is stored as float16, then loaded as bfloat16.
-
-    Raises:
-        Exception: anything, as transformers does; ValueError: a drafter, or tensors that differ from the config.
-    """
+def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
+    """The model in ``directory``, its tokenizer, and what was decided on the way; raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    quiet_transformers()
     stored = json.loads((directory / "config.json").read_bytes())
     # Before transformers sees it: a config of a billion layers keeps it busy for hours.
     if not 0 < (layers := (stored.get("text_config") or stored).get("num_hidden_layers", 1)) <= _MOST_LAYERS:
@@ -96,6 +87,7 @@ def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, bool]
     if str(config.model_type).endswith("_assistant"):
         raise ValueError(f"a drafter ({config.model_type})")
     half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
+    notes = ("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16",) if half else ()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     # What has another shape is refused below, by name; transformers would say that its log tells.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -109,21 +101,18 @@ def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, bool]
     # transformers would have filled these with random numbers.
     if wrong := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
         raise ValueError(f"tensors that are missing or of another shape than its config says: {few(sorted(wrong))}")
-    return model.eval().requires_grad_(False), tokenizer, half
+    return model.eval().requires_grad_(False), tokenizer, notes
 
 
 def _placed(device: str) -> torch.device | None:
-    """The one device that ``device`` means, or None for all GPUs.
-
-    Raises:
-        MtpExtractError: it is not there.
-    """
+    """The one device that ``device`` means, or None for all GPUs; MtpExtractError where it is not there."""
     gpus = torch.cuda.device_count()
     if (gpus > 1 and device == "auto") or (gpus and device == "balanced"):
         return None
     try:
-        if _DEVICE.fullmatch(device := ("cuda:0" if gpus else "cpu") if device == "auto" else device):
-            return torch.empty(0, device=device).device
+        found = torch.empty(0, device=("cuda" if gpus else "cpu") if device == "auto" else device).device
+        if found.type in ("cpu", "cuda", "mps"):
+            return found
     except (AssertionError, RuntimeError):  # as torch raises for what it does not have
         pass
     what = f"a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}"
@@ -142,22 +131,14 @@ def free_memory(device: torch.device | None) -> int:
 
 @contextmanager
 def memory_guard(doing: str) -> Iterator[None]:
-    """Turn running out of memory into an error that says what to do.
-
-    Raises:
-        MtpExtractError: memory ran out.
-    """
+    """Turn running out of memory into an MtpExtractError that says what to do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
         raise MtpExtractError(
             f"too little memory while {doing}. Use a smaller batch, fewer prompts or new tokens, the CPU, or a machine "
             "with more",
             remedies=("batch", "prompts", "new_tokens", "device=cpu"),
         ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
+from logging import CRITICAL
 
 from mtp_extract.errors import MtpExtractError, escape
 
-TRANSFORMERS = ">=5.16.1,<5.23"
-"""The releases of transformers that construct an assistant and were tried, as ``pyproject.toml`` asks for them."""
+TRANSFORMERS = ">=5.16.1,<5.23"  # releases that construct an assistant and were tried, as pyproject.toml has them
 
 
 def require(*modules: str) -> None:
-    """Import ``modules``, so that a missing one is reported before any work is done.
-
-    Raises:
-        MtpExtractError: one cannot be imported.
-    """
+    """Import ``modules``: MtpExtractError, before any work is done, where one cannot be."""
     for module in modules:
         if why := unusable(module):
             raise MtpExtractError(
@@ -37,15 +30,9 @@ def unusable(module: str, *names: str) -> str:
     return ""
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without what transformers logs while it loads: what matters of it is raised here, in a line."""
-    from transformers.utils.logging import disable_progress_bar
+def quiet_transformers() -> None:
+    """Keep transformers' log and progress bars off the terminal: what matters of them is raised here, in a line."""
+    from transformers.utils import logging
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
+    logging.set_verbosity(CRITICAL)

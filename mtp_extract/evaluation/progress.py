@@ -7,11 +7,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Say = Callable[[str], None]
-"""Called with what is begun, in words."""
-
-Show = Callable[[str, int, int], None]
-"""Called after each batch: what is being done, in words; batches done; batches in all."""
+Say = Callable[[str], None]  # called with what is begun, in words
+Show = Callable[[str, int, int], None]  # called after each batch: what is done, in words; batches done; batches in all
 
 
 def silent(*what: object) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from mtp_extract.errors import several
 from mtp_extract.evaluation.intervals import Bounds, over_texts, ratio_bounds, share_bounds
 from mtp_extract.evaluation.progress import counted
-from mtp_extract.evaluation.prompts import prompts_or_shipped
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
 from mtp_extract.serving.client import Server, counted_in, question
@@ -41,7 +41,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    given = prompts_or_shipped(plan.prompts, chat_template=plan.chat_template)
+    given = read_prompts(plan.prompts, chat_template=plan.chat_template)
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(given)}.values())[::-1]
     drawn = {"temperature": plan.temperature}

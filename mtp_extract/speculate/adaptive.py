@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_extract.speculate.codec import count
-
 _FIRST = 4  # the first K
 _PRIOR, _START = 4.0, 0.7  # rounds that every step is taken to have seen, and the acceptance of all of them at first
 _MEMORY = 0.95  # weight that a past round keeps with each new one
@@ -47,16 +45,10 @@ class AdaptiveDrafts:
     """A chain whose K, from 1 to ``most``, is chosen anew after every round.
 
     With measured times the choice depends on the clock: greedy text does not, sampled text with a fixed seed does.
-
-    Raises:
-        MtpExtractError: ``most`` is no number of at least 1.
     """
 
     most: int = 8
     cost_ratio: float | None = None  # time of one draft step over time of one verification; None measures it
-
-    def __post_init__(self) -> None:
-        count("most", self.most, least=1)
 
 
 class RunningLength:

@@ -1,12 +1,12 @@
-"""Between text and tokens, by the base's own tokenizer; and whole numbers that come from outside."""
+"""Between text and tokens, by the base's own tokenizer."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
-from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.errors import PairError, escape
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or messages: dicts with ``role`` and ``content``."""
@@ -27,13 +27,13 @@ class Codec:
         """Token ids of ``prompt``.
 
         Ids are taken as given. Text begins with the BOS token, whether or not the tokenizer puts it there. With
-        ``chat_template`` text is what a user says in a chat. Messages are written by the chat template.
+        ``chat_template`` text is what a user says in a chat, where there is one. Messages are written by it.
 
         Raises:
             PairError: text without a tokenizer, messages that no template takes, an empty prompt, or a token that the
                 base does not have.
         """
-        if isinstance(prompt, str) and chat_template:
+        if isinstance(prompt, str) and chat_template and self.has_template:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
             tokens, bos = self.continued(prompt), getattr(self.tokenizer, "bos_token_id", None)
@@ -66,33 +66,16 @@ class Codec:
                 "expected a tokenizer with a chat template for messages, found none. Give the instruction-tuned "
                 "base's tokenizer, or plain text."
             )
-        if odd := [message for message in messages if not isinstance(message, Mapping) or "role" not in message]:
-            raise PairError(f"expected messages with role and content, found {escape(odd[0])}")
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and raises what it likes
             reason = escape(str(error).split("\n")[0])
             raise PairError(f"expected messages that the base's chat template takes, found: {reason}") from error
 
-    def _checked(self, ids: Iterable[Any]) -> tuple[int, ...]:
-        tokens = tuple(count("a token", found, least=0) for found in ids)
-        if (most := max(tokens, default=0)) >= self._vocab_size:
+    def _checked(self, ids: Sequence[Any]) -> tuple[int, ...]:
+        tokens = tuple(map(index, ids))
+        if odd := [token for token in tokens if not 0 <= token < self._vocab_size]:
             raise PairError(
-                f"expected tokens below {self._vocab_size}, found {most}; tokenize with the base's own tokenizer"
+                f"expected tokens below {self._vocab_size}, found {odd[0]}; tokenize with the base's own tokenizer"
             )
         return tokens
-
-
-def count(what: str, value: Any, *, least: int) -> int:
-    """``value`` as an int: any integer type, but neither a float, however whole, nor a bool.
-
-    Raises:
-        MtpExtractError: not a whole number, or less than ``least``; it names ``what``.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise MtpExtractError(f"expected {what} to be a whole number of at least {least}, found {escape(value)}")
-    return number

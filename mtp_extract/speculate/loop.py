@@ -24,7 +24,7 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.codec import Codec, Prompt, count
+from mtp_extract.speculate.codec import Codec, Prompt
 from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, draw, judge
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.speculate.trees import Tree
@@ -51,7 +51,6 @@ class Generation:
     prompt_tokens: tuple[int, ...]  # as fed to the base
     tokens: tuple[int, ...]  # generated, a stop token included
     text: str | None  # ``tokens`` decoded without special tokens; None without a tokenizer
-    finish_reason: str  # ``stop`` at a stop token, ``length`` at ``max_new_tokens``
     rounds: tuple[Round, ...]  # without the prompt's own forward, which gives the first token
     prefill_ms: float  # wall time of the prompt's forward
 
@@ -64,11 +63,6 @@ class Generation:
     def accepted(self) -> int:
         """Drafts that stand."""
         return sum(r.accepted for r in self.rounds)
-
-    @property
-    def acceptance(self) -> float:
-        """``accepted / drafted``; NaN when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else math.nan
 
     @property
     def tokens_per_round(self) -> float:
@@ -119,23 +113,20 @@ class SpeculativeGenerator:
 
         Raises:
             PairError: text or messages that cannot be encoded, an empty prompt, or a token the base does not have.
-            MtpExtractError: an option out of range.
             DrafterError: a token cannot be drawn, as logits are no numbers.
         """
         base, drafter, layers = self.base, self.drafter, self.drafter.needs.layers
         given, sampling = self.codec.encode(prompt, chat_template=chat_template), Sampling(temperature, top_k, top_p)
-        count("max_new_tokens", max_new_tokens, least=1)
-        random = torch.Generator(base.device).manual_seed(count("seed", seed, least=-(1 << 63)) % (1 << 64))
+        random = torch.Generator(base.device).manual_seed(seed)
         stops = base.stop_token_ids if stop_token_ids is None else stop_token_ids
         running = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
         most = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
-        whole = most if isinstance(most, Tree) else Tree((1,) * count("drafts", most, least=0))
-        whole.require_tokens(base.vocab_size)
+        whole = most if isinstance(most, Tree) else Tree((1,) * most)
         cache, previous, rounds, start = base.new_cache(), None, list[Round](), self._clock()
         fed = base.keep(cache, base.feed(torch.tensor([given], device=base.device), layers, cache), range(len(given)))
         tokens = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
         prefill_ms = 1e3 * (self._clock() - start)
-        while (left := max_new_tokens - len(tokens)) and tokens[-1] not in stops:
+        while (left := max_new_tokens - len(tokens)) > 0 and tokens[-1] not in stops:
             start = middle = self._clock()
             nodes, drawn = torch.tensor([tokens[-1:]], device=base.device), list[Tensor]()
             # Of the tokens that are left, one is the base's own.
@@ -153,8 +144,7 @@ class SpeculativeGenerator:
             new = new[: next((place + 1 for place, token in enumerate(new) if token in stops), len(new))]
             rounds.append(Round(tuple(new), tree.depth, min(len(way) - 1, len(new)), draft_ms, verify_ms))
             tokens += new
-        text, reason = self.codec.decode(tokens), "stop" if tokens[-1] in stops else "length"
-        return Generation(given, tuple(tokens), text, reason, tuple(rounds), prefill_ms)
+        return Generation(given, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
 
     def _drafted(
         self, state: Any, pending: Tensor, tree: Tree, sampling: Sampling, random: torch.Generator

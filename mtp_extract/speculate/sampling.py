@@ -9,43 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.speculate.codec import count
-
 NOT_DRAWN = -1  # in place of a token, where weights are no numbers
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; the same for base and drafter.
-
-    Raises:
-        MtpExtractError: a number is out of range.
-    """
+    """How tokens are chosen; the same for base and drafter. transformers raises ValueError for what is out of range."""
 
     temperature: float = 0.0  # logits are divided by it. 0 is greedy: the argmax, and nothing is random.
     top_k: int | None = None  # keep the k most likely tokens; None keeps all
     top_p: float | None = None  # keep the smallest set of most likely tokens whose mass reaches it; None keeps all
 
-    def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf")):
-            raise MtpExtractError(f"expected a finite temperature of at least 0, found {escape(self.temperature)}")
-        if self.top_k is not None:
-            count("top_k", self.top_k, least=1)
-        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
-            raise MtpExtractError(f"expected top_p in (0, 1], found {escape(self.top_p)}")
-
     @property
     def greedy(self) -> bool:
-        """Whether nothing is random."""
-        return self.temperature < 1e-5  # logits of Gemma 4 are below 30: the likeliest token has all of the probability
+        """Whether nothing is random. Logits of Gemma 4 are below 30: the likeliest token then has all probability."""
+        return 0 <= self.temperature < 1e-5
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The distribution that tokens are drawn from: F32 [n, vocabulary], of ``logits`` of the same shape.
@@ -53,8 +37,8 @@ class Sampling:
         By transformers' own warpers: temperature, then top-k, then top-p. Not where greedy.
         """
         warp = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
-        warp += [TopKLogitsWarper(self.top_k)] if self.top_k else []
-        warp += [TopPLogitsWarper(float(self.top_p))] if self.top_p and self.top_p < 1 else []
+        warp += [] if self.top_k is None else [TopKLogitsWarper(self.top_k)]
+        warp += [] if self.top_p is None else [TopPLogitsWarper(float(self.top_p))]
         no_text: Any = None  # these warpers do not look at it
         warped: Tensor = warp(no_text, logits.float())  # type: ignore[arg-type]
         return warped.softmax(-1)

@@ -89,12 +89,7 @@ class Base:
         return cache
 
     def feed(
-        self,
-        tokens: Tensor,
-        layers: Sequence[int] = (),
-        cache: DynamicCache | None = None,
-        *,
-        tree: Tree | None = None,
+        self, tokens: Tensor, layers: Sequence[int] = (), cache: DynamicCache | None = None, *, tree: Tree | None = None
     ) -> Fed:
         """Run the base over whole texts or, with a cache, over the tokens that follow what is in it.
 
@@ -103,9 +98,6 @@ class Base:
             layers: whose incoming hidden states to return; their number stands for what leaves the last.
             cache: of one text; it then holds these tokens too, and :meth:`keep` is to follow.
             tree: whose nodes the tokens are; in a chain, and without one, they follow one another.
-
-        Raises:
-            PairError: the base does not return its shared K and V.
         """
         before = 0 if cache is None else cache.get_seq_length()
         positions, masks = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
@@ -133,9 +125,7 @@ class Base:
             for hook in hooks:
                 hook.remove()
         if (kv := getattr(output, "shared_kv_states", None)) is None:
-            raise PairError(
-                f"expected a Gemma 4 base, which returns shared_kv_states, found {type(self.model).__name__}"
-            )
+            raise PairError(f"expected a Gemma 4 base with shared_kv_states, found {type(self.model).__name__}")
         return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
 
     def keep(self, cache: DynamicCache, fed: Fed, way: Sequence[int]) -> Fed:

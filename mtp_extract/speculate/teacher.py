@@ -22,9 +22,9 @@ from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, Fed, Needs
 from mtp_extract.errors import PairError
-from mtp_extract.speculate.codec import count
 from mtp_extract.speculate.target import Base
 
+_LOGITS_AT_ONCE = 1 << 28  # numbers, not bytes: more anchors are drafted in parts
 _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max  # the rank of a token that is not drafted however many are
 _Part = TypeVar("_Part", bound="OfTexts")
@@ -102,14 +102,7 @@ def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> Fed
 
 @torch.inference_mode()
 def teacher_forced(
-    base: Base,
-    drafter: Drafter,
-    texts: Sequence[Text],
-    steps: int,
-    *,
-    along: bool = False,
-    full: Fed | None = None,
-    logits_at_once: int = 1 << 28,
+    base: Base, drafter: Drafter, texts: Sequence[Text], steps: int, *, along: bool = False, full: Fed | None = None
 ) -> Agreement:
     """Draft ``steps`` tokens after every anchor of every text; anchors in order of text, then position, on the CPU.
 
@@ -119,13 +112,10 @@ def teacher_forced(
         steps: K, at least 1.
         along: every step reads the text's own token, as a tree's branch does that goes where the text goes.
         full: :func:`read_texts` of these texts, where it is at hand.
-        logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors are drafted in parts.
 
     Raises:
         PairError: no text has an anchor.
-        MtpExtractError: ``steps`` is no number of at least 1.
     """
-    count("steps", steps, least=1)
     lengths = torch.tensor([len(text.anchors) for text in texts])
     if not lengths.any():
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
@@ -133,7 +123,7 @@ def teacher_forced(
     anchors = _padded([text.anchors for text in texts], 1)
     aims, real = targets(texts, anchors, steps), torch.arange(anchors.shape[1]) < lengths[:, None]
     drafts, ranks = torch.empty_like(aims), torch.empty_like(aims)
-    at_once = max(1, logits_at_once // (len(texts) * base.vocab_size))
+    at_once = max(1, _LOGITS_AT_ONCE // (len(texts) * base.vocab_size))
     for part in torch.split(torch.arange(anchors.shape[1]), at_once):
         places = anchors[:, part].to(full.tokens.device)
         state, token = drafter.start(BaseState(full, places, base.embed)), full.tokens.gather(1, places)

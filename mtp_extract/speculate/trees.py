@@ -23,20 +23,9 @@ _MOST_DRAFTS = 1024
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of the same shape in every round.
-
-    Raises:
-        MtpExtractError: more than 1024 drafts.
-    """
+    """A tree of the same shape in every round."""
 
     widths: tuple[int, ...]  # of each step, the drafts after every draft of the step before; none drafts nothing
-
-    def __post_init__(self) -> None:
-        if min(self.widths, default=1) < 1 or max(self.depth, self.drafts) > _MOST_DRAFTS:
-            raise MtpExtractError(
-                f"expected a tree of at most {_MOST_DRAFTS} drafts, found "
-                f"{escape('x'.join(map(str, self.widths)))}; make it smaller, as in 4x2x1"
-            )
 
     @classmethod
     def parse(cls, text: str) -> Tree:
@@ -45,9 +34,12 @@ class Tree:
         Raises:
             MtpExtractError: another notation, or too large a tree.
         """
-        if not re.fullmatch("[1-9][0-9]{,8}(x[1-9][0-9]{,8})*", text):
-            raise MtpExtractError(f"expected a tree such as 4x2x1, found {escape(text)}. Give drafts after each draft.")
-        return cls(tuple(map(int, text.split("x"))))
+        found = re.fullmatch("[1-9][0-9]{,3}(x[1-9][0-9]{,3}){,63}", text)
+        tree = cls(tuple(map(int, text.split("x"))) if found else ())
+        if not 0 < tree.drafts <= _MOST_DRAFTS:
+            what = f"a tree such as 4x2x1, of at most {_MOST_DRAFTS} drafts, found {escape(text)}"
+            raise MtpExtractError(f"expected {what}. Give drafts after each draft.")
+        return tree
 
     @property
     def drafts(self) -> int:

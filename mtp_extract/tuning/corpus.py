@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluation.agreement import Measured
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, repeats
-from mtp_extract.evaluation.measured import Measured
 from mtp_extract.evaluation.progress import Show, silent
-from mtp_extract.evaluation.prompts import FEW, Prompt, encode_prompts, read_prompts, shipped_prompts, spread
+from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
@@ -107,7 +107,7 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     plan, sides, steps, text_from = pair.plan, divided(pair.plan), pair.plan.draft_steps, None
     kinds, found = list[list[Text]](), list[tuple[str, Prompt, Text]]()
     asked = [(side, item) for side, items in sides.items() for item in items if side == SHIPPED or not plan.text]
-    prompts = encode_prompts([item for _, item in asked], pair.codec, chat_template=plan.chat_template)
+    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in asked]
     with connected(plan) as server:
         contents = {tokens: item.content for tokens, (_, item) in zip(prompts, asked, strict=True)}
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
@@ -141,7 +141,7 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
         MtpExtractError: too few prompts.
     """
     given = plan.prompts or plan.text
-    items = read_prompts(given) if given else shipped_prompts()
+    items = read_prompts(given, chat_template=plan.chat_template) if given else shipped_prompts()
     sides = {side: [item for item in items if side_of(item.source) == side] for side in _LEAST}
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]

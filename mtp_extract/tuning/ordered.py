@@ -27,8 +27,7 @@ from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluation.agreement import groups
-from mtp_extract.evaluation.measured import share_over_texts
+from mtp_extract.evaluation.agreement import groups, share_over_texts
 from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
@@ -94,7 +93,8 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
         if texts:
             one = collect(pair, drafter, texts, most)
             hits = (ranks(one.states, rows, cluster[one.choices]) < top_k).double()
-            kept[name] = {"share": float(hits.mean()), "interval": share_over_texts(index[one.text], hits)}
+            share = share_over_texts(index[one.text], hits)
+            kept[name] = {"share": share.value, "interval": share.ci95}
     about: dict[str, Any] = {"centroids": count, "top_k": top_k, "tokens_a_cluster": size, "best_step": best_step}
     about |= {"states": states, "rows_read": count + top_k * size, "rows_dense": vocabulary, "kinds": kept}
     return ordered(before, ordering, centroids, top_k), about

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
 from mtp_extract.evaluation.agreement import base_texts, groups
 from mtp_extract.evaluation.progress import Show, silent
-from mtp_extract.evaluation.prompts import Messages, Prompt, encode_prompts
+from mtp_extract.evaluation.prompts import Messages, Prompt
 from mtp_extract.io.files import read_regular
 from mtp_extract.serving.client import Server, question
 from mtp_extract.speculate.target import Base
@@ -176,12 +176,12 @@ def people_texts(item: Prompt, writer: Writer) -> list[Text]:
     """
     codec, length = writer.pair.codec, writer.new_tokens
     if item.completion is not None:
-        (given,) = encode_prompts([item], codec, chat_template=writer.pair.plan.chat_template)
+        given = codec.encode(item.content, chat_template=writer.pair.plan.chat_template)
         return [Text((*given, *codec.continued(item.completion)), len(given))]
     if not isinstance(item.content, str):
         found = f"found messages without one, {escape(item.key)}. Give those as prompts."
         raise PairError(f"expected texts by people, or messages that end in an answer, {found}", remedies=("prompts",))
-    (encoded,) = encode_prompts([item], codec, chat_template=False)
+    encoded = codec.encode(item.content)
     opened = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
     given, tokens = encoded[:opened], encoded[opened:]
     return [Text((*given, *tokens[at : at + length]), 1) for at in range(0, len(tokens), length)]

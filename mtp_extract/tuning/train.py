@@ -29,9 +29,8 @@ from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed, Needs
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
-from mtp_extract.evaluation.agreement import groups
+from mtp_extract.evaluation.agreement import Measured, groups
 from mtp_extract.evaluation.base_model import free_memory
-from mtp_extract.evaluation.measured import Measured
 from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mtp_extract.errors import escape
+from mtp_extract.evaluation.agreement import Change, Measured, Saving, compare, saving
 from mtp_extract.evaluation.intervals import undecided
-from mtp_extract.evaluation.measured import Change, Measured, Saving, compare, saving
 from mtp_extract.tuning.corpus import Corpus, seen
 
 MOST_LOST = 0.05
@@ -102,7 +102,7 @@ class Comparisons(msgspec.Struct, frozen=True):
     def refused(self) -> Iterator[str]:
         """Why what came after is not to be saved; nothing if it is."""
         overall, unseen, interval = self.overall, self.unseen, self.overall.rounds.interval
-        if not overall.rounds.better:
+        if interval is None or interval.low <= 1:
             rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
             bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
             found = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {signed(overall.change)}"
@@ -111,7 +111,7 @@ class Comparisons(msgspec.Struct, frozen=True):
             where = f"where drafts continue what no training text has ({signed(unseen.change)})"
             yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round {where}"
         for name, comparison in self.workloads.items():
-            if comparison.change.worse:
+            if comparison.change.interval is not None and comparison.change.interval.high < 0:
                 yield f"it is worse on {escape(name)} ({signed(comparison.change)})"
 
     def undecided(self) -> Iterator[str]:

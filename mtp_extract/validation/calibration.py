@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluation.agreement import Asked, measure_agreements, write_texts
+from mtp_extract.evaluation.agreement import measure_agreements, write_texts
 from mtp_extract.evaluation.base_model import load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, Show
-from mtp_extract.evaluation.prompts import prompts_or_shipped
+from mtp_extract.evaluation.prompts import FEW, shipped_prompts
 from mtp_extract.insertion.activations import Range, Ranges
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
@@ -48,9 +48,9 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, say: Say, sh
         drafter.get_submodule(role).register_forward_hook(partial(note, role))
     sizes: dict[str, Any] = {"new_tokens": _NEW_TOKENS, "batch": _BATCH, "chat_template": True}
     with memory_guard("running the base"):
-        written = write_texts(pair.base, pair.codec, prompts_or_shipped(None), **sizes, say=say, show=show)
+        written = write_texts(pair.base, pair.codec, shipped_prompts(FEW), **sizes, say=say, show=show)
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
-        measure_agreements(pair.base, [Asked(drafter, _STEPS)], written, batch=1, show=show)
+        measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, show=show)
     found = {role: torch.stack(calls) for role, calls in seen.items()}
     return {role: (spanned(ends[:, :2]), spanned(ends[:, 2:])) for role, ends in found.items()}

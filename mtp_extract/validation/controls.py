@@ -15,8 +15,14 @@ import torch
 
 from mtp_extract.drafter.mtp import LITERT, Altered, Convention, MtpDrafter, MtpState
 from mtp_extract.drafter.protocol import BaseState
-from mtp_extract.evaluation.agreement import Asked, Continuations, figure, measure_agreements
-from mtp_extract.evaluation.measured import difference_over_texts, share_over_texts
+from mtp_extract.evaluation.agreement import (
+    Asked,
+    Continuations,
+    difference_over_texts,
+    figure,
+    measure_agreements,
+    share_over_texts,
+)
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.typed import Figure, Record
 from mtp_extract.speculate.target import Base
@@ -144,12 +150,12 @@ def draft_together(
     Raises:
         PairError: no text is long enough to draft from.
     """
-    sound, broken = asked[0].drafter, dict[Control, Asked]()
+    sound, broken = asked[0][0], dict[Control, Asked]()
     for control in CONTROLS:
         changed = control.drafter(sound) if isinstance(sound, MtpDrafter) else None
         # Another text is only there where a batch has two.
         if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
-            broken[control] = Asked(control.broken(changed), 1)
+            broken[control] = control.broken(changed), 1, False
     found = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, show=show)
     controls = [compare(control, found[0], one) for control, one in zip(broken, found[len(asked) :], strict=True)]
     return found[: len(asked)], controls
@@ -170,7 +176,7 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
         control.name,
         control.what,
         control.suspect,
-        figure(float(theirs.mean()), len(text), share_over_texts(text, theirs)),
+        share_over_texts(text, theirs),
         figure(float((ours - theirs).mean()), len(text), interval),
         standing,
     )

@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec import field
 
-from mtp_extract.evaluation.agreement import Workload
-from mtp_extract.evaluation.measured import Change
+from mtp_extract.evaluation.agreement import Change, Workload
 from mtp_extract.io.typed import Count, Record, Tool
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.controls import ControlResult

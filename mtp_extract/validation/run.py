@@ -17,10 +17,9 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import Asked, figures, known, write_texts
+from mtp_extract.evaluation.agreement import compare, figures, known, of_agreement, write_texts
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluation.measured import compare, of_agreement
-from mtp_extract.evaluation.prompts import prompts_or_shipped
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
@@ -87,7 +86,8 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
         PairError: a drafter does not fit the base, or a prompt its context.
         MtpExtractError: a tree looks at more choices than the base has tokens.
     """
-    prompts, places = prompts_or_shipped(plan.prompts), {found.drafter: directory}
+    prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
+    places = {found.drafter: directory}
     if plan.beside is not None:
         beside = Path(checkpoint_here(plan.beside))
         name = public_name(str(beside))
@@ -106,10 +106,10 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     with memory_guard("running the base"):
         written = write_texts(pair.base, pair.codec, prompts, new_tokens=new_tokens, **said, **shown)
         plan.say("drafting after every token of them, and with one thing broken at a time")
-        asked = [Asked(one.drafter, steps[-1]) for one in pairs.values()]
+        asked = [(one.drafter, steps[-1], False) for one in pairs.values()]
         if trees:
             deepest = max(tree.depth for tree in trees)
-            asked += [Asked(one.drafter, deepest, along=True) for one in pairs.values()]
+            asked += [(one.drafter, deepest, True) for one in pairs.values()]
         table, found.controls = draft_together(pair.base, asked, written, **shown)
         plan.say("generating a few texts with drafts")
         alone = by_base_alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
@@ -124,7 +124,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
                     name,
                     _tuning_of(places[name]),
                     figures(own),
-                    {workload: figures(own, rows) for workload, rows in parts.items()},
+                    {workload: figures(own.of(rows)) for workload, rows in parts.items()},
                     worth,
                     best_of(worth),
                     compare(before, after),
@@ -145,8 +145,8 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
     found.pair = pair_of(pair, found, max(len(text.tokens) for text in written.texts))
     found.notes += loaded.notes
-    if again := len(written.repeats):
-        found.notes.append(f"{again} of {len(written.texts)} texts repeat another, or its end, and are not counted.")
+    if left := len(written.texts) - len(written.usable):
+        found.notes.append(f"{left} of {len(written.texts)} texts repeat another, or end at once, and are not counted.")
     found.notes += notes_of(found)
 
 

@@ -64,10 +64,10 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
     from transformers import AutoModelForCausalLM
 
     try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-            )
+        quiet_transformers()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
         model, info = loaded
         if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
             return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())

@@ -119,7 +119,7 @@ def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], t
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     server = pair[0]
-    with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
+    with pytest.raises(MtpExtractError, match="messages where no chat template is applied"):
         run_benchmark(plan(path, server, chat_template=False))
     assert server.asked == []
     found = run_benchmark(plan(path, server, warm_up=0))

@@ -14,7 +14,7 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.prompts import encode_prompts, read_prompts
+from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 
@@ -51,9 +51,9 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts(prompts_file: Path) -> list[str]:
-    return [prompt.text for prompt in read_prompts(prompts_file)]
+    return [prompt.content for prompt in read_prompts(prompts_file)]
 
 
 @pytest.fixture(scope="session")
 def encoded(prompts_file: Path, generator: SpeculativeGenerator) -> list[tuple[int, ...]]:
-    return encode_prompts(read_prompts(prompts_file), generator.codec, chat_template=False)
+    return [generator.codec.encode(one.content) for one in read_prompts(prompts_file)]

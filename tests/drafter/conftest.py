@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.first_pair import first_bundle
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from safetensors.torch import save_file
+
+import mtp_extract
 
 
 @pytest.fixture(params=list(GEOMETRIES))
@@ -34,11 +37,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def sample_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sample's drafter as extracted in both layouts, F32."""
-    from helpers.first_pair import first_bundle
-
-    import mtp_extract
-
-    root = tmp_path_factory.mktemp("sample")
-    for layout in ("transformers", "litert"):
-        mtp_extract.extract(first_bundle(), root / layout, format=layout, dtype="f32")
-    return {layout: root / layout for layout in ("transformers", "litert")}
+    found = {layout: tmp_path_factory.mktemp("sample") / layout for layout in ("transformers", "litert")}
+    for layout, place in found.items():
+        mtp_extract.extract(first_bundle(), place, format=layout, dtype="f32")
+    return found

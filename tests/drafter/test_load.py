@@ -20,6 +20,7 @@ from mtp_extract.formats.transformers import parse_config
 from mtp_extract.pipeline.check import unexpected_in
 
 Save = Callable[..., Path]
+NEEDED = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_hidden_layers")
 
 
 def edit(directory: Path, **changes: torch.Tensor | None) -> None:
@@ -40,8 +41,7 @@ def test_every_tensor_lands_in_its_place(saved: Save, geometry: Geometry) -> Non
     got = sorted((tuple(t.shape), float(t.double().sum())) for t in drafter.state_dict().values())
     assert got == sorted((tuple(t.shape), float(t.double().sum())) for t in stored.values())
     assert len(drafter.state_dict()) == 5 + 11 * len(geometry.layers) - 1 + 2 * bool(geometry.centroids)
-    assert not drafter.training
-    assert not any(p.requires_grad or p.is_meta for p in drafter.parameters())
+    assert not drafter.training and not any(p.requires_grad or p.is_meta for p in drafter.parameters())
 
 
 def test_missing_unexpected_and_mis_shaped_are_named_together(saved: Save) -> None:
@@ -62,8 +62,9 @@ def test_missing_unexpected_and_mis_shaped_are_named_together(saved: Save) -> No
 
 def test_float16_is_refused_with_the_reason(saved: Save) -> None:
     directory = saved(GEOMETRIES["dense"])
-    with pytest.raises(DrafterError, match=r"float16 is asked for.*65504"):
-        load_drafter(directory, dtype=torch.float16)
+    for asked, why in ((torch.float16, r"float16 is asked for.*65504"), (torch.int8, r"torch\.int8 is asked for")):
+        with pytest.raises(DrafterError, match=why):
+            load_drafter(directory, dtype=asked)
     half = {name: t.half() for name, t in load_file(directory / "model.safetensors").items()}
     save_file(half, directory / "model.safetensors")
     with pytest.raises(DrafterError, match=r"float16 is stored.*torch\.bfloat16.*65504"):
@@ -72,13 +73,9 @@ def test_float16_is_refused_with_the_reason(saved: Save) -> None:
 
 
 def test_other_dtypes(saved: Save) -> None:
-    directory = saved(GEOMETRIES["ordered"])
-    drafter = load_drafter(directory, dtype=torch.bfloat16)
+    drafter = load_drafter(saved(GEOMETRIES["ordered"]), dtype=torch.bfloat16)
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
-    assert drafter.ordered_head is not None
-    assert drafter.ordered_head.token_ordering.dtype == torch.long
-    with pytest.raises(DrafterError, match=r"torch\.int8 is asked for"):
-        load_drafter(directory, dtype=torch.int8)
+    assert drafter.ordered_head is not None and drafter.ordered_head.token_ordering.dtype == torch.long
 
 
 @pytest.fixture
@@ -130,29 +127,23 @@ def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: st
     [
         ({"model_type": "gemma4"}, {}, "found gemma4. Give the drafter's directory, not the base model's"),
         ({}, {"attention_bias": True}, "says text_config.attention_bias True"),
-        ({}, {"layer_types": None}, "text_config.layer_types"),
-        (
-            {},
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "does not match its config",
-        ),
+        ({}, {"layer_types": None}, "text_config: Object missing required field `layer_types`"),
+        ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "does not match its config"),
         ({}, {"layer_types": ["linear", "linear", "linear"]}, "text_config.layer_types"),
         ({}, {"hidden_size": 0}, "text_config.hidden_size"),
-        (
-            {},
-            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "rope_theta": 1}}},
-            "text_config.rope_parameters",
-        ),
+        ({}, {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "text_config.rope_parameters"),
+        # For each of these transformers takes a number that is not the drafter's.
+        *(({}, {key: None}, f"says nothing of text_config.{key}") for key in NEEDED),
         ({"use_ordered_embeddings": True, "num_centroids": 7}, {}, "num_centroids to divide the vocabulary of 60"),
     ],
 )
 def test_transformers_config_errors(
     saved: Save, changes: dict[str, Any], text_changes: dict[str, Any], message: str
 ) -> None:
-    geometry = GEOMETRIES["dense"]
-    directory = saved(geometry, text_config=geometry.config()["text_config"] | text_changes, **changes)
+    text = GEOMETRIES["dense"].config()["text_config"] | text_changes
+    text = {key: value for key, value in text.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
-        load_drafter(directory)
+        load_drafter(saved(GEOMETRIES["dense"], text_config=text, **changes))
 
 
 def test_the_12b_type_is_accepted(saved: Save) -> None:
@@ -165,8 +156,6 @@ def test_the_12b_type_is_accepted(saved: Save) -> None:
     ("file", "content", "message"),
     [
         ("config.json", None, r"expected config\.json, .* there, found none of them"),
-        ("config.json", b"[]", "expected a JSON object"),
-        ("config.json", b"{", "not valid JSON"),
         ("model.safetensors", None, "expected model.safetensors there, found none"),
         ("model.safetensors", b"\x10\0\0\0\0\0\0\0{}", "not a safetensors file"),
     ],
@@ -197,12 +186,3 @@ def test_a_generation_config_that_says_more(saved: Save, key: str, value: object
     (directory / "generation_config.json").write_text(json.dumps({"is_assistant": True, key: value}))
     with pytest.raises(CheckpointError, match=rf"generation_config\.json.*says {key}"):
         load_drafter(directory)
-
-
-@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_hidden_layers"])
-def test_a_key_that_is_missing(saved: Save, key: str) -> None:
-    """For each of them transformers takes a number that is not the drafter's."""
-    text = GEOMETRIES["dense"].config()["text_config"]
-    del text[key]
-    with pytest.raises(CheckpointError, match=f"says nothing of text_config.{key}"):
-        load_drafter(saved(GEOMETRIES["dense"], text_config=text))

@@ -20,12 +20,10 @@ def samples(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     with np.load(TRUTH / f"{name}.io.npz") as file:
         data = dict(file)
     count = len({key.split("/")[0] for key in data})
+    parts = [[f"{i}/in/", f"{i}/torch_dequant/"] for i in range(count)]
     return [
-        tuple(
-            {key.removeprefix(f"{i}/{part}/"): value for key, value in data.items() if key.startswith(f"{i}/{part}/")}
-            for part in ("in", "torch_dequant")
-        )
-        for i in range(count)
+        tuple({key.removeprefix(at): value for key, value in data.items() if key.startswith(at)} for at in both)
+        for both in parts
     ]  # type: ignore[misc]
 
 

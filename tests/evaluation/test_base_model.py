@@ -44,8 +44,7 @@ def spoiled(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
     """Other weights."""
 
     def plant(directory: Path) -> None:
-        tensors = load_file(directory / "model.safetensors")
-        change(tensors)
+        change(tensors := load_file(directory / "model.safetensors"))
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     return plant
@@ -58,10 +57,6 @@ def configured(key: str, value: object) -> Callable[[Path], object]:
         (directory / "config.json").write_text(json.dumps(config))
 
     return plant
-
-
-def truncated(keep: int) -> Callable[[Path], object]:
-    return lambda directory: os.truncate(directory / "model.safetensors", keep)
 
 
 NORM = "model.language_model.layers.1.input_layernorm.weight"
@@ -77,7 +72,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"found: tensors that are missing or of .*: model\.\S*layers\.1\.input_layernorm\.weight\. Give",
     ),
     "mis-shaped": (spoiled(lambda t: t.update({NORM: t[NORM][:5].clone()})), "of another shape"),
-    **{f"{keep} bytes": (truncated(keep), "found: ") for keep in (0, 7, 5000)},
+    **{
+        f"{size} bytes": (lambda d, size=size: os.truncate(d / "model.safetensors", size), "found: ")  # type: ignore[misc]
+        for size in (0, 7, 5000)
+    },
     "layers": (configured("num_hidden_layers", 10**9), "found: 1000000000 layers"),
     "vocabulary": (configured("vocab_size", 0), "found: "),
     "width": (configured("hidden_size", "64"), "found: "),
@@ -93,23 +91,9 @@ def test_not_whole(copied: Path, plant: Callable[[Path], object], message: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match=r"google/gemma-nope: offline mode is on"):
-        load_base("google/gemma-nope", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("nonsense", "expected a device that is there"),
-        pytest.param("cuda:99", "found cuda:99. Let it be chosen", id="cuda:99"),
-    ],
-)
-def test_no_such_device(base: Path, device: str, message: str) -> None:
-    with pytest.raises(MtpExtractError, match=message):
+@pytest.mark.parametrize("device", ["meta", "cuda:99"])
+def test_no_such_device(base: Path, device: str) -> None:
+    with pytest.raises(MtpExtractError, match=f"expected a device that is there .*, found {device}. Let it be chosen"):
         load_base(str(base), device)
 
 
@@ -140,17 +124,6 @@ def test_the_size_is_that_of_the_weights(
     assert not [request for request in hub.requests if request.server == "storage"]
     with pytest.raises(SourceError, match="org/none"):
         load_base("org/none", "cpu")
-
-
-def test_from_the_hub_and_then_without_it(base: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    from huggingface_hub import constants
-
-    for file in base.iterdir():
-        hub.add("org/base", file.name, Content.of(file.read_bytes()), lfs=file.suffix == ".safetensors")
-    there = load_base("org/base", "cpu")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    again = load_base("org/base", "cpu")
-    assert again.model.num_parameters() == there.model.num_parameters()
 
 
 @pytest.mark.parametrize(

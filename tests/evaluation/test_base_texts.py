@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers.random_pairs import base_alone, random_base
 
-from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.agreement import base_texts, groups
 from mtp_extract.speculate.target import Base
 
@@ -45,12 +44,6 @@ def test_the_same_prompt_is_drawn_anew_and_the_same_from_a_seed(base: Base) -> N
     assert len(set(found)) == 6
     assert found == again
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("batch", [0, -1, 1.5])
-def test_a_batch_is_a_count(base: Base, batch: int) -> None:
-    with pytest.raises(MtpExtractError, match="expected batch to be a whole number of at least 1"):
-        base_texts(base, PROMPTS, new_tokens=2, batch=batch)
 
 
 def test_groups_leave_no_text_alone() -> None:

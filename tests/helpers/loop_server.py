@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from helpers.model_server import ModelServer, Written, model_server, prompt_of
-from mtp_extract.evaluation.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import Generation, Round, SpeculativeGenerator
 
@@ -43,7 +42,7 @@ def writer(
             prompt = codec.encode(asked["messages"])
         else:
             text = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
-            (prompt,) = encode_prompts([Prompt("", text)], codec, chat_template=False)
+            prompt = codec.encode(text)
         options: Any = {"temperature": asked.get("temperature", 1.0), "seed": asked.get("seed", 0), "drafts": drafts}
         with alone:
             made = generator.generate(prompt, max_new_tokens=asked["max_tokens"], **options)

@@ -20,5 +20,5 @@ def few_of(prompts: Iterable[Prompt], step: int) -> dict[str, list[str]]:
     """Of each workload every so many prompts, from the first on."""
     found: dict[str, list[str]] = {}
     for prompt in prompts:
-        found.setdefault(prompt.workload, []).append(prompt.text)
+        found.setdefault(prompt.workload, []).append(str(prompt.content))
     return {name: texts[::step] for name, texts in found.items()}

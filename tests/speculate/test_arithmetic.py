@@ -6,7 +6,6 @@ import doctest
 import math
 
 import pytest
-from helpers.chi_square import chi_square
 
 from mtp_extract.speculate import adaptive, trees
 from mtp_extract.speculate.adaptive import best_draft_length, expected_tokens
@@ -38,16 +37,3 @@ def test_ends() -> None:
     assert expected_tokens([0.0, math.nan]) == 1, "no rate where nothing came to it"
     assert expected_tokens([0.5, 0.0, math.nan]) == 1.5
     assert math.isnan(expected_tokens([0.5, math.nan]))
-
-
-@pytest.mark.parametrize(
-    ("observed", "p"), [([60, 40], 0.0455), ([50, 50], 1.0), ([30, 20, 10], 0.0067), ([12, 8, 10, 10], 0.8495)]
-)
-def test_chi_square_of_the_tests(observed: list[int], p: float) -> None:
-    """The yardstick of the sampling tests, against printed values."""
-    assert chi_square(observed, [1 / len(observed)] * len(observed))[1] == pytest.approx(p, abs=5e-5)
-
-
-def test_chi_square_impossible_outcome() -> None:
-    assert chi_square([10, 1], [1.0, 0.0]) == (math.inf, 0.0)
-    assert chi_square([10, 10, 0], [0.5, 0.5, 0.0])[1] == 1.0

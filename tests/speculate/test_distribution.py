@@ -89,15 +89,3 @@ def test_drafts_not_drawn_from_their_distribution_are_seen(monkeypatch: pytest.M
     """The planted defect: drafts are the drafter's argmax, but judged as if drawn."""
     monkeypatch.setattr(loop, "draw", lambda weights, random: weights.argmax(-1))
     assert p_value("mtp", 3) < 1e-6
-
-
-def test_a_base_that_is_asked_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted defect: where the base does not draw its likeliest token, it draws again."""
-    choose = Sampling.choose
-
-    def again(self: Sampling, logits: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        first, likeliest = choose(self, logits, random), logits.argmax(-1)
-        return torch.where(first == likeliest, first, choose(self, logits, random))
-
-    monkeypatch.setattr(Sampling, "choose", again)
-    assert p_value("mtp", Tree.parse("3x2")) < 1e-6

@@ -14,10 +14,8 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import mtp_extract
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered
-from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.speculate.trees import Tree
 
@@ -37,11 +35,8 @@ def test_greedy_text_is_the_base_s_own(pair: Pair, drafts: Drafts) -> None:
         assert result.tokens == pair.alone(prompt, TOKENS)
         assert result.text == pair.tokenizer.decode(result.tokens, skip_special_tokens=True)
         assert result.prompt_tokens == prompt
-        assert result.finish_reason == "length"
         assert all(0 <= r.accepted <= r.drafted and len(r.tokens) == r.accepted + 1 for r in result.rounds)
         assert result.tokens[1:] == tuple(token for r in result.rounds for token in r.tokens)
-        assert result.drafted == sum(r.drafted for r in result.rounds)
-        assert result.accepted == sum(r.accepted for r in result.rounds)
         assert all(r.draft_ms >= 0 < r.verify_ms for r in result.rounds) and result.prefill_ms > 0
         lengths |= {r.drafted for r in result.rounds[:-8]}
     assert len(lengths) > 1 if drafts == ADAPTIVE else lengths == {drafts.depth if isinstance(drafts, Tree) else drafts}
@@ -79,8 +74,7 @@ def test_acceptance_of_the_sample(pair: Pair, convention: Any) -> None:
     prompt = pair.prompts()[0]
     assert pair.tokenizer.decode(prompt[1:]) == "class Foo(object):"
     result = generator.generate(prompt, max_new_tokens=256 - len(prompt), drafts=3)
-    assert result.acceptance == pytest.approx(0.66, abs=0.03)
-    assert result.acceptance == result.accepted / result.drafted
+    assert result.accepted / result.drafted == pytest.approx(0.66, abs=0.03)
     assert all(r.drafted == 3 for r in result.rounds[:-1])
     assert result.tokens_per_round == pytest.approx(1 + 3 * 0.66, abs=0.1)
 
@@ -114,17 +108,17 @@ def test_sampled_text_is_that_of_its_seed(pair: Pair) -> None:
     for drafts in (3, Tree.parse("2x1")):
         made = [
             pair.generator.generate(prompt, max_new_tokens=30, temperature=1.0, seed=seed, drafts=drafts).tokens
-            for seed in (7, 7, 8, -5, 1 << 80)
+            for seed in (7, 7, 8, -5)
         ]
         assert made[0] == made[1]
-        assert len(set(made)) == 4
+        assert len(set(made)) == 3
 
 
 def test_no_draft_is_made_that_could_not_be_emitted(pair: Pair) -> None:
     """As in transformers: with n tokens left to generate at most n - 1 are drafted."""
     prompt = pair.prompts()[0]
     for drafts in (5, Tree.parse("1x1x1x1x1")):
-        for tokens in (1, 2, 3):
+        for tokens in (1, 2, 3):  # the first comes with the prompt
             result = pair.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts)
             assert len(result.tokens) == tokens
             left = tokens - 1
@@ -134,8 +128,10 @@ def test_no_draft_is_made_that_could_not_be_emitted(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("drafts", [4, Tree.parse("2x1x1x1")], ids=str)
-def test_a_stop_token_ends_the_text_wherever_it_falls(pair: Pair, drafts: Drafts) -> None:
-    """At the first token, at the base's own after a round, and among accepted drafts."""
+def test_a_stop_token_ends_the_text_wherever_it_falls(
+    pair: Pair, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first token, at the base's own after a round, and among accepted drafts; by default those of the base."""
     prompt = pair.prompts()[1]
     whole = pair.alone(prompt, TOKENS)
     ends = set()
@@ -143,27 +139,12 @@ def test_a_stop_token_ends_the_text_wherever_it_falls(pair: Pair, drafts: Drafts
         expected = whole[: whole.index(whole[place]) + 1]
         stops = [whole[place]]
         result = pair.generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts, stop_token_ids=stops)
-        assert result.tokens == expected
-        assert result.finish_reason == "stop"
+        monkeypatch.setattr(pair.base.generation_config, "eos_token_id", stops)
+        assert result.tokens == pair.generator.generate(prompt, max_new_tokens=TOKENS).tokens == expected
         assert len(result.tokens) == 1 + sum(len(r.tokens) for r in result.rounds)
         assert all(len(r.tokens) == r.accepted + 1 for r in result.rounds[:-1])
         ends |= {len(r.tokens) - r.accepted for r in result.rounds[-1:]}
     assert ends == {0, 1}
-
-
-def test_the_base_s_own_stop_tokens_are_the_default(pair: Pair) -> None:
-    assert pair.base.generation_config.eos_token_id == [1, 6]
-    generator = pair.generator
-    logits = generator.base.logits
-
-    def stopping(hidden: torch.Tensor) -> torch.Tensor:
-        out = logits(hidden)
-        out[..., 6] = 1e3
-        return out
-
-    generator.base.logits = stopping  # type: ignore[method-assign]
-    result = generator.generate(pair.prompts()[0])
-    assert (result.tokens, result.finish_reason, result.rounds) == ((6,), "stop", ())
 
 
 def test_adaptive_length_follows_acceptance() -> None:
@@ -195,26 +176,10 @@ def test_adaptive_length_judges_a_step_by_the_rounds_that_reached_it() -> None:
     assert length.conditional == pytest.approx([0.97, 0.6, 0.93, 0.93], abs=0.05)
 
 
-@pytest.mark.parametrize("wrong", [2.5, float("nan"), -1, "3", None, True])
-def test_counts_are_whole_numbers(pair: Pair, wrong: Any) -> None:
-    makes = [
-        lambda: pair.generator.generate((2, 3), max_new_tokens=wrong),
-        lambda: pair.generator.generate((2, 3), max_new_tokens=0),
-        lambda: pair.generator.generate((2, 3), drafts=wrong),
-        lambda: pair.generator.generate((2, 3), seed=0.5),  # type: ignore[arg-type]
-        lambda: AdaptiveDrafts(most=wrong),
-        lambda: AdaptiveDrafts(most=0),
-        *([lambda: Sampling(1.0, top_k=wrong)] if wrong is not None else []),
-    ]
-    for make in makes:
-        with pytest.raises(MtpExtractError, match=r"expected .* to be a whole number of at least"):
-            make()
-
-
 def test_a_bfloat16_drafter_serves_a_float32_base(pair: Pair) -> None:
     state = {name: tensor.bfloat16() for name, tensor in pair.drafter.state_dict().items()}
     half = pair.drafter.with_tensors(state)
     prompt = pair.prompts()[0]
     result = SpeculativeGenerator(pair.base, half, pair.tokenizer).generate(prompt, max_new_tokens=TOKENS)
     assert result.tokens == pair.alone(prompt, TOKENS)
-    assert result.acceptance > 0.6
+    assert result.accepted / result.drafted > 0.6

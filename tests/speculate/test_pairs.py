@@ -9,30 +9,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
-from transformers import AutoConfig, Gemma4AssistantForCausalLM
 
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 
-class Large:
-    """A tokenizer of another model."""
-
-    def __len__(self) -> int:
-        return 600
-
-
 def shaped(**changes: Any) -> Callable[[Pair], tuple[Any, ...]]:
     return lambda pair: (pair.base, MtpDrafter(dataclasses.replace(pair.drafter.config, **changes)))
-
-
-def assistant(pair: Pair) -> tuple[Any, ...]:
-    text = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "vocab_size": 512}
-    text |= {"hidden_size": 64, "intermediate_size": 64, "hidden_size_per_layer_input": 0, "head_dim": 8}
-    text |= {"vocab_size_per_layer_input": 0, "num_attention_heads": 4, "num_kv_shared_layers": 2}
-    config = AutoConfig.for_model("gemma4_assistant", text_config={"model_type": "gemma4_text", **text})
-    return Gemma4AssistantForCausalLM(config), pair.drafter
 
 
 def one_head(pair: Pair) -> tuple[Any, ...]:
@@ -59,15 +43,11 @@ def odd_base(**config: Any) -> Callable[[Pair], tuple[Any, ...]]:
             lambda pair: (random_base(layer_types=["full_attention"] * 5), random_drafter(random_base())),
             "K and V of type sliding_attention, found none",
         ),
-        (assistant, "K and V of type sliding_attention, found none"),
         (lambda pair: (torch.nn.Linear(2, 2), pair.drafter), r"expected a Gemma 4 base model.*found Linear"),
         (odd_base(layer_types=["linear_attention", "full_attention"]), "found linear_attention"),
+        (odd_base(_attn_implementation_internal="flash_attention_2"), "sdpa, found flash_attention_2"),
         (
-            odd_base(_attn_implementation_internal="flash_attention_2"),
-            r"sdpa, found flash_attention_2.*attn_implementation='sdpa'",
-        ),
-        (
-            lambda pair: (pair.base, pair.drafter, Large()),
+            lambda pair: (pair.base, pair.drafter, range(600)),
             "tokenizer of at most 512 tokens, found 600. Give the base model's own",
         ),
     ],
@@ -77,15 +57,10 @@ def test_what_does_not_fit_is_refused(pair: Pair, make: Callable[[Pair], tuple[A
         SpeculativeGenerator(*make(pair))
 
 
-def test_prompts(pair: Pair) -> None:
+def test_without_a_tokenizer(pair: Pair) -> None:
     generator = SpeculativeGenerator(pair.base, pair.drafter)
-    for prompt, message in (
-        ("text", "expected a tokenizer for text, found none"),
-        ([], "expected a prompt of at least one token"),
-        ([3, 512], "expected tokens below 512, found 512"),
-    ):
+    for prompt, message in (("text", "expected a tokenizer for text, found none"), ([], "at least one token")):
         with pytest.raises(PairError, match=message):
             generator.generate(prompt)  # type: ignore[arg-type]
     result = generator.generate([2, 3], max_new_tokens=5)
-    assert result.text is None
-    assert len(result.tokens) == 5
+    assert result.text is None and len(result.tokens) == 5

@@ -11,7 +11,7 @@ from helpers.random_pairs import Pair, random_base, random_drafter
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mtp_extract.errors import DrafterError, MtpExtractError
+from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling, draw, judge
 
@@ -65,40 +65,26 @@ def test_draw_never_takes_an_impossible_token() -> None:
     assert draw(torch.tensor([[0.0, 1e-30, 0.0]]), random).tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, None, None), (1.3, 5, None), (1, None, 0.8), (2, 9, 0.6)]
-)
-def test_warping_is_that_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def test_warping_is_that_of_transformers() -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(1)) * 3
-    scores = TemperatureLogitsWarper(float(temperature))(None, logits)
-    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
-    scores = TopPLogitsWarper(top_p)(None, scores) if top_p else scores
-    torch.testing.assert_close(Sampling(temperature, top_k, top_p).probabilities(logits), scores.softmax(-1))
+    scores = TopPLogitsWarper(0.6)(None, TopKLogitsWarper(9)(None, TemperatureLogitsWarper(1.3)(None, logits)))
+    torch.testing.assert_close(Sampling(1.3, 9, 0.6).probabilities(logits), scores.softmax(-1))
+    torch.testing.assert_close(Sampling(2).probabilities(logits), (logits / 2).softmax(-1))
 
 
-@pytest.mark.parametrize("temperature", [1e-8, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("temperature", [1e-8, 5e-324])
 def test_near_zero_is_greedy(pair: Pair, temperature: float) -> None:
     prompt = pair.prompts()[0]
-    expected = pair.alone(prompt, 12)
-    for more in ({}, {"top_k": 3}, {"top_p": 0.9}):
-        result = pair.generator.generate(prompt, max_new_tokens=12, temperature=temperature, **more)
-        assert result.tokens == expected
+    result = pair.generator.generate(prompt, max_new_tokens=12, temperature=temperature, top_k=3, top_p=0.9)
+    assert result.tokens == pair.alone(prompt, 12)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"temperature": -1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"temperature": "warm"},
-        {"top_k": 0},
-        {"top_p": 0},
-        {"top_p": 1.5},
-        {"top_p": "all"},
-        {"top_p": float("nan")},
-    ],
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": -1}, {"top_p": 1.5}],
+    ids=str,
 )
-def test_options_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(MtpExtractError, match=f"expected .*{next(iter(wrong))}"):
-        Sampling(**wrong)
+def test_options_out_of_range(pair: Pair, wrong: dict[str, Any]) -> None:
+    """As transformers has them."""
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}"):
+        pair.generator.generate((2, 3), **{"temperature": 1.0, **wrong})

@@ -24,8 +24,8 @@ from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.evaluation.agreement import Change
 from mtp_extract.evaluation.intervals import Interval
-from mtp_extract.evaluation.measured import Change
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.tuning import ordered
 from mtp_extract.tuning.ordered import (

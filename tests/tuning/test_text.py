@@ -12,8 +12,8 @@ import torch
 import transformers
 from helpers.first_pair import first_base
 
-from mtp_extract.errors import MtpExtractError, PairError
-from mtp_extract.evaluation.measured import Measured
+from mtp_extract.errors import PairError
+from mtp_extract.evaluation.agreement import Measured
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
@@ -80,8 +80,6 @@ def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
     with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why") as found:
         people_texts(Prompt("w", said), writing(tokenizer))
     assert found.value.remedies == ("prompts",)
-    with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
-        people_texts(Prompt("w", said, completion="a"), writing(tokenizer, chat=False))
 
 
 def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.errors import MtpExtractError, PairError
-from mtp_extract.evaluation.agreement import Asked, Continuations, figures, measure_agreements
-from mtp_extract.evaluation.prompts import Prompt, encode_prompts
+from mtp_extract.errors import PairError
+from mtp_extract.evaluation.agreement import Continuations, figures, measure_agreements
+from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.io.typed import Figure
-from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text
 
@@ -23,7 +20,7 @@ STEPS = 3
 
 
 def measured(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
-    return measure_agreements(generator.base, [Asked(generator.drafter, STEPS)], continuations, batch=3)[0]
+    return measure_agreements(generator.base, [(generator.drafter, STEPS, False)], continuations, batch=3)[0]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ def test_order_and_batches_change_nothing(
 def test_workloads_add_up(continuations: Continuations, agreement: Agreement) -> None:
     whole, workloads = figures(agreement), continuations.workloads
     assert list(workloads) == ["code", "prose"]
-    parts = [figures(agreement, rows) for rows in workloads.values()]
+    parts = [figures(agreement.of(rows)) for rows in workloads.values()]
     assert [part.texts for part in parts] == [4, 3]
     assert sum(part.n for part in parts) == whole.n == len(agreement.text)
     for step in range(STEPS):
@@ -79,15 +76,5 @@ def test_a_text_that_repeats_another_is_not_counted(
 ) -> None:
     """Neither in shares and lengths, nor in their intervals."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
-    assert (continuations.repeats, twice.repeats) == (frozenset(), set(range(7, 14)))
+    assert continuations.usable == twice.usable == list(range(7))
     assert figures(measured(generator, continuations)) == figures(measured(generator, twice))
-
-
-def test_messages_go_through_the_chat_template(generator: SpeculativeGenerator) -> None:
-    said = Prompt("w", ({"role": "user", "content": "hello"},))
-    both = encode_prompts([Prompt("w", "hello"), said], generator.codec, chat_template=True)
-    assert both[0] == both[1] and both[0].count(generator.codec.tokenizer.bos_token_id) == 1
-    with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
-        encode_prompts([said], generator.codec, chat_template=False)
-    with pytest.raises(PairError, match="expected a tokenizer with a chat template for messages"):
-        encode_prompts([said], Codec(SimpleNamespace(bos_token_id=2), 512), chat_template=True)

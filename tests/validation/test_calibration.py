@@ -19,7 +19,7 @@ def test_ranges_hold_what_the_matrices_can_do(checkpoint: Path, monkeypatch: pyt
     shown, found = list[tuple[int, int]](), list[Ranges]()
     for texts in (["class Foo(object):"], ["class Foo(object):", "import os"]):
         prompts = tuple(Prompt("code", text) for text in texts)
-        monkeypatch.setattr(calibration, "prompts_or_shipped", lambda path, prompts=prompts: prompts)
+        monkeypatch.setattr(calibration, "shipped_prompts", lambda each, prompts=prompts: prompts)
         found.append(
             calibration.measure_ranges(
                 checkpoint, str(first_base()), say=silent, show=lambda part, *batches: shown.append(batches)

@@ -13,7 +13,7 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import TRANSFORMERS, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Fed
-from mtp_extract.evaluation.agreement import Asked, Continuations, write_texts
+from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -41,7 +41,7 @@ def test_of_the_sample_every_control_is_clearly_below(tmp_path_factory: pytest.T
     prompts = [one for name in names for one in [p for p in every if p.workload == name][:EACH]]
     sizes = {"new_tokens": 48, "batch": 32}
     written = write_texts(generator.base, generator.codec, prompts, **sizes, chat_template=True)
-    _, found = draft_together(generator.base, [Asked(generator.drafter, 1)], written, batch=32)
+    _, found = draft_together(generator.base, [(generator.drafter, 1, False)], written, batch=32)
     assert [result.name for result in found] == list(BY_NAME)
     for result in found:
         assert result.standing == "below", result.name
@@ -146,7 +146,7 @@ def test_what_would_change_nothing_is_left_out(
     alone = Continuations(continuations.prompts[:1], continuations.texts[:1])
     rotated = BY_NAME["full_rope"].drafter(drafter)
     assert rotated is not None
-    _, controls = draft_together(generator.base, [Asked(rotated, 1)], alone, batch=4)
+    _, controls = draft_together(generator.base, [(rotated, 1, False)], alone, batch=4)
     assert [one.name for one in controls] == [name for name in BY_NAME if name not in ("shuffled_kv", "full_rope")]
 
 
@@ -158,7 +158,7 @@ def test_the_base_reads_a_batch_once(
     feed = Base.feed
     monkeypatch.setattr(Base, "feed", lambda *given: read.append(len(given[1])) or feed(*given))
     told: list[tuple[object, ...]] = []
-    asked = [Asked(generator.drafter, 2)] * 2 + [Asked(generator.drafter, 3, along=True)] * 2
+    asked = [(generator.drafter, 2, False)] * 2 + [(generator.drafter, 3, True)] * 2
     found, controls = draft_together(
         generator.base, asked, continuations, batch=4, show=lambda *so_far: told.append(so_far)
     )

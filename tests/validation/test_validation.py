@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_extract import validate
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError
-from mtp_extract.evaluation.measured import Change
+from mtp_extract.evaluation.agreement import Change
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.report.page import plain_json
@@ -228,7 +228,8 @@ def test_a_worse_drafter_is_below(beside: Validation) -> None:
     assert [change.mean for change in (first.change, *first.changes.values())] == [0.0] * 3
     after, before = worse.agreement.teacher_forced.value, first.agreement.teacher_forced.value
     assert after is not None and before is not None
-    assert worse.change.worse and worse.change.mean == pytest.approx(after - before)
+    assert worse.change.mean == pytest.approx(after - before)
+    assert worse.change.interval is not None and worse.change.interval.high < 0
     assert "Beside it, in teacher-forced tokens per round on the same texts: faulty -" in beside.verdict
     for one in beside.drafters:
         assert list(one.worth) == ["3", *TREES]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtp_extract.evaluation.agreement import Asked, Continuations, measure_agreements
+from mtp_extract.evaluation.agreement import Continuations, measure_agreements
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
@@ -33,7 +33,7 @@ PLANS = {"1": 1, "4": 4, **ValidationPlan(None, draft_steps=(4,), trees=("1x1x1x
 @pytest.fixture(scope="module")
 def drafted(generator: SpeculativeGenerator, continuations: Continuations) -> list[Agreement]:
     """After its own drafts, and along the texts."""
-    asked = [Asked(generator.drafter, 4, along) for along in (False, True)]
+    asked = [(generator.drafter, 4, along) for along in (False, True)]
     return measure_agreements(generator.base, asked, continuations, batch=4)
 
 
