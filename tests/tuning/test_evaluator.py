@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers.evaluator import bootstrap, evaluate
 from safetensors.numpy import load_file, save_file
 
-from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
+from .conftest import Plans
 
-def test_the_figures_are_the_ones_that_are_found(
-    plan: Callable[..., TuningPlan], extracted: Path, base: Path, tmp_path: Path
-) -> None:
+
+def test_the_figures_are_the_ones_that_are_found(plan: Plans, extracted: Path, base: Path, tmp_path: Path) -> None:
     """Teacher-forced tokens per round, rounds and tokens of every text, before and after, from its prompt alone."""
     worse = tmp_path / "worse"
     worse.mkdir()

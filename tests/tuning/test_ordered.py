@@ -33,17 +33,16 @@ from mtp_extract.tuning.ordered import (
     build_head,
     cluster_of,
     clusters_of,
-    dense,
     learn_centroids,
     least_top_k,
     ranks,
     refusals,
 )
-from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import Outcome, run_tuning
 from mtp_extract.tuning.verdict import Comparison
 from mtp_extract.validation.transformers import check_transformers
 
+from .conftest import Plans
 from .test_verdict import ANCHORS, measured
 
 CENTROIDS = "masked_embedding.centroids.weight"
@@ -51,13 +50,12 @@ ORDERING = "masked_embedding.token_ordering"
 
 
 @pytest.fixture(scope="module")
-def make(plan: Callable[..., TuningPlan]) -> Callable[..., Outcome]:
+def make(plan: Plans) -> Callable[..., Outcome]:
     def made(out: Path, directory: Path | None = None, top_k: int = 4, **changes: Any) -> Outcome:
-        asked: dict[str, Any] = {"mode": "ordered", "steps": 30, "force": True}
-        asked |= {} if directory is None else {"directory": directory}
+        of = {} if directory is None else {"directory": directory}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ordered, "least_top_k", lambda *of: top_k)
-            return run_tuning(plan(out, **(asked | changes)))
+            return run_tuning(plan(out, **({"mode": "ordered", "steps": 30, **of} | changes)))
 
     return made
 
@@ -85,16 +83,12 @@ def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None
     record = verify(headed.directory)
     validator("extraction")(record)
     assert record["proof"] is None
-    assert record["ordered_head"] == {
-        **json.loads(json.dumps(headed.record)),
-        "made_from": record["ordered_head"]["made_from"],
-    }
+    head = record["ordered_head"]
+    assert head == {**json.loads(json.dumps(headed.record)), "made_from": head["made_from"]}
+    assert set(head["kinds"]) == {"as trained on", "shipped prompts", "random tokens"}
     card = (headed.directory / "README.md").read_text(encoding="utf-8")
     assert "looks into 4 of 32 clusters" in card
-    head = record["ordered_head"]
-    assert set(head["kinds"]) == {"as trained on", "shipped prompts", "random tokens"}
-    assert "--against" not in card
-    assert "The LM head is dense" not in card
+    assert "--against" not in card and "The LM head is dense" not in card
 
 
 def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -> None:
@@ -105,28 +99,20 @@ def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -
     assert check.passed, check.evidence
 
 
-def test_the_same_bytes_twice(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
-    again = make(tmp_path / "again")
-    assert headed.directory is not None and again.directory is not None
-    for path in headed.directory.rglob("*"):
-        if path.is_file():
-            assert (again.directory / path.relative_to(headed.directory)).read_bytes() == path.read_bytes(), path.name
-
-
 def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
     """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
     assert headed.directory is not None
     found = make(tmp_path / "other", headed.directory, top_k=32)
-    assert found.directory is not None
     assert found.record["kinds"]["as trained on"]["share"] == 1
-    assert found.comparisons.overall.change.mean == 0
-    assert found.refused == ()
-    assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(32, 32)
+    assert found.comparisons.overall.change.mean == 0 and found.refused == ()
+    assert read_checkpoint(tmp_path / "other").config.ordered_head == OrderedHeadConfig(32, 32)
     half = convert(headed.directory, tmp_path / "bf16", format="transformers", dtype="bf16")
     assert half.record["ordered_head"]["centroids"] == 32
-    stripped = dense(read_checkpoint(headed.directory))
-    assert stripped.config.ordered_head is None
-    assert not any(role.startswith("ordered_head") for role in stripped.tensors)
+    # Made of the same rows, it is the same, to the byte.
+    again = make(tmp_path / "again", headed.directory)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (headed.directory / name).read_bytes(), name
+    assert again.record["kinds"] == headed.record["kinds"]
 
 
 def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -250,9 +236,6 @@ def test_what_is_best_on_the_worst_kind_is_kept() -> None:
     means, wrong = means_of(taught), taught._replace(choices=(taught.choices + 1) % CLUSTERS)
     alone, step = learn_centroids([wrong], [wrong], means, steps=60, seed=0)
     both, _ = learn_centroids([wrong], [wrong, right], means, steps=60, seed=0)
-
-    def worst(rows: Tensor) -> float:
-        return max(float(ranks(kind.states, rows, kind.choices).double().median()) for kind in (wrong, right))
-
-    assert step > 0
-    assert worst(both) <= min(worst(means), worst(alone))
+    of_kinds = ([ranks(kind.states, rows, kind.choices) for kind in (wrong, right)] for rows in (both, means, alone))
+    kept, *others = (max(float(rank.double().median()) for rank in found) for found in of_kinds)
+    assert step > 0 and kept <= min(others)

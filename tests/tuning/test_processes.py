@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch.distributed import TCPStore
 
 from mtp_extract.evaluation.prompts import shipped_prompts
 from mtp_extract.tuning import corpus, train
-from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
+
+from .conftest import Plans
 
 FEW = 4
 
@@ -64,13 +64,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
     "drafter": ({"mode": "qat"}, ["--mode", "qat"], 1),
     "head": (
         {"directory": None, "mode": "eagle3", "draft_vocab": 128},
-        ["--mode", "eagle3", "--draft-vocab", "128"],
+        ["--mode=eagle3", "--draft-vocab=128"],
         3,
     ),
 }
 
 
-def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_are_as_one(plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, the same loss at every step, one result: of a drafter that is tuned, and of a new head."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
     few = shipped_prompts(FEW)
@@ -78,15 +78,8 @@ def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeyp
     monkeypatch.setattr(train, "ANCHORS", 24)
     commands = []
     for name, (changes, options, drafts) in CASES.items():
-        alone = plan(
-            tmp_path / name,
-            work=tmp_path / f"{name}.work",
-            draft_steps=drafts,
-            new_tokens=9,
-            batch=3,
-            steps=3,
-            **changes,
-        )
+        changes |= {"work": tmp_path / f"{name}.work", "draft_steps": drafts, "new_tokens": 9, "batch": 3, "steps": 3}
+        alone = plan(tmp_path / name, **changes)
         run_tuning(alone)
         out, drafter = tmp_path / f"two {name}", [alone.directory] if alone.directory else []
         arguments = [*drafter, "--base", alone.base, "--prompts", alone.prompts, "--draft-steps", drafts, *options]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,20 @@ from helpers.schemas import validator
 from safetensors.numpy import load_file
 from seam import verify
 
+from mtp_extract.cli.tune import _asked_to_stop
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.io.place import staged
 from mtp_extract.tuning import corpus as texts
 from mtp_extract.tuning.corpus import gather
 from mtp_extract.tuning.pair import Pair
-from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 from mtp_extract.tuning.work import locked
 
-from .conftest import on_sides, write_rows
+from .conftest import Plans, on_sides, write_rows
 
 
-def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
+def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
     made = plan(tmp_path / "tuned", learning_rate=0.05)
     found = run_tuning(made)
@@ -55,12 +54,11 @@ def test_norms(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path)
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
 
 
-def test_qat(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
+def test_qat(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     """Codes move, scales do not, floats are the codes'; what was measured is what was written."""
     found = run_tuning(plan(tmp_path / "tuned", mode="qat", steps=8, learning_rate=0.004))
-    assert found.directory is not None
-    before, after = (load_file(directory / "codes/codes.safetensors") for directory in (extracted, found.directory))
-    floats = load_file(found.directory / "model.safetensors")
+    before, after = (load_file(place / "codes/codes.safetensors") for place in (extracted, tmp_path / "tuned"))
+    floats = load_file(tmp_path / "tuned/model.safetensors")
     changed = 0
     for name in before:
         weight, _, part = name.rpartition(".")
@@ -72,10 +70,10 @@ def test_qat(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -
         if scale.size in (1, len(after[name])):
             assert np.array_equal(floats[weight], (after[name].astype(np.float32) - zero.astype(np.float32)) * scale)
     assert found.record["best_step"] == 0 or changed
-    load_drafter(found.directory)
+    load_drafter(tmp_path / "tuned")
 
 
-def test_what_is_not_better_is_not_written(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_what_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:
     found = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
     assert found.directory is None
     assert found.refused[0].startswith("it is not shown to take fewer rounds on held-out text (")
@@ -83,44 +81,34 @@ def test_what_is_not_better_is_not_written(plan: Callable[..., TuningPlan], tmp_
     assert not (tmp_path / "tuned").exists()
 
 
-def test_a_stop_leaves_the_best_so_far(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_a_stop_leaves_the_best_so_far(plan: Plans, tmp_path: Path) -> None:
     steps = iter(range(100))
     found = run_tuning(plan(tmp_path / "tuned", steps=9), stop=lambda: next(steps) == 3)
-    assert found.record["interrupted"]
-    assert found.record["steps_done"] == 4
+    assert found.record["interrupted"] and found.record["steps_done"] == 4
     assert verify(tmp_path / "tuned")["tuning"]["interrupted"] is True
     assert "stopped before its end" in (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     whole = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
-    assert whole.record["steps_done"] > 4
-    assert not whole.record["interrupted"]
+    assert whole.record["steps_done"] > 4 and not whole.record["interrupted"]
 
 
-def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_ctrl_c_is_a_question() -> None:
     """Before the first step it is as everywhere; after it, once asks and twice is as everywhere."""
-    from mtp_extract.cli.tune import _asked_to_stop
-
-    class Stopped(BaseException):
-        pass
-
-    def stopped(number: int, frame: object) -> None:
-        raise Stopped
-
-    before = signal.signal(signal.SIGINT, stopped)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(Stopped), _asked_to_stop(tell_so=True):
+        with pytest.raises(KeyboardInterrupt), _asked_to_stop(tell_so=True):
             signal.raise_signal(signal.SIGINT)
         with _asked_to_stop(tell_so=True) as stop:
             assert not stop()
             signal.raise_signal(signal.SIGINT)
             assert stop()
-            with pytest.raises(Stopped):
+            with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is stopped
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_refused_before_any_work(plan: Plans, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
     with pytest.raises(OutputError, match="is not replaced"):
@@ -140,7 +128,7 @@ def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path
 
 
 def test_only_the_first_process_checks_where_it_writes(
-    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A check holds the place for as long as it takes: a second process that came meanwhile was refused."""
     asked = plan(tmp_path / "out")
@@ -155,12 +143,11 @@ def test_only_the_first_process_checks_where_it_writes(
 def test_sides_are_of_sources() -> None:
     """A source is on one side, wherever it stands; and the shares are about those asked for."""
     sides = [texts.side_of(f"source {number}") for number in range(4000)]
-    assert sides == [texts.side_of(f"source {number}") for number in range(4000)]
     assert sides.count(texts.WATCHED) / 4000 == pytest.approx(0.08, abs=0.02)
     assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
 
 
-def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_sampled_serving(plan: Plans, tmp_path: Path) -> None:
     """Tuned for the probability that a draft stands."""
     # Text is written in several batches, which differ in length, and asked for side by side.
     found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
@@ -174,7 +161,7 @@ def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
     assert len(set(texts_drawn)) > len(texts_drawn) * 0.9
 
 
-def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_damaged_text_is_said(plan: Plans, tmp_path: Path) -> None:
     pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
     written = gather(pair)
     path = tmp_path / "work/texts.jsonl"
@@ -190,36 +177,19 @@ def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -
         assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
-def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    (tmp_path / "work").write_text("a file")
-    with pytest.raises(OutputError, match=r"work.*: expected a place for text and state") as found:
-        run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
-    assert found.value.remedies == ("work",)
-
-
-def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    with locked(work), pytest.raises(OutputError, match=r"work.*: .* in use") as found:
-        run_tuning(plan(tmp_path / "tuned", work=work))
-    assert found.value.remedies == ("work",)
+def test_a_work_folder_that_cannot_be_or_is_in_use(plan: Plans, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    for work in (tmp_path / "file", tmp_path / "work"):
+        with (
+            locked(tmp_path / "work"),
+            pytest.raises(OutputError, match=f"{work.name}: expected a place .* in use") as found,
+        ):
+            run_tuning(plan(tmp_path / "tuned", work=work))
+        assert found.value.remedies == ("work",)
     assert not (tmp_path / "tuned").exists()
-    with locked(work):
-        pass
 
 
-def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path) -> None:
-    """Of other sources, but the same: it is measured once."""
-    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
-    held = [row for row in rows if texts.side_of(row["source"]) == texts.HELD_OUT]
-    (copies,) = on_sides(map("copy {}".format, range(400)), {texts.HELD_OUT: len(held)})
-    again = [{**row, "source": source} for row, source in zip(held, copies, strict=True)]
-    path = write_rows(tmp_path / "twice.jsonl", [*rows, *again])
-    once = gather(Pair(plan(tmp_path / "tuned")))
-    twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
-    assert twice.corpus.held_out == once.held_out
-
-
-def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_text_by_people(plan: Plans, tmp_path: Path) -> None:
     """It is trained on in windows; intervals count texts, since windows of one are alike."""
     chosen = on_sides(map("file {}".format, range(1000)), {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5})
     sources = [source for side in chosen for source in side]

@@ -21,11 +21,13 @@ from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
+from .conftest import Plans
+
 Write = Callable[[dict[str, Any]], Written]
 
 
 @pytest.fixture(scope="module")
-def write(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> Write:
+def write(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Write:
     """What the base of ``plan`` writes; the same request is computed once."""
     pair = Pair(plan(tmp_path_factory.mktemp("none") / "none"))
     own = writer(SpeculativeGenerator(pair.base, pair.drafter, pair.loaded.tokenizer))
@@ -45,33 +47,28 @@ def served(write: Write) -> Iterator[ModelServer]:
         yield server
 
 
-def of_server(plan: Callable[..., TuningPlan], out: Path, server: ModelServer, **changes: Any) -> TuningPlan:
+def of_server(plan: Plans, out: Path, server: ModelServer, **changes: Any) -> TuningPlan:
     return plan(out, work=out.with_name("work"), text_from=server.url, **changes)
 
 
-def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path) -> None:
+def test_a_tuning_with_text_of_a_server(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     """End to end: the record says who wrote, and how far that is the base; the texts are those the base writes."""
     found = run_tuning(of_server(plan, tmp_path / "tuned", served))
-    assert found.directory is not None
-    record = verify(found.directory)
+    record = verify(tmp_path / "tuned")
     validator("extraction")(record)
     told = record["tuning"]["text_from"]
     assert (told["kind"], told["model"]) == ("vLLM", "google/gemma-4-E4B-it")
-    assert told["agreement"] == 1.0
-    assert told["positions"] == 16 * told["texts"]
+    assert (told["agreement"], told["positions"]) == (1.0, 16 * told["texts"])
     assert any("would have written 100.0% of" in note for note in found.notes)
     own = gather(Pair(plan(tmp_path / "own")))
     assert found.corpus.kinds[0] == own.kinds[0]
     assert found.corpus.held_out == own.held_out
     # Greedily, and once more as it is served otherwise.
-    temperatures = {asked["temperature"] for _, asked in served.asked}
-    assert temperatures == {0.0, 1.0}
+    assert {asked["temperature"] for _, asked in served.asked} == {0.0, 1.0}
     assert len({asked["seed"] for _, asked in served.asked if asked["temperature"]}) > 1
 
 
-def test_a_run_goes_on_with_what_is_missing(
-    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     class Stopped(BaseException):
         pass
 
@@ -97,21 +94,23 @@ def test_a_run_goes_on_with_what_is_missing(
 
 
 def test_tokens_are_those_of_the_text_where_they_are_not_told(
-    plan: Callable[..., TuningPlan], served: ModelServer, write: Write, tmp_path: Path
+    plan: Plans, served: ModelServer, write: Write, tmp_path: Path
 ) -> None:
     served.write = lambda asked: replace(write(asked), ids=None)
     pair = Pair(of_server(plan, tmp_path / "tuned", served))
-    found = gather(pair)
     codec = pair.codec
-    for text in found.kinds[0]:
+    for text in gather(pair).kinds[0]:
         assert codec.continued(codec.decode(text.continuation) or "") == text.continuation
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_base_is_noticed_before_training(
-    plan: Callable[..., TuningPlan], served: ModelServer, write: Write, tmp_path: Path, temperature: float
+    plan: Plans, served: ModelServer, write: Write, tmp_path: Path, temperature: float
 ) -> None:
     """One whose every third token is another. Where text is sampled, its greedy text tells."""
+    setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
+    found = gather(Pair(setting)).text_from
+    assert found is not None and found["agreement"] == 1
 
     def another(asked: dict[str, Any]) -> Written:
         found = write(asked)
@@ -120,39 +119,26 @@ def test_another_base_is_noticed_before_training(
         return replace(found, ids=moved)
 
     served.write = another
-    setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
+    (setting.kept_in / "texts.jsonl").unlink()
     with pytest.raises(PairError, match="vLLM to write at least 90% of tokens as the base at hand") as caught:
         gather(Pair(setting))
     assert caught.value.remedies == ("base",)
 
 
-def test_sampled_text_of_the_base_itself(plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path) -> None:
-    found = gather(Pair(of_server(plan, tmp_path / "tuned", served, temperature=1.0))).text_from
-    assert found is not None and found["agreement"] == 1
-
-
-def test_thoughts_without_tokens_are_no_text(
-    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
-) -> None:
+def test_thoughts_without_tokens_are_no_text(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     def thinking(handler: Any) -> None:
-        events = [
-            {"choices": [{"delta": {"reasoning": "hm"}}]},
-            {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}]},
-        ]
-        data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-        handler.answer(200, data + b"data: [DONE]\n\n", Content_Type="text/event-stream")
+        choices = {"delta": {"reasoning": "hm"}}, {"delta": {"content": "yes"}, "finish_reason": "stop"}
+        data = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
+        handler.answer(200, f"{data}data: [DONE]\n\n".encode(), Content_Type="text/event-stream")
 
     served.overrides["/v1/completions"] = thinking
     with pytest.raises(MtpExtractError, match=r"expected (at least . )?texts of more than 3 tokens"):
         gather(Pair(of_server(plan, tmp_path / "tuned", served)))
     stored = list(map(json.loads, (tmp_path / "work" / "texts.jsonl").read_text().splitlines()))
-    assert stored
-    assert not any(tokens for row in stored for tokens in row["tokens"])
+    assert stored and not any(tokens for row in stored for tokens in row["tokens"])
 
 
-def test_what_a_server_wants_is_named_as_the_setting_has_it(
-    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
-) -> None:
+def test_what_a_server_wants_is_named_as_the_setting_has_it(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     served.key = "sesame"
     with pytest.raises(ServerError, match="found 401 Unauthorized") as caught:
         gather(Pair(of_server(plan, tmp_path / "tuned", served)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +22,7 @@ from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Writer, people_texts
 
-from .conftest import on_sides, write_rows
+from .conftest import Plans, on_sides, write_rows
 
 ANSWER = "It is the light that comes from all sides, scattered by the air.\n"
 
@@ -82,12 +81,11 @@ def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
     assert found.value.remedies == ("prompts",)
 
 
-def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path) -> None:
     """Nor watched, nor trained on twice: texts that end alike are one, on whichever side they are."""
-    wanted = {TRAINED: 7, WATCHED: 8, HELD_OUT: 9}
     tail = "".join(f"    self.item_{number} = {number}\n" for number in range(8))
     rows = []
-    for sources in on_sides(map("file {}".format, range(1000)), wanted):
+    for sources in on_sides(map("file {}".format, range(1000)), {TRAINED: 7, WATCHED: 8, HELD_OUT: 9}):
         for number, source in enumerate(sources):
             # The first two of each side end alike, and the next two.
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
@@ -96,27 +94,23 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningP
     made = plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)
     found = gather(Pair(made))
     # Of those that end alike the first trained ones are left.
-    assert len(found.trained) == wanted[TRAINED] - 2
-    assert len(found.watched) == wanted[WATCHED] - 4
-    assert found.own == wanted[HELD_OUT] - 4
+    assert (len(found.trained), len(found.watched), found.own) == (7 - 2, 8 - 4, 9 - 4)
     tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *(text for _, text in found.held_out))]
     assert len(set(tails)) == len(tails)
 
 
 def test_what_is_learned_beside_the_served_text_is_not_held_out(
-    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
     pair = Pair(plan(tmp_path / "tuned"))
     once = gather(pair)
-    learned = (once.held_out[0][1],)
-    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [list(learned)])
+    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [[once.held_out[0][1]]])
     again = gather(pair)
-    assert again.kinds[1] == learned
-    assert again.held_out == once.held_out[1:]
+    assert again.kinds[1] == (once.held_out[0][1],) and again.held_out == once.held_out[1:]
 
 
-def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
     """Served greedily: its own text, drawn text from its beginning on, and greedy text from within the drawn."""
     made = gather(Pair(plan(tmp_path / "tuned")))
     served, drawn, branches = made.kinds
@@ -135,14 +129,10 @@ def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
 
 def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
     """Half by each: a drafter that is perfect on what it learned and useless elsewhere is in the middle."""
-    trained = Text(tuple(range(30)), 1)
     other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
     watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
-    found = Corpus(((trained,),), watched, (), 0)
-    text = torch.arange(10).repeat_interleave(10)
-    anchor = torch.arange(10, 20).repeat(10)
-    stands = (text < 5).double()[:, None].expand(-1, 3)
-    measured = Measured.over(text, anchor, stands)
+    found, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
+    measured = Measured.over(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
     assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
     assert found.balanced(few) == few.teacher_forced > 4 - 1

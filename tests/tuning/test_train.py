@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import pickle
 import resource
 from pathlib import Path
+from statistics import mean
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -40,7 +41,6 @@ def assert_same(one: tuple[Latents, Progress], other: tuple[Latents, Progress]) 
 def test_it_goes_on_as_if_nothing_had_happened(
     tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]
 ) -> None:
-
     class CutOff(BaseException):
         pass
 
@@ -80,26 +80,11 @@ def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
     assert_same(found, tiny.train(tmp_path / "fresh", steps=4, learning_rate=1e-3))
 
 
-def _pickled(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        b"",
-        b"PK\x03\x04 damaged",
-        b"no state at all",
-        pickle.dumps(Path("x"), protocol=2),
-        _pickled([1, 2]),
-        _pickled({"fingerprint": 1})[:-40],
-        _pickled({"done": 1}),
-    ],
-)
-def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: bytes) -> None:
-    (tmp_path / "state.pt").write_bytes(damaged)
+@pytest.mark.parametrize("damaged", [b"", b"no state at all", pickle.dumps(Path("x"), protocol=2), [1, 2], {"done": 1}])
+def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: Any) -> None:
+    torch.save(damaged, tmp_path / "state.pt")
+    if isinstance(damaged, bytes):
+        (tmp_path / "state.pt").write_bytes(damaged)
     with pytest.raises(CheckpointError, match=r"state\.pt: expected a training's state"):
         tiny.train(tmp_path)
 
@@ -111,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> 
     assert found.value.remedies == ("work",)
 
 
-@pytest.mark.parametrize("share", [0, 0.02, 0.4, 0.9, 0.98, 0.999])
+@pytest.mark.parametrize("share", [0, 0.4, 0.98, 0.999])
 def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: float) -> None:
     """Is said as such, wherever it happens; the state that was there is whole, and a later one takes its place."""
     path = tmp_path / "state.pt"
@@ -159,12 +144,9 @@ def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: 
     """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
     _, found = tiny.train(tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes)
     steps = [entry for entry in found.history if "loss" in entry]
-    first, last = (
-        {name: sum(float(entry[name]) for entry in part) / len(part) for name in ("loss", "agreement")}
-        for part in (steps[:3], steps[-5:])
-    )
-    assert last["loss"] < first["loss"] * 0.8
-    assert last["agreement"] > first["agreement"] + 0.2
+    loss, agreement = ([float(entry[name]) for entry in steps] for name in ("loss", "agreement"))
+    assert mean(loss[-5:]) < mean(loss[:3]) * 0.8
+    assert mean(agreement[-5:]) > mean(agreement[:3]) + 0.2
 
 
 def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
@@ -180,9 +162,8 @@ def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
 def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     """Beside a base in BF16 the drafter computes in BF16; what is trained, its moments and what is kept are in F32."""
     half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
-    rate = {"norms": 6e-2, "qat": 1e-2}[mode]
     stops = iter([False] * 15 + [True])  # before the last step, as of what is finished no moments are kept
-    changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": rate}
+    changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": {"norms": 6e-2, "qat": 1e-2}[mode]}
     latents, found = half.train(tmp_path, mode, lambda: next(stops), dtype=torch.bfloat16, **changes)
     assert {weight.dtype for weight in latents(torch.bfloat16).values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -244,8 +225,7 @@ def test_states_are_the_same_wherever_they_are_kept(
 
 def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
     """So that no other is computed again with it; and never more together than a batch."""
-    lengths = {4: 5, 30: 2, 100: 2}
-    texts = [Text(tuple(range(number, number + length)), 1) for length, n in lengths.items() for number in range(n)]
-    texts = [Text(tuple(token % 40 for token in text.tokens), 1) for text in texts]
+    lengths = [4] * 5 + [30] * 2 + [100] * 2
+    texts = [Text(tuple(token % 40 for token in range(n, n + length)), 1) for n, length in enumerate(lengths)]
     States(tiny.base, tiny.drafter.needs, texts, 3).of(texts)
     assert [len(call.args[2]) for call in forwards.call_args_list] == [3, 2, 1, 1, 1, 1]

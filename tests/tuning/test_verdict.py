@@ -33,16 +33,10 @@ def text(number: int, words: int = 3 * ANCHORS) -> Text:
 
 
 def compared(
-    workloads: Sequence[str],
-    own: int,
-    before: Measured,
-    after: Measured,
-    trained: Sequence[Text] = (),
+    workloads: Sequence[str], own: int, before: Measured, after: Measured, trained: Sequence[Text] = ()
 ) -> Comparisons:
-    count = len(workloads)
-    held_out = tuple((Prompt(workloads[number], f"text {number}"), text(number)) for number in range(count))
-    corpus = Corpus((tuple(trained),), (), held_out, own)
-    return Comparisons.of(corpus, before, after)
+    held_out = tuple((Prompt(name, f"text {number}"), text(number)) for number, name in enumerate(workloads))
+    return Comparisons.of(Corpus((tuple(trained),), (), held_out, own), before, after)
 
 
 @pytest.mark.parametrize(("texts", "kept"), [(4, False), (20, True)])
