@@ -186,9 +186,6 @@ def test_what_makes_no_sense_is_one_line(soon: None, patience: Patient, script: 
     assert len(patience.waits) <= 6
 
 
-# --- one file
-
-
 OTHER = DATA[:-100] + bytes(100)
 TIME = "Sat, 21 Nov 2026 10:00:00 GMT"
 LATER = "Sat, 21 Nov 2026 10:00:01 GMT"
@@ -228,9 +225,6 @@ def test_a_redirect_to_less_safety() -> None:
     for way in (["https://localhost/a", "http://elsewhere/b"], ["https://a/", "http://a/", "https://a/"]):
         with pytest.raises(SourceError, match="redirects to an address without https"):
             remote.check_redirects("a", *way)
-
-
-# --- what the Hub says
 
 
 @pytest.mark.parametrize(

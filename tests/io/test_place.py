@@ -14,7 +14,9 @@ import pytest
 from helpers.killing import killed_everywhere
 
 from mtp_extract.errors import OutputError
+from mtp_extract.io import threads
 from mtp_extract.io.place import Listed, check_place, files_of, listing, staged
+from mtp_extract.io.threads import Interrupted
 
 LISTED = listing("record.json", {"record.json", "weights", "codes/codes"})
 OLD = {"record.json": b"old", "weights": b"old weights", "codes/codes": b"old codes"}
@@ -148,14 +150,17 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
     assert names(tmp_path) == ["new", "x", "y"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Interrupted])
 @pytest.mark.parametrize(("name", "listed"), [("x", LISTED), ("new", LISTED), ("file", None)])
 def test_a_failure_leaves_the_old_and_nothing_else(
-    place: Path, error: type[BaseException], name: str, listed: Listed | None
+    place: Path, error: type[BaseException], name: str, listed: Listed | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And so does a signal that came and was lost."""
     with pytest.raises(error), staged(place.parent / name, overwrite=True, listed=listed) as stage:
         fill(stage, {"weights": b"half"}) if listed else stage.write_bytes(b"half")
-        raise error
+        if error is not Interrupted:
+            raise error
+        monkeypatch.setattr(threads, "_signals", [2])
     assert (held(place), names(place.parent)) == (OLD, ["x"])
 
 
