@@ -22,8 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 import mtp_extract
 from mtp_extract.data import sample_bundle, sample_prompts
-from mtp_extract.evaluation.prompts import read_prompts, shipped_prompts
-from mtp_extract.insertion.plan import InsertionResult
+from mtp_extract.evaluation.prompts import Prompt, read_prompts, shipped_prompts
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 NOTEBOOK = EXAMPLES / "drafter.ipynb"
@@ -51,14 +50,10 @@ def few(tmp_path: Path) -> Path:
     """A few of the sample's prompts: as many of every side as a training needs."""
     from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, side_of
 
-    left = Counter({TRAINED: 4, WATCHED: 4, HELD_OUT: 5})
-    chosen = []
-    for prompt in read_prompts(sample_prompts()):
-        side = side_of(prompt.source)
-        if left[side]:
-            left[side] -= 1
-            chosen.append(prompt)
-    assert not left.total()
+    chosen, least = list[Prompt](), {TRAINED: 4, WATCHED: 4, HELD_OUT: 5}
+    for side, most in least.items():
+        chosen += [prompt for prompt in read_prompts(sample_prompts()) if side_of(prompt.source) == side][:most]
+    assert len(chosen) == sum(least.values())
     return write_prompts(tmp_path / "few.jsonl", few_of(chosen, 1))
 
 
@@ -67,7 +62,6 @@ def test_the_table_names_every_example_and_says_what_it_says_itself() -> None:
     assert set(re.findall(r"^\| \[`([\w.]+)`\]\(\1\) \|", table, re.MULTILINE)) == {
         path.name for path in EXAMPLES.iterdir() if path.name != "README.md"
     }
-    assert len(SCRIPTS) == 6
     for name in SCRIPTS:
         text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
         # It says in one line what it does, and how it is called.
@@ -92,9 +86,7 @@ def test_of_a_bundle_on_the_hub_the_drafter_alone_is_fetched(run: Run, hub: HubS
 def test_both_loops_write_the_text_of_the_base_in_fewer_passes(run: Run) -> None:
     printed = run("draft_in_transformers", "--new-tokens", "16")
     (alone, text), (drafted, same) = re.findall(r"^\w[^,]*, (\d+) passes of the base: (.+)$", printed, re.MULTILINE)
-    assert text == same
-    assert len(text) > len("''")
-    assert int(drafted) < int(alone)
+    assert text == same and len(text) > len("''") and int(drafted) < int(alone)
     printed = run("count_rounds", "--new-tokens", "16")
     rows = re.findall(r"^(\d) drafts: (\d+) tokens in (\d+) rounds, (\d+) of (\d+) .* accepted, (.*)$", printed, re.M)
     assert [row[0] for row in rows] == list("01248")
@@ -102,8 +94,7 @@ def test_both_loops_write_the_text_of_the_base_in_fewer_passes(run: Run) -> None
     assert f"the text: {text}\n" in printed
     # The prompt's own pass gives the first token, every round one more than it accepts.
     assert all(int(tokens) == 1 + int(rounds) + int(accepted) for _, tokens, rounds, accepted, _, _ in rows)
-    assert int(rows[0][2]) == int(alone) - 1
-    assert int(rows[3][2]) < int(rows[0][2])
+    assert int(rows[3][2]) < int(rows[0][2]) == int(alone) - 1
 
 
 @pytest.mark.torch
@@ -113,8 +104,7 @@ def test_a_validation_is_read_from_its_report(
     monkeypatch.setattr("mtp_extract.report.page.find_spec", lambda name: None)
     printed = run("validate_pair", "--prompts", str(few), "--new-tokens", "8")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
-    assert report["verified"] and not report["refuted"]
-    assert "\nVerified: the checkpoint is the drafter of sample.litertlm" in printed
+    assert report["verified"] and "\nVerified: the checkpoint is the drafter of sample.litertlm" in printed
     steps = re.findall(r"^draft (\d) stands in ([\d.]+)% of (\d+) places \(95 %: ([\w.]+)", printed, re.MULTILINE)
     assert [(int(step), int(n)) for step, _, n, _ in steps] == [
         (step["step"], step["conditional"]["n"]) for step in report["drafters"][0]["agreement"]["steps"]
@@ -134,16 +124,13 @@ def test_a_gguf_holds_the_integers_of_the_bundle_and_needs_no_torch(tmp_path: Pa
     printed = ran.stdout
     (file,) = (tmp_path / "drafter-gguf").glob("*.gguf")
     assert f"{file.stat().st_size:,} bytes in drafter-gguf/{file.name}" in printed
-    assert file.stat().st_size < (tmp_path / "drafter" / "model.safetensors").stat().st_size
     # What RoPE divides its frequencies by is llama.cpp's table, no weight of a drafter.
     tensors = [tensor for tensor in GGUFReader(file).tensors if not tensor.name.startswith("rope_freqs")]
     stored = Counter(tensor.tensor_type.name for tensor in tensors)
     names = {"F32": "F32", "Q4_0": "INT4", "Q8_0": "INT8"}
-    line = re.search(r"^stored as (.*)$", printed, re.MULTILINE)
-    assert line is not None
-    told = {kind: int(count) for kind, count in re.findall(r"(\w+): (\d+) tensors", line[1])}
-    assert told == {names[kind]: count for kind, count in stored.items()}
-    assert told["INT4"] and told["INT8"]
+    (line,) = re.findall(r"^stored as (.*)$", printed, re.MULTILINE)
+    told = {kind: int(count) for kind, count in re.findall(r"(\w+): (\d+) tensors", line)}
+    assert told == {names[kind]: count for kind, count in stored.items()} and told["INT4"] and told["INT8"]
 
 
 @pytest.fixture
@@ -157,9 +144,8 @@ def spoilt(tmp_path: Path) -> Path:
         if "layernorm" in name:
             tensors[name] = tensor * random.uniform(-0.5, 2.5, tensor.shape).astype(np.float32)
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    inserted = mtp_extract.insert(made, sample_bundle(), tmp_path / "spoilt.litertlm")
-    assert isinstance(inserted, InsertionResult)
-    return inserted.path
+    mtp_extract.insert(made, sample_bundle(), tmp_path / "spoilt.litertlm")
+    return tmp_path / "spoilt.litertlm"
 
 
 @pytest.mark.torch
@@ -178,39 +164,28 @@ def test_what_was_tuned_is_in_the_new_bundle(
     assert f"extracted again: {changed} of {len(before)} tensors are others than before, all as tuned: True" in printed
 
 
-def code_cells() -> list[dict[str, Any]]:
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-def test_the_notebook_stores_no_outputs_and_installs_first() -> None:
-    cells = code_cells()
-    assert not [cell for cell in cells if cell["outputs"] or cell["execution_count"] is not None]
-    assert cells[0]["metadata"]["tags"] == ["install"]
-    assert "".join(cells[0]["source"]).startswith("%pip install")
-    assert not [cell for cell in cells[1:] if cell["metadata"].get("tags")]
-
-
 @pytest.mark.torch
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
+def test_the_notebook_stores_no_outputs_installs_first_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import matplotlib.pyplot as plt
 
+    plt.switch_backend("agg")
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    install, *cells = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    assert not any(cell["outputs"] or cell["execution_count"] is not None for cell in (install, *cells))
+    assert "".join(install["source"]).startswith("%pip install")
     monkeypatch.chdir(tmp_path)
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
     names: dict[str, Any] = {}
-    for cell in code_cells()[1:]:
+    for cell in cells:
         exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}: {cell['id']}", "exec"), names)
     assert "the same text: True" in capsys.readouterr().out
     assert names["passes"].count(1) < names["passes"].count(0)
     (figure,) = shown
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     # Of the drafts of a round, none is accepted more often than the one before it.
-    assert heights == sorted(heights, reverse=True)
-    assert len(heights) == 4 and 0 < heights[0] <= 1
+    assert heights == sorted(heights, reverse=True) and len(heights) == 4 and 0 < heights[0] <= 1
     plt.close(figure)

@@ -22,8 +22,7 @@ RUNNER = CliRunner()
 def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: Path) -> None:
     result = run("convert", extracted, "--for", "compressed-tensors", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "from its transformers format" in result.stdout
-    assert "23 weights as integers" in result.stdout
+    assert "from its transformers format" in result.stdout and "23 weights as integers" in result.stdout
     assert "Verified when it was extracted: the checkpoint computes what the bundle" in result.stdout
     shown = run("inspect", f"{extracted.name}-compressed-tensors", "--against", sample, cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -40,8 +39,7 @@ def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) ->
     for own in ("extraction.json", "README.md"):
         (out / own).unlink()
     without = json.loads(RUNNER.invoke(inspect.app, [str(out), "--json", "--tensors"]).stdout)
-    assert without["extraction"] is None
-    assert without["holds"] == with_record["holds"]
+    assert without["extraction"] is None and without["holds"] == with_record["holds"]
     assert without["holds"]["format"] == name
     assert without["holds"]["geometry"] == with_record["extraction"]["geometry"]
     assert len(without["holds"]["tensors"]) == without["holds"]["weights"] == 48

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from helpers.commands import run
+from helpers.prompt_files import write_prompts
 from helpers.random_heads import edit, head_config, random_head, write_head
 from helpers.schemas import validator
 from typer.testing import CliRunner
@@ -53,10 +54,7 @@ def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
     """With random weights: what is measured is bad, and the text the base's all the same."""
     config = head_config(backbone_hidden_size=64, hidden_size=64, vocab_size=512, draft_vocab_size=512)
     directory = write_head(tmp_path / "head", random_head(config))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"workload": "code", "prompt": text}) + "\n" for text in ("def ", "import os"))
-    )
+    prompts = write_prompts(tmp_path / "prompts.jsonl", {"code": ["def ", "import os"]})
     told = [str(directory), "--base", str(sample_base()), "--prompts", str(prompts), "--draft-steps", "2"]
     result = RUNNER.invoke(validate.app, [*told, "--new-tokens", "12", "--no-chat-template", "--json"])
     assert result.exit_code in (0, 1), result.output
