@@ -48,6 +48,7 @@ def said(bits: str = "4", factor: str = "1", axis: str = "0") -> str:
         ("scale", np.ones(128, np.float64), "finite scales in F32"),
         ("scale", np.ones(128, np.float32), "not those of its floats"),
         *(("", text, r"codes\.safetensors: ") for text in ("", "5", "[", "{}", f'{{"{NAME}": 5}}', said(axis="1"))),
+        ("", '{"a": 5, "a": 5}', "a key stands there twice"),
         *(("", said(bits), r"codes\.safetensors: ") for bits in ("4.0", "3", '"4"')),
         *(("", said(factor=text), r"codes\.safetensors: ") for text in ("0", "true", '"1"', "null", "1" * 400)),
     ],
