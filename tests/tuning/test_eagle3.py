@@ -22,7 +22,6 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import load_any
 from mtp_extract.drafter.mtp import LITERT
-from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import ReadDirectory
@@ -181,13 +180,6 @@ def test_the_vocabulary_is_what_the_base_says_most() -> None:
 def test_layers_that_are_read() -> None:
     expected = {42: (2, 21, 39), 60: (2, 30, 57), 35: (2, 17, 32), 6: (1, 3, 5), 4: (1, 2, 3)}
     assert {count: base_layers(count) for count in expected} == expected
-
-
-def test_a_base_of_three_layers_has_no_three_states() -> None:
-    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
-    base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
-    with pytest.raises(DrafterError, match="3 different layers"):
-        shape_of(base.config, 32, None)
 
 
 def test_a_whole_training(plan: Plans, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.tuning.latents import MODES, Latents
 
-from .conftest import Tiny, coded
+from .conftest import Tiny
 
 
 def moved(latents: Latents) -> Checkpoint:
@@ -89,15 +89,6 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
         tuned = latents.tuned(latents.results()).tensors["lm_head"]
         assert {*tuned.codes().flat} == {end}
     assert np.array_equal(latents(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
-
-
-def test_one_stored_constant_has_one_latent(tiny: Tiny) -> None:
-    shared = coded(tiny.checkpoint.tensors["layers.0.gate_proj"].array())
-    shared.origin = "the same"
-    latents = with_weights(tiny, "qat", {"layers.0.gate_proj": shared, "layers.0.up_proj": shared})
-    tuned, weights = moved(latents).tensors, latents(torch.float32)
-    assert weights["layers.0.gate_proj.weight"] is weights["layers.0.up_proj.weight"]
-    assert tuned["layers.0.gate_proj"] is tuned["layers.0.up_proj"]
 
 
 def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:

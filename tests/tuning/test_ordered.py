@@ -28,16 +28,7 @@ from mtp_extract.evaluation.agreement import Change
 from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.tuning import ordered
-from mtp_extract.tuning.ordered import (
-    Used,
-    build_head,
-    cluster_of,
-    clusters_of,
-    learn_centroids,
-    least_top_k,
-    ranks,
-    refusals,
-)
+from mtp_extract.tuning.ordered import Used, build_head, cluster_of, learn_centroids, least_top_k, ranks, refusals
 from mtp_extract.tuning.run import Outcome, run_tuning
 from mtp_extract.tuning.verdict import Comparison
 from mtp_extract.validation.transformers import check_transformers
@@ -134,8 +125,8 @@ def test_formats_without_room_are_refused(
 
 
 def test_clusters_divide_a_vocabulary() -> None:
-    assert [clusters_of(size) for size in (262144, 512)] == [2048, 32]
-    assert 262145 % clusters_of(262145) == 0
+    assert [ordered.clusters_of(size) for size in (262144, 512)] == [2048, 32]
+    assert 262145 % ordered.clusters_of(262145) == 0
 
 
 def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:

@@ -64,22 +64,6 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     assert counts.sum(dim=0)[batch.real].tolist() == (forced.targets >= 0).sum(dim=1).tolist()
 
 
-@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
-def test_the_future_changes_nothing_before_it(tiny: Tiny, convention: Convention) -> None:
-    """Another token at a position moves the rows that have read it, and not one that has not."""
-    text = max(tiny.texts, key=lambda text: len(text.tokens))
-    batch = every_anchor(tiny, [text])
-    before = logits_of(tiny, batch, convention)[:, 0]
-    read = batch.anchors[0] + torch.arange(STEPS)[:, None]  # [K, A], the last token a row has read
-    for changed in range(6, len(text.tokens), 5):
-        tokens = list(text.tokens)
-        tokens[changed] = (tokens[changed] + 1) % 40
-        after = logits_of(tiny, every_anchor(tiny, [Text(tuple(tokens), 3)]), convention)[:, 0]
-        moved = (after != before).any(-1)
-        assert not moved[read < changed].any()
-        assert moved[(read >= changed) & (read < changed + 2)].all()
-
-
 def test_the_padding_changes_nothing(tiny: Tiny) -> None:
     long, short = tiny.texts[0], tiny.texts[-1]
     alone = logits_of(tiny, every_anchor(tiny, [short]), LITERT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +32,9 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(first_base())
 
 
-def writing(tokenizer: Any, *, chat: bool = True, length: int = 100, context: int | None = None) -> Writer:
-    base = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
-    pair = SimpleNamespace(codec=Codec(tokenizer, len(tokenizer)), base=base)
-    pair.plan = TuningPlan(Path(), "base", Path(), Path(), chat_template=chat)
-    return Writer(cast("Any", pair), 0.0, length)
+def writing(tokenizer: Any, *, chat: bool = True, length: int = 100) -> Writer:
+    pair: Any = SimpleNamespace(codec=Codec(tokenizer, len(tokenizer)), plan=TuningPlan(None, "", chat_template=chat))
+    return Writer(pair, 0.0, length)
 
 
 def chat(tokenizer: Any, *messages: dict[str, str]) -> tuple[int, ...]:
@@ -48,19 +46,15 @@ def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
     """After the prompt, as the base is asked it: by the chat template, or as it is."""
     user, system = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be brief."}
     answer = tuple(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
-    items = [
-        Prompt("w", "Why?", completion=ANSWER),
-        Prompt("w", "Why?"),
-        Prompt("w", (system, user), completion=ANSWER),
-    ]
-    (asked,), (text,), (told,) = (people_texts(item, writing(tokenizer)) for item in items)
-    given = chat(tokenizer, user)
-    assert asked == Text((*given, *answer), len(given))
-    assert told == Text((*chat(tokenizer, system, user), *answer), len(chat(tokenizer, system, user)))
+    short, long = Prompt("w", "Why?", completion=ANSWER), Prompt("w", (system, user), completion=ANSWER)
     plain = (tokenizer.bos_token_id, *tokenizer("Why?", add_special_tokens=False)["input_ids"])
-    assert text == Text(plain, 1)
-    (raw,) = people_texts(items[0], writing(tokenizer, chat=False))
-    assert raw == Text((*plain, *answer), len(plain))
+    for item, chatting, given in (
+        (short, True, chat(tokenizer, user)),
+        (long, True, chat(tokenizer, system, user)),
+        (short, False, plain),
+    ):
+        assert people_texts(item, writing(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
+    assert people_texts(Prompt("w", "Why?"), writing(tokenizer)) == [Text(plain, 1)]
 
 
 def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: Any) -> None:
@@ -155,10 +149,8 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
 
     def stands(number: int, n: int) -> bool:
         last = n + min(steps, 7)
-        tokens = texts[number].tokens[max(0, last - 7) : last + 1]
-        if last < 7:
-            return any(text.tokens[: last + 1] == tokens for text in trained)
-        return any(text.tokens[at : at + 8] == tokens for text in trained for at in range(53))
+        tokens, at = texts[number].tokens[max(0, last - 7) : last + 1], range(53 if last >= 7 else 1)
+        return any(text.tokens[first : first + len(tokens)] == tokens for text in trained for first in at)
 
     assert found.tolist() == [stands(number, n) for number, n in places]
     assert 0.1 < float(found.double().mean()) < 0.9

@@ -174,9 +174,6 @@ def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     assert any(not torch.equal(value, value.bfloat16().float()) for value in found.results.values()) or not found.step
     losses = [float(entry["loss"]) for entry in found.history if "loss" in entry]
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
-    # The numbers of a step in BF16 are those of F32, as far as BF16 goes.
-    _, single = tiny.train(tmp_path / "f32", mode, steps=1, batch=5, anchors=12)
-    assert losses[0] == pytest.approx(float(single.history[1]["loss"]), rel=0.03)
 
 
 def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
