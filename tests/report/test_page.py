@@ -50,8 +50,7 @@ def test_the_four_figures() -> None:
         "Same text": ("5 of 5", "greedy, in float32; whatever is drafted"),
     }
     assert [head.standing for head in page.headlines] == ["good", "", "", "good"]
-    web = WebPage(as_html(page))
-    cells = [text for around, text in web.texts if "dl" in around and "header" in around]
+    cells = WebPage(as_html(page)).within("dl")
     assert cells == [cell for head in page.headlines for cell in (head.name, head.value, head.of, head.means)]
 
 

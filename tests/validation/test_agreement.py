@@ -37,20 +37,6 @@ def test_order_and_batches_change_nothing(
         assert torch.equal(getattr(agreement, name)[order], getattr(stepped, name))
 
 
-def test_workloads_add_up(continuations: Continuations, agreement: Agreement) -> None:
-    whole, workloads = figures(agreement), continuations.workloads
-    assert list(workloads) == ["code", "prose"]
-    parts = [figures(agreement.of(rows)) for rows in workloads.values()]
-    assert [part.texts for part in parts] == [4, 3]
-    assert sum(part.n for part in parts) == whole.n == len(agreement.text)
-    for step in range(STEPS):
-        for name in ("top1", "top5", "conditional"):
-            counted = [getattr(part.steps[step], name) for part in parts]
-            total = getattr(whole.steps[step], name)
-            assert sum(p.value * p.n for p in counted) == pytest.approx(total.value * total.n)
-            assert sum(p.n for p in counted) == total.n
-
-
 def test_figures_by_hand() -> None:
     drafts = torch.tensor([[1, 2], [1, 9], [9, 2], [1, 2]])
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])

@@ -105,13 +105,9 @@ GGUF_KEYS: Mapping[str, object] = {
 
 SHA = "0" * 64
 LIES: Mapping[str, object] = {
-    "source.size": 1,
-    "source.kind": "tflite",
-    "source.version": "9.9.9",
+    **{f"source.{key}": value for key, value in {"size": 1, "kind": "tflite", "version": "9.9.9"}.items()},
+    **dict.fromkeys(("source.section.index", "source.section.begin", "source.section.end"), 1),
     "source.section.sha256": SHA,
-    "source.section.index": 0,
-    "source.section.begin": 0,
-    "source.section.end": 1,
     "source.section.found_by": "bare model",
     "source.section.signature": "decode",
     "known_as": "Gemma 4 E4B",

@@ -18,7 +18,7 @@ from helpers.first_pair import first_bundle
 
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluation.extras import TRANSFORMERS, unusable
+from mtp_extract.evaluation.extras import TRANSFORMERS
 from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.page import checks
@@ -141,15 +141,3 @@ def test_an_interpreter_that_computes_another_thing(
     # With one that is well, what is wrong is the drafter.
     drafter.get_parameter("final_norm.weight").data.mul_(-1.5)
     assert check_interpreter(drafter, source, samples=1).passed is False
-
-
-def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "broken_one.py").write_text("raise RuntimeError('no\\nlibrary')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for arguments, why in (
-        (("json", "loads"), ""),
-        (("no_such_module",), "it cannot be imported: No module named 'no_such_module'"),
-        (("json", "eat"), "it cannot be imported: module 'json' has no attribute 'eat'"),
-        (("broken_one",), r"it cannot be imported: no\nlibrary"),
-    ):
-        assert unusable(*arguments) == why

@@ -36,6 +36,7 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
     assert isinstance(result.exception, OutputError)
     assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
     assert "Wrote" not in result.stdout
+    assert "What drafting is worth" in result.stdout and "zero_hidden" not in result.stdout, "one table is shown"
 
 
 def test_sample(tmp_path: Path) -> None:
@@ -45,21 +46,12 @@ def test_sample(tmp_path: Path) -> None:
         *("--draft-steps", "1,2", "--tree", "2x1", "--new-tokens", "16", "--report", tmp_path / "report"),
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(
-        "Verified: the checkpoint is the drafter of sample.litertlm (config, files, tensors, "
-    )
+    assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm (config, files, ")
     assert result.stderr.splitlines()[0] == "extracting the sample …"
-    assert "Traceback" not in result.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["verified"] and report["verdict"] in result.stdout
     worth = {name: (row["tree"], row["drafts"]) for name, row in report["drafters"][0]["worth"].items()}
     assert worth == {"1": (None, 1), "2": (None, 2), "2x1": ("2x1", 4)}
-
-
-def test_one_table_is_shown(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_extract.validation.run.run_validation", lambda *arguments: validation)
-    shown = RUNNER.invoke(validate.app, ["--sample"]).stdout
-    assert "What drafting is worth" in shown and "zero_hidden" not in shown
 
 
 def test_json(checkpoint: Path) -> None:
@@ -74,7 +66,6 @@ def test_refuted_is_status_1(checkpoint: Path) -> None:
     result = run_here("validate", checkpoint, "--source", variant("torch_int2"))
     assert result.returncode == 1
     assert result.stdout.startswith("Refuted: tensors: pre_projection (pre_projection.weight) has other values")
-    assert "erified:" not in result.stdout.splitlines()[0].replace("not verified:", "")
     assert result.stderr.splitlines()[-1].startswith("error: the validation shows that something is wrong")
 
 

@@ -66,8 +66,7 @@ def test_what_it_holds(written: Path) -> None:
             low, high = step[name]["ci95"] or (0, 1)
             assert 0 <= low <= step[name]["value"] <= high <= 1
     assert sum(part[0]["top1"]["n"] for part in by_workload) == steps[0]["top1"]["n"] == drafter["agreement"]["n"]
-    assert len(found["controls"]) == 7
-    assert set(drafter["worth"]) == {"1", "3"}
+    assert len(found["controls"]) == 7 and set(drafter["worth"]) == {"1", "3"}
     assert all(worth["same_text"] == found["base"]["timed"] == 2 for worth in drafter["worth"].values())
     assert found["verdict"].startswith("Verified: the checkpoint is the drafter of sample.litertlm (config, files, ")
     assert "; same text 2 of 2 (greedy, in float32; whatever is drafted). " in found["verdict"]
@@ -134,20 +133,11 @@ def test_any_check_refutes(validation: Validation, name: str) -> None:
 def test_too_few_texts_decide_nothing(validation: Validation) -> None:
     """Four texts: no interval anywhere, no verdict that would need one, and what is needed is said."""
     (first,) = validation.drafters
-
-    def undecided(figure: Figure | None, value: float = -0.2) -> Figure | None:
-        return figure and structs.replace(figure, value=value, ci95=None)
-
-    steps = [structs.replace(step, top1=undecided(step.top1, 0.5)) for step in first.agreement.steps]
-    of_four = structs.replace(first.agreement, texts=4, steps=steps)
+    none = Figure(0.5, 9)
+    of_four = structs.replace(first.agreement, texts=4, steps=[structs.replace(first.agreement.steps[0], top1=none)])
     other = structs.replace(first, name="other", change=Change(-0.3, None, 4))
-    found = changed(
-        validation,
-        controls=[
-            structs.replace(r, difference=undecided(r.difference), standing="undecided") for r in validation.controls
-        ],
-        drafters=[structs.replace(first, agreement=of_four), other],
-    )
+    controls = [structs.replace(r, difference=none, standing="undecided") for r in validation.controls]
+    found = changed(validation, controls=controls, drafters=[structs.replace(first, agreement=of_four), other])
     assert not found.refuted
     told = "not decided: 4 texts, at least 5 are needed"
     for part in ("positions", "other -0.30", "What the controls say is"):
@@ -183,9 +173,8 @@ def test_the_pair(written: Path, validation: Validation) -> None:
     """Its sizes are those of the sample: four layers of the base compute keys, one of them full."""
     found = json.loads((written / "pair.json").read_text())
     assert found == plain_json(validation.pair)
-    assert (found["target"]["hidden_size"], found["draft"]["hidden_size"]) == (64, 64)
-    assert found["bridge"]["shape"] == ["T", 64]
-    assert found["draft"]["assistant_role"] == "mtp_drafter"
+    assert found["target"]["hidden_size"] == found["draft"]["hidden_size"] == 64
+    assert found["bridge"]["shape"] == ["T", 64] and found["draft"]["assistant_role"] == "mtp_drafter"
     buffers = found["buffers"]
     assert buffers["draft_kv_cache"]["bytes"] == 0
     assert buffers["target_logits"] == {"shape": [4, 512], "bytes": 4 * 4 * 512}
@@ -231,9 +220,8 @@ def test_a_worse_drafter_is_below(beside: Validation) -> None:
     assert worse.change.mean == pytest.approx(after - before)
     assert worse.change.interval is not None and worse.change.interval.high < 0
     assert "Beside it, in teacher-forced tokens per round on the same texts: faulty -" in beside.verdict
-    for one in beside.drafters:
-        assert list(one.worth) == ["3", *TREES]
-        assert all(worth.same_text == 1 for worth in one.worth.values())
+    worths = [{name: one.same_text for name, one in drafter.worth.items()} for drafter in beside.drafters]
+    assert worths == [dict.fromkeys(("3", *TREES), 1)] * 2
 
 
 def test_the_report_of_two(beside: Validation, tmp_path: Path) -> None:

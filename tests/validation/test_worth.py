@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -87,21 +86,12 @@ def test_a_tree_that_is_a_chain_does_what_the_chain_does(worth: dict[str, Worth]
 
 
 def test_another_text_is_noticed(
-    generator: SpeculativeGenerator,
-    continuations: Continuations,
-    drafted: list[Agreement],
-    alone: Timed,
-    monkeypatch: pytest.MonkeyPatch,
+    generator: SpeculativeGenerator, continuations: Continuations, drafted: list[Agreement], alone: Timed
 ) -> None:
-    """Where the loop with drafts writes a token that the base alone does not, or stops before it does."""
-    generate = generator.generate
-
-    def wrong(prompt: Any, **more: Any) -> Any:
-        made = generate(prompt, **more)
-        own = [continuations.texts[row].prompt for row in alone.texts].index(prompt)
-        changed = (made.tokens[:7], (*made.tokens[:5], (made.tokens[5] + 7) % 500, *made.tokens[6:]), made.tokens)
-        return dataclasses.replace(made, tokens=changed[own])
-
-    monkeypatch.setattr(generator, "generate", wrong)
-    made = measure_worth(generator, continuations, *drafted, {"4": 4}, alone, new_tokens=NEW_TOKENS)
+    """Where the loop with drafts writes a token that the base alone does not, or goes on after it."""
+    (one, shorter), (two, other) = list(alone.texts.items())[:2]
+    ends = {one: shorter.tokens[:-1], two: (*other.tokens[:-1], other.tokens[-1] + 1)}
+    changed = {row: dataclasses.replace(alone.texts[row], tokens=tokens) for row, tokens in ends.items()}
+    spoilt = Timed({**alone.texts, **changed})
+    made = measure_worth(generator, continuations, *drafted, {"4": 4}, spoilt, new_tokens=NEW_TOKENS)
     assert made["4"].same_text == 1
