@@ -107,13 +107,10 @@ def trained(
 def tiny() -> Tiny:
     base = Base(random_base())
     drafter = random_drafter(base.model, final_logit_softcap=30.0)
-    weights = {
-        role: drafter.state_dict()[role.path].numpy().reshape(shape)
-        for role, shape in shapes_of(drafter.config).items()
-    }
-    tensors: dict[str, Weight] = {
-        role.name: coded(weight) if role.kind == MATRIX else of_array(weight) for role, weight in weights.items()
-    }
+    tensors = dict[str, Weight]()
+    for role, shape in shapes_of(drafter.config).items():
+        weight = drafter.state_dict()[role.path].numpy().reshape(shape)
+        tensors[role.name] = coded(weight) if role.kind == MATRIX else of_array(weight)
     checkpoint = Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
     generator = torch.Generator().manual_seed(5)
     starts = torch.randint(40, (8, 3), generator=generator)

@@ -52,8 +52,7 @@ def inserted(directory: Path, bundle: Path, out: Path) -> dict[str, torch.Tensor
 def test_into_every_format_of_integers(tuned: Path, tmp_path: Path, format_: str) -> None:
     """Codes are kept; only GGUF rounds their scales."""
     made = convert(tuned, tmp_path / "made", format=format_)
-    assert made.record["tuning"] == verify(tuned)["tuning"]
-    assert made.integers
+    assert made.record["tuning"] == verify(tuned)["tuning"] and made.integers
     after = weights(tmp_path / "made")
     for path, weight in weights(tuned).items():
         torch.testing.assert_close(after[path], weight, rtol=1e-2 if format_ == "gguf" else 4e-3, atol=1e-2)
@@ -63,10 +62,8 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     """Of the types that the extraction has."""
     shown, before = (inspect_checkpoint(place).report["holds"] for place in (tuned, extracted))
     assert shown["stored_types"] == before["stored_types"]
-    ran = CliRunner().invoke(app, [str(tuned)])
-    assert ran.exit_code == 0, ran.output
-    assert "as recorded in extraction.json" in ran.output
-    tuning = verify(tuned)["tuning"]
+    ran, tuning = CliRunner().invoke(app, [str(tuned)]), verify(tuned)["tuning"]
+    assert ran.exit_code == 0 and "as recorded in extraction.json" in ran.output, ran.output
     ratio, texts = tuning["overall"]["rounds"]["ratio"], tuning["overall"]["texts"]
     said = f"tuned beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
     assert said in " ".join(ran.output.split())

@@ -52,19 +52,16 @@ def said_by(base: Base) -> list[Text]:
 def test_states_and_teacher_of_every_kind(kind: str) -> None:
     """A state is what a layer is given, a teacher's logits are what the base says, soft cap and all."""
     base = Base(random_base(tie_word_embeddings=False, final_logit_softcapping=2.0, **KINDS[kind]))
-    tokens = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1))
-    decoder = base.model.get_decoder()
-    given: list[torch.Tensor] = []
-    for module in (*decoder.layers, decoder.norm):
+    tokens, given = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
+    for module in (*base.model.get_decoder().layers, base.model.get_decoder().norm):
         module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     with torch.inference_mode():
-        expected = base.model(tokens).logits
-        asked, given = given, []
+        expected, asked = base.model(tokens).logits, given.copy()
         full = base.feed(tokens, range(base.num_layers + 1))
-        assert len(asked) == base.num_layers + 1 == len(full.layers)
-        for layer, state in enumerate(asked):
-            torch.testing.assert_close(full.layers[layer], state, rtol=1e-5, atol=1e-5)
         said = base.logits(full.hidden)
+    assert len(asked) == base.num_layers + 1 == len(full.layers)
+    for layer, state in enumerate(asked):
+        torch.testing.assert_close(full.layers[layer], state, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
     assert 1 < said.abs().max() <= 2
 
@@ -95,7 +92,7 @@ def test_states_begin_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shape_of_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
     texts = said_by(base)

@@ -84,8 +84,7 @@ def test_agreement() -> None:
     for name in ("ce", "mixed"):
         _, hits, gradients = chunked(name, given, None, 1.0, 200)
         assert len(gradients) == 1
-        assert torch.equal(hits.bool(), logits.argmax(-1) == choices)
-        assert 0 < hits.mean() < 1
+        assert torch.equal(hits.bool(), logits.argmax(-1) == choices) and 0 < hits.mean() < 1
     p, q = given["base"].softmax(-1)[given["where"]], logits.softmax(-1)
     for name in ("kl", "tv"):
         torch.testing.assert_close(chunked(name, given, None, 1.0, 200)[1], torch.minimum(p, q).sum(-1))
@@ -101,18 +100,15 @@ def test_nothing_of_the_rows_size_exists() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, Tensor):
-                    largest = max(largest, tensor.numel())
+            made = [one for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)]
+            largest = max([largest, *(tensor.numel() for tensor in made)])
             return out
 
-    rows = 900
-    states = torch.randn(rows, WIDTH, requires_grad=True)
-    head = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
-    base = torch.randn(1, VOCABULARY)
+    rows, base = 900, torch.randn(1, VOCABULARY)
+    states, head = (torch.randn(count, WIDTH, requires_grad=True) for count in (rows, VOCABULARY))
     aimed = torch.arange(rows), torch.zeros(rows, dtype=torch.long), lambda positions: base[0 * positions]
-    counts = 1.0, torch.ones(rows, dtype=torch.bool)
     with Watching():
         for objective in OBJECTIVES.values():
-            gradient_of(Rows(*aimed, *counts, objective, 30.0), states, head, 20 * VOCABULARY)
+            counted = Rows(*aimed, 1.0, torch.ones(rows, dtype=torch.bool), objective, 30.0)
+            gradient_of(counted, states, head, 20 * VOCABULARY)
     assert 20 * VOCABULARY <= largest <= rows * WIDTH
