@@ -223,6 +223,6 @@ def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
     own, kept = read.record, ["source", "known_as", "shared", "activations", "proof", "tuning"]
     if any(one.how == INDICES for one in made.kept.values()):
         kept.append("ordered_head")
-    step = {"layout": read.layout, "version": own["tool"]["version"], "files": read.sums}
-    step |= {key: own[key] for key in ("dtype", "rounded", "rule")}
+    step = {"layout": read.layout, **{key: own[key] for key in ("dtype", "rounded", "rule")}}
+    step |= {"version": own["tool"]["version"], "files": read.sums}
     return {**{key: own[key] for key in kept if key in own}, "converted_from": [*own["converted_from"], step]}
