@@ -26,18 +26,15 @@ def test_the_figures_are_the_ones_that_are_found(plan: Plans, extracted: Path, b
     made = plan(tmp_path / "tuned", directory=worse, learning_rate=0.05, steps=4)
     told = run_tuning(made)
     texts = [text for _, text in told.corpus.held_out]
-    before, after = (
-        evaluate(base, directory, [text.prompt for text in texts], made.new_tokens)
-        for directory in (worse, tmp_path / "tuned")
-    )
+    prompts = [text.prompt for text in texts]
+    before, after = (evaluate(base, place, prompts, made.new_tokens) for place in (worse, tmp_path / "tuned"))
     assert [one.continuation for one in before] == [text.continuation for text in texts]
     assert [one.accepted for one in before] != [one.accepted for one in after]
     own = slice(told.corpus.own)
     overall = told.record["overall"]
     for when, found in (("before", before[own]), ("after", after[own])):
         anchors, rounds = sum(len(one.accepted) for one in found), sum(one.rounds for one in found)
-        assert overall["anchors"] == anchors
-        assert overall[when]["rounds"] == rounds
+        assert (overall["anchors"], overall[when]["rounds"]) == (anchors, rounds)
         length = 1 + sum(sum(one.accepted) for one in found) / anchors
         assert overall[when]["teacher_forced"] == pytest.approx(length, abs=1e-4)
         assert overall[when]["tokens_per_round"] == pytest.approx(sum(one.tokens for one in found) / rounds, abs=1e-4)

@@ -7,14 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 from seam import verify
 
 from mtp_extract.cli.tune import _asked_to_stop
-from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.io.place import staged
 from mtp_extract.tuning import corpus as texts
@@ -51,25 +49,6 @@ def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
-
-
-def test_qat(plan: Plans, extracted: Path, tmp_path: Path) -> None:
-    """Codes move, scales do not, floats are the codes'; what was measured is what was written."""
-    found = run_tuning(plan(tmp_path / "tuned", mode="qat", steps=8, learning_rate=0.004))
-    before, after = (load_file(place / "codes/codes.safetensors") for place in (extracted, tmp_path / "tuned"))
-    floats = load_file(tmp_path / "tuned/model.safetensors")
-    changed = 0
-    for name in before:
-        weight, _, part = name.rpartition(".")
-        if part != "codes" or before[name].ndim != 2:
-            assert np.array_equal(before[name], after[name]), name
-            continue
-        changed += int((before[name] != after[name]).sum())
-        scale, zero = (after[f"{weight}.{part}"].reshape(-1, 1) for part in ("scale", "zero_point"))
-        if scale.size in (1, len(after[name])):
-            assert np.array_equal(floats[weight], (after[name].astype(np.float32) - zero.astype(np.float32)) * scale)
-    assert found.record["best_step"] == 0 or changed
-    load_drafter(tmp_path / "tuned")
 
 
 def test_what_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:
