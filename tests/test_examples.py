@@ -59,9 +59,8 @@ def few(tmp_path: Path) -> Path:
 
 def test_the_table_names_every_example_and_says_what_it_says_itself() -> None:
     table = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| \[`([\w.]+)`\]\(\1\) \|", table, re.MULTILINE)) == {
-        path.name for path in EXAMPLES.iterdir() if path.name != "README.md"
-    }
+    named = re.findall(r"^\| \[`([\w.]+)`\]\(\1\) \|", table, re.MULTILINE)
+    assert {*named, "README.md"} == {path.name for path in EXAMPLES.iterdir()}
     for name in SCRIPTS:
         text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
         # It says in one line what it does, and how it is called.

@@ -138,11 +138,8 @@ def _cell(value: object) -> object:
 def _room(indent: str = "") -> int:
     """Characters beside ``indent`` on a line of stdout; no bound where it is no terminal and COLUMNS does not say."""
     if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
-        return _UNBOUNDED
+        return 1 << 16
     return max(shutil.get_terminal_size().columns - len(indent), 1)
-
-
-_UNBOUNDED = 1 << 16
 
 
 @contextmanager
