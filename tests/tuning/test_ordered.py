@@ -202,21 +202,6 @@ def test_learned_rows_are_better_than_means() -> None:
     assert after > before + 0.1 and step > 0
 
 
-def test_means_stay_where_learning_makes_it_worse() -> None:
-    """A handful of states with wrong labels teaches nothing."""
-    states, cluster, text = watched = planted(3000, 1)
-    means, wrong = means_of(watched), (cluster[:64] + 1) % CLUSTERS
-    centroids, step = learn_centroids([Used(states[:64], wrong, text[:64])], [watched], means, steps=100, seed=0)
-    assert step == 0
-    torch.testing.assert_close(ranks(states, centroids, cluster), ranks(states, means, cluster))
-
-
-def test_ranks_count_the_clusters_that_score_higher() -> None:
-    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    states = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [0.0, 0.0]])
-    assert ranks(states, rows, torch.tensor([0, 1, 2, 1])).tolist() == [1, 2, 0, 0]
-
-
 def test_what_is_best_on_the_worst_kind_is_kept() -> None:
     """Rows learned from states with wrong labels fit such states; what is kept serves the right ones too."""
     taught, right = planted(3000, 1), planted(1500, 2)

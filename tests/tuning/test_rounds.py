@@ -64,13 +64,6 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     assert counts.sum(dim=0)[batch.real].tolist() == (forced.targets >= 0).sum(dim=1).tolist()
 
 
-def test_the_padding_changes_nothing(tiny: Tiny) -> None:
-    long, short = tiny.texts[0], tiny.texts[-1]
-    alone = logits_of(tiny, every_anchor(tiny, [short]), LITERT)
-    beside = logits_of(tiny, every_anchor(tiny, [short, long]), LITERT)
-    torch.testing.assert_close(beside[:, :1, : alone.shape[2]], alone, rtol=1e-4, atol=1e-4)
-
-
 def test_text_by_people_counts_while_the_base_agrees(tiny: Tiny) -> None:
     tokens = list(tiny.texts[0].tokens)
     tokens[10] = (tokens[10] + 1) % 40

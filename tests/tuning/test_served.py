@@ -98,9 +98,8 @@ def test_tokens_are_those_of_the_text_where_they_are_not_told(
 ) -> None:
     served.write = lambda asked: replace(write(asked), ids=None)
     pair = Pair(of_server(plan, tmp_path / "tuned", served))
-    codec = pair.codec
     for text in gather(pair).kinds[0]:
-        assert codec.continued(codec.decode(text.continuation) or "") == text.continuation
+        assert pair.codec.continued(pair.codec.decode(text.continuation) or "") == text.continuation
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

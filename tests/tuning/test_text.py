@@ -62,10 +62,9 @@ def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: A
     short = writing(tokenizer, length=5)
     assert people_texts(answered, short) == people_texts(answered, writing(tokenizer))
     (whole,), windows = people_texts(text, writing(tokenizer)), people_texts(text, short)
-    assert len(windows) > 3
+    assert len(windows) > 3 and {len(window.continuation) for window in windows[:-1]} == {5}
     assert [token for window in windows for token in window.continuation] == list(whole.continuation)
     assert {window.tokens[0] for window in windows} == {tokenizer.bos_token_id}
-    assert {len(window.continuation) for window in windows[:-1]} == {5}
 
 
 def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
@@ -85,8 +84,7 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
             rows.append({"prompt": f"class {source}:\n{ending}", "source": source})
     path = write_rows(tmp_path / "texts.jsonl", rows)
-    made = plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)
-    found = gather(Pair(made))
+    found = gather(Pair(plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)))
     # Of those that end alike the first trained ones are left.
     assert (len(found.trained), len(found.watched), found.own) == (7 - 2, 8 - 4, 9 - 4)
     tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *(text for _, text in found.held_out))]
