@@ -86,21 +86,15 @@ class Tiny:
             patch.setattr(train_module, "EVALUATIONS", evaluations)
             patch.setattr(train_module, "ANCHORS", anchors)
             patch.setattr(train_module, "free_memory", lambda device: 2 * memory)
-            return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop)
+            return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop=stop)
 
 
 def trained(
-    plan: TuningPlan,
-    base: Base,
-    drafter: Network,
-    latents: Latents,
-    kinds: tuple[tuple[Text, ...], ...],
-    watched: tuple[Text, ...],
-    stop: Callable[[], bool] = lambda: False,
+    plan: TuningPlan, base: Base, drafter: Network, latents: Latents, *texts: Any, stop: Any = bool
 ) -> Progress:
-    """Trained without a directory: on texts that are there, beside a base that is loaded."""
+    """Trained without a directory: on kinds of texts, watched beside other ``texts``, and a base that is loaded."""
     more = {"base_fingerprint": "", "origin": SimpleNamespace(sums={}), "say": silent}
-    return train(beside(plan, base, drafter, **more), Corpus(kinds, watched, (), 0), latents, silent, stop)
+    return train(beside(plan, base, drafter, **more), Corpus(*texts, (), 0), latents, silent, stop)
 
 
 @pytest.fixture(scope="session")

@@ -75,12 +75,3 @@ def test_text_by_people_counts_while_the_base_agrees(tiny: Tiny) -> None:
     assert greedy[:, at[9]].tolist() == [True, False, False]
     assert sampled[:, at[8]].tolist() == [True, True, True]
     assert sampled.sum() > greedy.sum()
-
-
-def test_anchors(tiny: Tiny) -> None:
-    texts = [tiny.texts[0], Text((1, 2, 3, 4, 5), 2)]
-    anchors, real = random_anchors(texts, 5, torch.Generator().manual_seed(3))
-    assert real.tolist() == [[True] * 5, [True] * 2 + [False] * 3]
-    assert anchors[1, :2].tolist() == [2, 3]
-    assert len(set(anchors[0].tolist())) == 5
-    assert set(anchors[0].tolist()) <= set(texts[0].anchors)

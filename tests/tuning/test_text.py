@@ -55,6 +55,8 @@ def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
     ):
         assert people_texts(item, writing(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
     assert people_texts(Prompt("w", "Why?"), writing(tokenizer)) == [Text(plain, 1)]
+    with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why"):
+        people_texts(Prompt("w", (user,)), writing(tokenizer))
 
 
 def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: Any) -> None:
@@ -65,13 +67,6 @@ def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: A
     assert len(windows) > 3 and {len(window.continuation) for window in windows[:-1]} == {5}
     assert [token for window in windows for token in window.continuation] == list(whole.continuation)
     assert {window.tokens[0] for window in windows} == {tokenizer.bos_token_id}
-
-
-def test_texts_that_cannot_be_aimed_at(tokenizer: Any) -> None:
-    said = ({"role": "user", "content": "Why?"},)
-    with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why") as found:
-        people_texts(Prompt("w", said), writing(tokenizer))
-    assert found.value.remedies == ("prompts",)
 
 
 def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path) -> None:
