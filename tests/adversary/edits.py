@@ -46,46 +46,32 @@ LOWEST = -1e9
 class Sample:
     """Inputs on which a case shows, beside those on which every case is tried.
 
-    Attributes:
-        activations, keys, values: how many times louder than usual they are.
-        mask: the slots it shows: "holes" (some of the past, and the position's own), "past" (all of it, as runtimes
-            make it), "before" (the past without its own), "all" (what is to come, too), "one" (its own alone).
-        change: what else is done to the arrays, by name.
+    ``mask`` shows "holes" (some of the past, and the position's own), "past" (all of it, as runtimes make it), "all"
+    (what is to come, too) or "one" (its own alone).
     """
 
     position: int
-    activations: float = 1.0
+    activations: float = 1.0  # how many times louder than usual
     keys: float = 1.0
     values: float = 1.0
     mask: str = "holes"
-    change: Callable[[dict[str, npt.NDArray[Any]]], object] | None = None
+    change: Callable[[dict[str, npt.NDArray[Any]]], object] | None = None  # of the arrays, by name
 
 
 @dataclass(frozen=True)
 class Case:
-    """One named change to a sound drafter.
-
-    Attributes:
-        family: what part of the drafter it is about.
-        layers: of the four of the shipped drafter, those that are kept before the change is made.
-        why: of a mutation that the interpreter cannot tell or cannot run, what makes it another function.
-        rounds: of a rewrite, that its weights are its own: rounded, or shared by layers.
-        shows: further inputs: those where a mutation that hides elsewhere is another function.
-        rounding: what rounding alone may move of the outputs' range; a rewrite moves no more, a mutation does.
-        exact: QUANTIZE and DEQUANTIZE of activations are executed, not taken away.
-        slots: of the caches, before the change is made.
-    """
+    """One named change to a sound drafter."""
 
     family: str
     name: str
     change: Change
-    layers: tuple[int, ...] = (0, 3)
-    why: str = ""
-    rounds: bool = False
-    shows: tuple[Sample, ...] = ()
-    rounding: float = 0.0
-    exact: bool = False
-    slots: int = 256
+    layers: tuple[int, ...] = (0, 3)  # of the shipped drafter's four, kept before the change is made
+    why: str = ""  # of a mutation that the interpreter cannot tell or run, what makes it another function
+    rounds: bool = False  # of a rewrite, that its weights are its own: rounded, or shared by layers
+    shows: tuple[Sample, ...] = ()  # inputs where a mutation that hides elsewhere is another function
+    rounding: float = 0.0  # of the outputs' range: a rewrite moves no more, a mutation does
+    exact: bool = False  # QUANTIZE and DEQUANTIZE of activations are executed, not taken away
+    slots: int = 256  # of the caches, before the change is made
 
     @property
     def label(self) -> str:
@@ -153,10 +139,8 @@ def unary(name: str) -> Edit:
     return lambda g, x: g.call(name, x)
 
 
-def with_number(name: str, number: float | np.ndarray, *, left: bool = False) -> Edit:
-    """``x`` and a constant; ``left`` puts the constant first."""
-    constant = np.asarray(number, np.float32)
-    return lambda g, x: g.call(name, constant, x) if left else g.call(name, x, constant)
+def with_number(name: str, number: float | np.ndarray) -> Edit:
+    return lambda g, x: g.call(name, x, np.asarray(number, np.float32))
 
 
 @an_edit
@@ -242,10 +226,3 @@ def clamped(bound: float) -> Edit:
 def over_int(scale: float, zero_point: int = 0, dtype: Any = np.int8) -> Edit:
     """QUANTIZE and DEQUANTIZE."""
     return lambda g, x: g.call("DEQUANTIZE", quantized(g, x, scale, zero_point, dtype), dtype=np.float32)
-
-
-def over_bfloat(g: Graph, x: int) -> int:
-    """CAST to BFLOAT16 and back."""
-    narrow = g.cast(x, np.float16)
-    g.main.tensors[narrow].type = schema.TensorType.BFLOAT16
-    return g.cast(narrow, np.float32)

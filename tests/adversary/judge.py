@@ -34,8 +34,6 @@ APART = 5e-5
 
 SAMPLES = (Sample(3), Sample(16), Sample(40), Sample(201), Sample(100, activations=8.0, values=8.0))
 """For every case; a bound that is far out shows only where numbers are loud."""
-_HOLES = 0.25
-_KEY_SPREAD = 3.0
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
@@ -45,7 +43,7 @@ Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 def _seen(sample: Sample, slots: int, random: np.random.Generator) -> npt.NDArray[np.bool_]:
     at, drawn = np.arange(slots), random.random(slots)
     own, past = at == sample.position, at <= sample.position
-    kinds = {"holes": (past & (drawn > _HOLES)) | own, "past": past, "before": past & ~own, "all": at >= 0, "one": own}
+    kinds = {"holes": (past & (drawn > 0.25)) | own, "past": past, "all": at >= 0, "one": own}
     return kinds[sample.mask]
 
 
@@ -69,7 +67,7 @@ def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...], samples: tuple[Samp
             else:
                 # Heads are told apart by their spread, K and V by their mean.
                 heads = np.linspace(0.7, 1.3, shape[1])[:, None, None]
-                spread = sample.keys * _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else sample.values
+                spread = sample.keys * 3.0 / shape[3] ** 0.5 if "_k_" in name else sample.values
                 arrays[name] = ((values + (0.0 if "_k_" in name else 0.3)) * heads * spread).astype(np.float32)
         if sample.change is not None:
             sample.change(arrays)
@@ -89,19 +87,15 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> O
     With integer weights LiteRT rounds activations, which hides small differences. So the weights are turned to floats
     first, by the rule of its own kernels: codes times the scales along the first axis. Static quantization of
     activations (a QUANTIZE and the DEQUANTIZE that undoes it) is taken away: a checkpoint of floats has none, and its
-    record says so.
-
-    Args:
-        graph: packed before.
-        inputs: of the sound model; ``graph.adapt`` makes them this one's.
-        exact: that static quantization is executed all the same.
-
-    Raises:
-        RuntimeError, ValueError: the interpreter cannot run the model.
+    record says so; ``exact``: it is executed all the same. ``inputs`` are the sound model's, which ``graph.adapt``
+    makes this one's. What the interpreter cannot run is a RuntimeError or ValueError of its own.
     """
     _float_weights(graph)
     if not exact:
-        _float_activations(graph)
+        for op in [op for op in graph.ops if graph.kind(op) == "DEQUANTIZE"]:
+            source = graph.producer(int(op.inputs[0]))
+            if source is not None and graph.kind(source) == "QUANTIZE":
+                graph.rewire(int(op.outputs[0]), int(source.inputs[0]))
     data = pack(graph.model)
     # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
     interpreter = Interpreter(
@@ -132,13 +126,6 @@ def _float_weights(graph: Graph) -> None:
         if weight.type in (schema.TensorType.INT8, schema.TensorType.INT4) and graph.is_constant(int(op.inputs[1])):
             weight.buffer = graph.buffer(graph.floats(int(op.inputs[1])).astype(np.float32).tobytes())
             weight.type, weight.quantization = schema.TensorType.FLOAT32, None
-
-
-def _float_activations(graph: Graph) -> None:
-    for op in [op for op in graph.ops if graph.kind(op) == "DEQUANTIZE"]:
-        source = graph.producer(int(op.inputs[0]))
-        if source is not None and graph.kind(source) == "QUANTIZE":
-            graph.rewire(int(op.outputs[0]), int(source.inputs[0]))
 
 
 @torch.inference_mode()
@@ -185,18 +172,11 @@ def apart(ours: Outputs, theirs: Outputs) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What extraction makes of a case.
+    """What extraction makes of a case."""
 
-    Attributes:
-        outcome: "refused", "same" (what is written computes what the file computes), "wrong", or "crashed" (an error
-            that is not one of ours).
-        detail: the message, or what the interpreter says of a file that it cannot run.
-        difference: as a share of the outputs' range; 0 where nothing was written.
-    """
-
-    outcome: str
-    detail: str = ""
-    difference: float = 0.0
+    outcome: str  # refused, same (as the file), wrong, or crashed
+    detail: str = ""  # the message, or what the interpreter says of a file that it cannot run
+    difference: float = 0.0  # as a share of the outputs' range; 0 where nothing was written
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.detail or f'{self.difference:.2g}'}"
@@ -213,11 +193,7 @@ def original(
 
 
 def changed(case: Case, style: str, graph: Graph) -> float:
-    """How far LiteRT's results of ``graph``, made by ``case`` and packed before, are from those of the sound drafter.
-
-    Raises:
-        RuntimeError, ValueError: the interpreter cannot run the model.
-    """
+    """How far LiteRT's results of ``graph``, made by ``case`` and packed before, are from those of the sound drafter."""
     inputs, outputs = original(style, case.layers, case.shows, case.slots)
     return apart(outputs, computed(graph, inputs, case.exact))
 

@@ -10,8 +10,7 @@ from helpers.make_bundle import Memory, pack
 from helpers.make_drafter import DrafterSpec, plain_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof.test_proof import of
-from seam import MtpExtractError, RoleError, prove, read
+from seam import MtpExtractError, RoleError, read
 
 from mtp_extract.graph.expressions import Expressions
 from mtp_extract.graph.forms import SCORE, Rotated, Scores
@@ -118,12 +117,6 @@ def test_a_file_is_read_the_same(sample: Any) -> None:
         at = np.arange(layer.head_dim // 2)
         wanted = np.where(at < share * at.size, theta ** (-at / at.size), 0)
         np.testing.assert_allclose(layer.inverse_frequencies, wanted, atol=1e-8)
-
-
-@pytest.mark.parametrize("label", ["interleaved", "two_heads_only", "reflected", "twice"])
-def test_other_pairs_are_refused(label: str) -> None:
-    with pytest.raises(MtpExtractError):
-        prove(of(f"rope/{label}"))
 
 
 def test_rotations_of_heads_of_other_sizes_are_others() -> None:

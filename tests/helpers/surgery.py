@@ -57,13 +57,8 @@ _OPTIONS = {
 
 
 class Norm:
-    """One RMSNorm in plain operators.
-
-    Attributes:
-        x, out: what is normed, and the result.
-        square, average, add, root, scale, weigh: its operators: x·x, the mean (torch) or the sum (jax), + epsilon,
-            1/sqrt, x times that, and times the weight.
-        weight: the constant.
+    """One RMSNorm: tensors ``x``, ``out`` and ``weight``; operators ``square`` (x·x), ``average`` (mean in torch, sum
+    in jax), ``add`` (+ epsilon), ``root`` (1/sqrt), ``scale`` (x times that), ``weigh`` (times the weight).
     """
 
     def __init__(self, g: Graph, role: str) -> None:
@@ -85,14 +80,9 @@ class Norm:
 class Layer:
     """The places of one layer: tensors, and operators where it says so.
 
-    Attributes:
-        visible: the mask that ``select``, an operator, selects by, bool; ``masker`` the operator that applies it to the
-            scores, which makes them ``masked``.
-        rotated: the query after RoPE; ``cos`` and ``sin`` of its ``angle``, ``position`` in floats times ``table``.
-        queries: the same, grouped by KV heads.
-        softmax, score, mix: operators: the softmax, and the two products.
-        first, second: operators: the two residual additions; ``scaler``: the product with the layer's scalar.
-        stream, middle, summed, out: what goes through the layer: before it, between, and with and without its scalar.
+    ``visible`` is the mask that the operator ``select`` selects by; the operator ``masker`` applies it to the scores,
+    which makes them ``masked``. ``rotated`` is the query after RoPE, ``queries`` the same by KV heads. Operators are
+    also ``softmax``, the products ``score`` and ``mix``, the residual additions ``first`` and ``second``, ``scaler``.
     """
 
     def __init__(self, g: Graph, index: int) -> None:
@@ -132,17 +122,12 @@ class Layer:
 
 @dataclass
 class Graph:
-    """A model that can be changed.
+    """A model that can be changed."""
 
-    Attributes:
-        model: the schema's ``ModelT``.
-        roles: role → index of its constant in the main subgraph, of the sound model.
-        adapt: signature input → how the sound model's array becomes this one's, where a rewrite changed an input.
-    """
-
-    model: Any
-    roles: dict[str, int]
+    model: Any  # the schema's ``ModelT``
+    roles: dict[str, int]  # role → index of its constant in the main subgraph, of the sound model
     adapt: dict[str, Callable[[Array], Array]] = field(default_factory=dict)
+    """Signature input → how the sound model's array becomes this one's, where a rewrite changed an input."""
 
     # What is there.
 
@@ -329,10 +314,10 @@ class Graph:
         shape[axis] = sum(self.shape(part)[axis] for part in parts)
         return self.call("CONCATENATION", *parts, shape=shape, axis=axis % len(shape))
 
-    def reduce(self, name: str, x: int, axis: int, keep: bool = True) -> int:
+    def reduce(self, name: str, x: int, axis: int) -> int:
         shape = self.shape(x)
-        shape[axis : axis + 1 or None] = [1] if keep else []
-        return self.call(name, x, np.array([axis % len(self.shape(x))], np.int32), shape=shape, keepDims=keep)
+        shape[axis] = 1
+        return self.call(name, x, np.array([axis % len(shape)], np.int32), shape=shape, keepDims=True)
 
     def cast(self, x: int, dtype: npt.DTypeLike) -> int:
         return self.call("CAST", x, shape=self.shape(x), dtype=dtype)
@@ -413,9 +398,9 @@ class Graph:
 
     # The file.
 
-    def tidy(self, keep: Iterable[int] = ()) -> None:
+    def tidy(self) -> None:
         """Bring operators into an order of execution, and drop operators and tensors that nothing reads."""
-        needed = {int(i) for i in self.main.outputs} | set(keep)
+        needed = {int(i) for i in self.main.outputs}
         alive = self._computing(needed)
         needed.update(int(i) for op in alive for i in (*op.inputs, *op.outputs))
         done = {int(i) for i in range(len(self.main.tensors))} - {int(i) for op in alive for i in op.outputs}

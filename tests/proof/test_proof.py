@@ -239,7 +239,6 @@ CAUSES: dict[str, tuple[type[MtpExtractError], str]] = {
     "mask kinds/all_of_16_shown": (UnsupportedError, "SELECT_V2"),
     "smooth/row_and_hole": (UnsupportedError, "mask"),
     "loudness/keys_within_30": (UnsupportedError, "of a cache"),
-    "loudness/keys_by_tanh": (UnsupportedError, "of a cache"),
     "loudness/largest_score_favoured": (UnsupportedError, "scores"),
     "number types/position_int8": (UnsupportedError, "QUANTIZE"),
     "number types/query_int8_within_a_half": (UnsupportedError, "INT8"),

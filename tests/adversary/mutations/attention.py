@@ -52,29 +52,14 @@ def masked_value(g: Graph, value: float) -> None:
 
 
 @an_edit
-def by_distance(g: Graph, x: int, name: str, size: int) -> int:
-    """The mask, where slots of the same group of ``size`` (or of the same rest) as the position are."""
-    position = g.call(name, g.input("input_pos"), np.array([size], np.int32))
-    kept = slots(g) // size if name == "FLOOR_DIV" else slots(g) % size
-    return both(g, x, g.equal(position, kept.astype(np.int32)))
+def by_rest(g: Graph, x: int, size: int) -> int:
+    """The mask, where slots are that have the same rest by ``size`` as the position."""
+    position = g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32))
+    return both(g, x, g.equal(position, slots(g) % np.int32(size)))
 
 
 def constant_mask(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
     return lambda g, x: both(g, x, g.constant(pick(slots(g)), np.bool_))
-
-
-def after_softmax(g: Graph) -> None:
-    """Everything is scored; what is hidden is cleared from the probabilities."""
-    layer = g.layer(0)
-    g.set_input(layer.softmax, 0, layer.scores)
-    kept = g.cast(layer.visible, np.float32)
-    g.insert(layer.probabilities, lambda p: g.mul(p, kept), [layer.mix])
-
-
-def multiplied_mask(g: Graph) -> None:
-    layer = g.layer(0)
-    kept = g.cast(layer.visible, np.float32)
-    g.set_input(layer.softmax, 0, g.mul(layer.scores, kept))
 
 
 @a_change
@@ -126,21 +111,10 @@ MASKS: dict[str, Change] = {
     "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -e.WINDOW)),
     "window_xor_mask": visible(0, lambda g, x: g.not_equal(x, g.input("mask"))),
     "mask_ignored_full": visible(1, lambda g, _: compare("GREATER_EQUAL", 0)(g)),
-    "mask_negated_full": visible(1, lambda g, x: g.logical_not(x)),
     "causal_is_reversed": comparison("GREATER_EQUAL", "LESS_EQUAL"),
-    "value_minus_5": masked_value(-5.0),
-    "after_softmax": after_softmax,
-    "multiplied": multiplied_mask,
-    "even_slots": visible(1, constant_mask(lambda s: s % 2 == 0)),
     "without_first_slot": visible(1, constant_mask(lambda s: s > 0)),
-    "shifted_by_a_slot": visible(
-        1,
-        lambda g, x: g.cast(
-            g.join([g.part(g.cast(x, np.int32), 1, slots(g).size - 1), g.part(g.cast(x, np.int32), 0, 1)]), np.bool_
-        ),
-    ),
     "second_kv_head_sees_all": group_sees_all(1),
-    "dilated": visible(1, by_distance("FLOOR_MOD", 2)),
+    "dilated": visible(1, by_rest(2)),
     "causal_by_param_tensor": compared_with("LESS", end_param),
 }
 
@@ -285,13 +259,6 @@ def from_other(g: Graph, which: str) -> None:
     g.rewire(old, g.transpose(new, [0, 1, 3, 2]), readers)
 
 
-def both_exchanged(g: Graph) -> None:
-    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
-    readers = g.readers(key), g.readers(value)
-    g.rewire(key, g.transpose(value, [0, 1, 3, 2]), readers[0])
-    g.rewire(value, g.transpose(key, [0, 1, 3, 2]), readers[1])
-
-
 @a_change
 def of_full_layer(g: Graph, which: str) -> bool | None:
     """The sliding layer reads a part of the full layer's cache."""
@@ -317,7 +284,6 @@ def updated_slot(g: Graph) -> None:
 
 HEADS: dict[str, Change] = {
     "value_is_key": from_other("value"),
-    "key_and_value_exchanged": both_exchanged,
     "key_of_full_layer": of_full_layer("k"),
     "kv_heads_swapped": lambda g: [
         cache_edit(which, lambda g, x: g.gather(x, [1, 0], 1))(g) for which in ("key", "value")
@@ -366,10 +332,8 @@ scores = lambda edit, layer=0: edge(f"{layer}.scores", edit)  # noqa: E731
 probabilities = lambda edit, layer=0: edge(f"{layer}.probabilities", edit)  # noqa: E731
 
 SCORES: dict[str, Change] = {
-    "by_root_of_width": scores(e.mul(32**-0.5)),
     "doubled": scores(lambda g, x: g.add(x, x)),
     "divided_by_2": scores(e.with_number("DIV", 2.0)),
-    "query_scaled": edge("0.queries", e.mul(0.25)),
     "minus": scores(e.unary("NEG")),
     "leaky": scores(lambda g, x: g.maximum(x, g.mul(x, 0.1))),
     "minus_mean": scores(lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),

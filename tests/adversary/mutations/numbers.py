@@ -11,7 +11,6 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, cases, edge
-from adversary.mutations.attention import cache_edit, hidden_sum, summed
 from adversary.mutations.positions import position
 
 
@@ -176,32 +175,14 @@ GRIDS: dict[str, Change] = {
 }
 
 
-int16 = np.int16
-
-
-def hidden_on(edit: Edit) -> Change:
-    """The mask that is added to the scores, 0 and −1e9, on a grid."""
-    return summed(lambda g, m: edit(g, hidden_sum(g, m)))
-
-
 POSITION: dict[str, Change] = {
     "position_int8": position(e.over_int(1.0)),
     "position_cast_int8": e.edge("input_pos", lambda g, x: g.cast(g.cast(x, np.int8), np.int32)),
     "sin_cast_int8": e.edge("0.sin", e.through(np.int8)),
 }
-MASK: dict[str, Change] = {
-    "mask_int8_of_12.8": hidden_on(e.over_int(0.1)),
-}
 STATES: dict[str, Change] = {
     "query_int8_within_a_half": e.edge("0.queries", e.over_int(0.5 / 127)),
-    "values_int16_to_0": cache_edit(
-        "value", e.chain(e.with_number("SUB", 3.0), e.over_int(3 / 32767, 0, int16), e.add(3.0))
-    ),
     "activations_int8_within_1": e.edge("activations", e.over_int(1 / 127)),
-}
-OVERFLOW: dict[str, Change] = {
-    "stream_fp16_of_thousands": e.edge("1.stream", e.chain(e.mul(1000.0), e.through(np.float16), e.mul(0.001))),
-    "values_fp16_of_thousands": cache_edit("value", e.chain(e.mul(1000.0), e.through(np.float16), e.mul(0.001))),
 }
 
 
@@ -237,7 +218,5 @@ CASES = (
     *cases("operators", OPERATORS),
     *cases("operators", CUSTOM, why="nobody knows what it computes"),
     *cases("number types", POSITION, Sample(37), Sample(230), exact=True),
-    *cases("number types", MASK, exact=True),
     *cases("number types", STATES, **_EXACT),
-    *cases("number types", OVERFLOW, Sample(40, activations=1e3, values=1e3), **_EXACT),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, Sample, a_change, an_edit, cases, edge
+from adversary.edits import Change, Edit, Sample, a_change, cases, edge
 from adversary.mutations.attention import both, compare, masked_value, slots, visible
 
 
@@ -90,17 +90,10 @@ ROPE: dict[str, Change] = {
     "first_half_only": rotated_by(
         lambda g, q, cos, sin: g.join([e.turn(g, *e.halves(g, q), cos, sin)[0], e.halves(g, q)[1]])
     ),
-    "reflected": rotated_by(
-        lambda g, q, cos, sin: g.join(
-            [e.turn(g, *e.halves(g, q), cos, sin)[0], g.neg(e.turn(g, *e.halves(g, q), cos, sin)[1])]
-        )
-    ),
     "two_heads_only": rotated_by(heads_rotated),
     "twice": rotated_by(lambda g, q, cos, sin: g.join(e.turn(g, *e.turn(g, *e.halves(g, q), cos, sin), cos, sin))),
     "sin_doubled": cos_and_sin(lambda g, cos, sin: (cos, g.mul(sin, 2.0))),
-    "both_scaled": cos_and_sin(lambda g, cos, sin: (g.mul(cos, 1.1), g.mul(sin, 1.1))),
     "cos_is_1": cos_and_sin(lambda g, cos, sin: (g.constant(np.ones(g.shape(cos))), sin)),
-    "sin_is_its_angle": cos_and_sin(lambda g, cos, sin: (cos, g.layer(0).angle)),
     "table_of_other_layer": cos_and_sin(
         lambda g, cos, sin: (g.part(g.layer(1).cos, 0, g.shape(cos)[-1]), g.part(g.layer(1).sin, 0, g.shape(sin)[-1]))
     ),
@@ -120,24 +113,9 @@ def is_at(row: int) -> Where:
     return lambda g: g.equal(g.input("input_pos"), np.array([row], np.int32))
 
 
-@a_change
-def between(g: Graph, first: int, last: int) -> int:
-    above = g.greater_equal(g.input("input_pos"), np.array([first], np.int32))
-    return both(g, above, g.less_equal(g.input("input_pos"), np.array([last], np.int32)))
-
-
 def when(where: Where, then: Edit) -> Edit:
     """``then`` of a value at some positions, and the value itself at others."""
     return e.chosen(lambda g, x: where(g), then)
-
-
-@an_edit
-def vanishing(g: Graph, x: int, rows: Sequence[int], height: float) -> int:
-    """Plus a polynomial of the position that is zero at ``rows``."""
-    made = g.constant(np.float32(height))
-    for row in rows:
-        made = g.mul(made, g.mul(g.sub(number(g), np.float32(row)), np.float32(1 / 64)))
-    return g.add(x, made)
 
 
 def reset(size: int, shift: int) -> Edit:
@@ -151,9 +129,6 @@ def hides(slot: int) -> Edit:
     return lambda g, x: both(g, x, g.constant(slots(g) != slot, np.bool_))
 
 
-SAMPLED = (1, 8, 15, 16, 111, 255)
-"""Positions that an earlier release asked for in a drafter of 256 slots and a window of 16."""
-
 AT_37: dict[str, Change] = {
     "angle_at_37": angle(when(is_at(37), e.add(1.0))),
     "cos_negated_at_37": edge("0.cos", when(is_at(37), e.unary("NEG"))),
@@ -163,9 +138,6 @@ AT_37: dict[str, Change] = {
 }
 ELSEWHERE: dict[int, dict[str, Change]] = {
     0: {"full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_)))},
-    254: {"query_at_254": edge("1.query_normed", when(is_at(254), e.unary("NEG")))},
-    140: {"keys_scaled_from_120_to_250": edge("0.key", when(between(120, 250), e.mul(1.5)))},
-    200: {"polynomial_cos": edge("1.cos", vanishing(SAMPLED, 0.01))},
 }
 POSITIONS = tuple(
     case
@@ -229,8 +201,6 @@ def angles(g: Graph, layer: int) -> Array:
 def row(g: Graph, table: int, how: str = "GATHER") -> int:
     """The position's row of ``table``, [1, width]."""
     shape = [1, g.shape(table)[1]]
-    if how == "EMBEDDING_LOOKUP":
-        return g.call(how, g.input("input_pos"), table, shape=shape, dtype=np.float32)
     if how == "SLICE":
         start = g.join([g.input("input_pos"), g.constant(np.zeros(1), np.int32)], 0)
         return g.call(how, table, start, np.array(shape, np.int32), shape=shape)
@@ -322,7 +292,6 @@ def clear(first: int, last: int, distance: int) -> Callable[[Array, Array], Arra
 
 TABLES: dict[str, Change] = {
     "row_37_of_cos_is_1": tabled(cos=rows(37, 37, np.ones_like)),
-    "one_entry_by_lookup": tabled(cos=one(37, 1, 0.5), how="EMBEDDING_LOOKUP"),
     "row_37_not_a_number": tabled(cos=rows(37, 37, lambda t: t * np.nan)),
     "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
     "window_table_row_37": window_table(clear(37, 37, 3)),

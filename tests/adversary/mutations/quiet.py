@@ -8,10 +8,10 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, Sample, a_change, an_edit, cases, edge
+from adversary.edits import Change, Edit, Sample, cases, edge
 from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
 from adversary.mutations.blocks import normed_by, recapped
-from adversary.mutations.positions import angle, hides, is_at, number, slot, table
+from adversary.mutations.positions import hides, is_at, slot, table
 
 
 def one(size: int, index: int, value: float, axes: int = 3, axis: int = -1, other: float = 1.0) -> np.ndarray:
@@ -57,24 +57,6 @@ KEYS: dict[str, Change] = {
 }
 
 
-@a_change
-def padded(g: Graph, value: float) -> None:
-    """Scores of slots that do not exist take part in the softmax."""
-    layer = g.layer(1)
-    *front, count = g.shape(layer.masked)
-    pads = np.array([[0, 0], [0, 0], [0, 0], [0, 16]], np.int32)
-    wide = g.call("PADV2", layer.masked, pads, np.float32(value), shape=[*front, count + 16])
-    g.set_input(layer.softmax, 0, wide)
-    result = g.tensor([*front, count + 16])
-    layer.softmax.outputs = [result]
-    g.rewire(layer.probabilities, g.part(result, 0, count))
-
-
-MISTAKES: dict[str, Change] = {
-    "padded_with_0": padded(0.0),
-}
-
-
 def plus(*edits: Edit) -> Edit:
     """x plus the chained ``edits`` of it."""
     return lambda g, x: g.add(x, e.chain(*edits)(g, x))
@@ -86,21 +68,6 @@ def times(*edits: Edit) -> Edit:
 
 def less(bound: float) -> Edit:
     return e.with_number("SUB", bound)
-
-
-@an_edit
-def at_most(g: Graph, x: int, bound: float, root: Edit) -> int:
-    """The smaller of x and ``bound``: (x + bound − |x − bound|) / 2, the amount being a ``root``."""
-    far = root(g, g.sub(x, np.float32(bound)))
-    return g.mul(g.sub(g.add(x, np.float32(bound)), far), 0.5)
-
-
-def smooth_rows(g: Graph, x: int) -> int:
-    """One more between 120 and 250, by two sigmoids of the position."""
-    p = number(g)
-    up = g.logistic(g.mul(g.sub(p, 119.5), 60.0))
-    down = g.logistic(g.mul(g.sub(250.5, p), 60.0))
-    return g.add(x, g.mul(up, down))
 
 
 def row_and_hole(g: Graph, x: int) -> int:
@@ -115,11 +82,9 @@ def hole_12(arrays: dict[str, Any]) -> None:
 
 LOUD: dict[str, Change] = {
     "activations_plus_exp": edge("activations", plus(less(110.0), e.unary("EXP"))),
-    "activations_at_most_150_by_root": edge("activations", at_most(150.0, e.chain(e.unary("SQUARE"), e.unary("SQRT")))),
     "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), e.unary("LOGISTIC"), e.mul(-0.9)))),
 }
 ROWS: dict[str, Change] = {
-    "angle_between_two_sigmoids": angle(smooth_rows),
     "row_and_hole": visible(1, row_and_hole),
 }
 
@@ -128,7 +93,6 @@ CASES = (
     *cases("subtle", SUBTLE),
     *cases("loudness", PLAIN),
     *cases("loudness", KEYS, *(Sample(40, keys=loud) for loud in (40.0, 100.0, 400.0)), rounding=1e-2),
-    *cases("mistakes", MISTAKES, *(Sample(p, mask="past") for p in (5, 37, 64, 200, 222, 253))),
     *cases("smooth", LOUD, *(Sample(40, *loud) for loud in _LOUD), rounding=1e-3),
     *cases("smooth", ROWS, Sample(37, mask="past"), Sample(37, change=hole_12), Sample(180)),
 )

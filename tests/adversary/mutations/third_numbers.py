@@ -9,8 +9,8 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, Sample, a_change, an_edit
-from adversary.mutations.attention import both, slots, summed, visible
+from adversary.edits import Change, Edit, Sample, an_edit
+from adversary.mutations.attention import summed
 from adversary.mutations.blocks import normed_by
 from adversary.mutations.positions import position
 
@@ -18,49 +18,7 @@ Array = np.ndarray
 Build = Callable[[Graph], int]
 
 
-@an_edit
-def by_adj_x(g: Graph, x: int, left: bool) -> int:
-    """A little of a sum over 128 is added, of operands whose last axes have one element."""
-    operands = [g.constant(np.ones((1, 1, 128, 1))), g.reshape(x, [1, 1, 128, 1])][:: 1 if left else -1]
-    return g.add(x, g.mul(g.call("BATCH_MATMUL", *operands, shape=[1, 1, 1, 1], adjX=True), 0.1))
-
-
-SHAPES: dict[str, Change] = {
-    "product_by_adj_x": e.edge("0.query_normed", by_adj_x(False)),
-    "product_by_adj_x_left": e.edge("0.query_normed", by_adj_x(True)),
-}
-
-
 # Codes that are cast, and integers that wrap.
-
-
-@a_change
-def coded(g: Graph, which: str, dtype: Any, scale: float, back: Edit) -> None:
-    """The full layer's cache as codes, brought back by ``back``, which makes floats of codes."""
-    e.as_codes(g, f"kv_cache_{which}_3", dtype, scale, back=e.chain(back, e.mul(scale)))
-
-
-def over_types(*types: Any) -> Edit:
-    return e.chain(*((lambda g, x, t=t: g.cast(x, t)) for t in types))
-
-
-CODES: dict[str, Change] = {
-    "keys_int16_cast_int8": coded("k", np.int16, 0.02, over_types(np.int8, np.float32)),
-    "keys_int8_cast_uint8": coded("k", np.int8, 0.02, over_types(np.uint8, np.float32)),
-}
-
-
-@a_change
-def wrapped_distance(g: Graph, bits: int) -> int:
-    """Whether slot less position, times 2ⁿ in INT32, is within the window."""
-    far = g.sub(g.input("input_pos"), slots(g))
-    large = g.mul(far, np.array(2**bits, np.int32))
-    end = np.array(e.WINDOW * 2**bits, np.int32)
-    return both(g, g.less(large, end), g.greater_equal(large, np.array(0, np.int32)))
-
-
-def in_window(build: Callable[[Graph], int]) -> Change:
-    return visible(0, lambda g, _: both(g, g.input("mask"), g.reshape(build(g), [1, 1, 1, 256])))
 
 
 @an_edit
@@ -78,7 +36,6 @@ def hidden_twice(g: Graph, m: int) -> int:
 
 
 WRAPS: dict[str, Change] = {
-    "window_by_distance_times_2^26": in_window(wrapped_distance(26)),
     "position_uint8_times_3": position(cut_position(np.int32, np.uint8, 3)),
     "hidden_sum_wraps": summed(hidden_twice),
 }
@@ -136,10 +93,6 @@ GRIDS: dict[str, Change] = {
 }
 
 CASES = (
-    *e.cases("third: declared shapes", SHAPES),
-    *e.cases(
-        "third: codes", CODES, Sample(40, keys=10.0, values=5.0), Sample(201, keys=6.0, values=3.0), rounding=0.05
-    ),
     *e.cases("third: integers that wrap", WRAPS, Sample(201, mask="past"), Sample(150, mask="past"), Sample(250)),
     *e.cases("third: epsilons", EPSILONS, Sample(40, values=1e-3), Sample(201, values=1e-4), exact=True),
     *e.cases("third: constants", OTHERS, Sample(250), exact=True),

@@ -7,27 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Change, Edit, Sample, add, an_edit, cases, edge, mul
+from adversary.edits import Change, Sample, add, cases, edge, mul
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import is_at, rows, tabled, when
-from adversary.mutations.second import EVERY, next_mask, of_row
+from adversary.mutations.second import EVERY, of_row
 
 Array = np.ndarray
-
-
-def at_slot(slot: int, edit: Edit) -> Edit:
-    """``edit`` of one slot of a cache, [1, heads, 1, width]."""
-    return lambda g, x: g.join(
-        [g.part(x, 0, slot, 2), edit(g, g.part(x, slot, 1, 2)), g.part(x, slot + 1, 255 - slot, 2)], 2
-    )
-
-
-@an_edit
-def dimensions(g: Graph, x: int, *exchanged: int) -> int:
-    """Two dimensions exchanged."""
-    order = np.arange(g.shape(x)[-1])
-    order[list(exchanged)] = order[list(exchanged)[::-1]]
-    return g.gather(x, [int(i) for i in order], -1)
 
 
 def turned(g: Graph, x: int) -> int:
@@ -37,37 +22,8 @@ def turned(g: Graph, x: int) -> int:
     return g.product(x, g.constant(matrix))
 
 
-@an_edit
-def by_position(g: Graph, x: int, at_row: int, axis: int, a: int = 3, b: int = 40) -> int:
-    """Elements along ``axis`` in the order that the position's row of a table says: in one row two are exchanged."""
-    size = g.shape(x)[axis]
-    orders = np.tile(np.arange(size), (256, 1))
-    orders[at_row, [a, b]] = b, a
-    order = g.call("GATHER", g.constant(orders, np.int32), g.input("input_pos"), shape=[1, size], axis=0)
-    return g.call("GATHER", x, g.reshape(order, [size]), shape=g.shape(x), axis=axis % len(g.shape(x)))
-
-
-@an_edit
-def by_masked_slots(g: Graph, x: int, factor: float) -> int:
-    """What sums to nothing over the dimensions is added where the next slot is shown."""
-    mask = g.reshape(g.mul(next_mask(g), np.float32(factor)), [1, 1, 256, 1])
-    size = np.arange(g.shape(x)[-1])
-    return g.add(x, g.mul(mask, g.constant(1.0 * (size == 3) - 1.0 * (size == 5))))
-
-
-SLOTS: dict[str, Change] = {
-    f"{which}_{name}": cache_edit(which, edit, 1)
-    for which in ("key", "value")
-    for name, edit in {
-        "dimensions_exchanged_at_250": at_slot(250, dimensions(3, 40)),
-        "turned_at_250": at_slot(250, turned),
-        "dimensions_exchanged_at_position_37": by_position(37, -1),
-        "plus_what_sums_to_0_by_the_next_mask": by_masked_slots(0.1),
-        "times_numbers_near_1_by_slot": mul(1 + 1e-3 * np.sin(EVERY).reshape(1, 1, 256, 1)),
-    }.items()
-}
 DIMENSIONS: dict[str, Change] = {
-    "attended_by_position_37": edge("1.attended", by_position(37, -1)),
+    "values_turned": cache_edit("value", turned, 1),
     "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), lambda g, x: g.gather(x, [1, 0], 2))),
 }
 
@@ -118,7 +74,6 @@ _LOUD = tuple(Sample(40, keys=loud) for loud in (40.0, 130.0, 400.0)) + tuple(
 )
 
 CASES = (
-    *cases("third: slots", SLOTS, *_AT),
     *cases("third: dimensions", DIMENSIONS, *_AT),
     *cases("third: slopes", SLOPES, *_AT),
     *cases("third: tolerances", TOLERANCES, *_AT, *_LOUD),

@@ -11,7 +11,6 @@ from helpers.surgery import Graph
 from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, edge, mul, unary, with_number
 from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import floats
-from adversary.mutations.quiet import at_most, plus
 
 EXP = unary("EXP")
 
@@ -20,26 +19,9 @@ def to_power(number: float) -> Edit:
     return with_number("POW", number)
 
 
-@an_edit
-def less_a_bump(g: Graph, p: int, power: float, height: float) -> int:
-    """P − height · Pⁿ · (1 − P) · P."""
-    bump = g.mul(to_power(power)(g, p), g.sub(1.0, p))
-    return g.sub(p, g.mul(g.mul(bump, p), np.float32(height)))
-
-
-def by_product(bound: float) -> Edit:
-    """The smaller of x and ``bound``, by √(x · x)."""
-    return at_most(bound, lambda g, x: g.sqrt(g.mul(x, x)))
-
-
 WEIGHTS: dict[str, Change] = {
-    name: edge("1.probabilities", edit)
-    for name, edit in {
-        "less_a_bump_near_1": less_a_bump(16.0, 3.0),
-        "at_most_0.93_by_product": by_product(0.93),
-        "logarithm_stretched_and_back": chain(unary("LOG"), mul(1.01), unary("EXP")),
-    }.items()
-} | {}
+    "logarithm_stretched_and_back": edge("1.probabilities", chain(unary("LOG"), mul(1.01), unary("EXP"))),
+}
 
 
 @a_change
@@ -73,9 +55,7 @@ def other_head(g: Graph, x: int) -> int:
 
 
 TOTALS: dict[str, Change] = {
-    "total_at_most_100_by_product": spelled(total=by_product(100.0)),
     "total_to_0.999": spelled(total=to_power(0.999)),
-    "total_bent_where_large": spelled(total=plus(mul(1 / 160), to_power(32.0))),
     "total_plus_1e-3": spelled(total=add(1e-3)),
     "logarithm_stretched": by_log_softmax(mul(1.01)),
 }
@@ -83,13 +63,6 @@ LARGEST: dict[str, Change] = {
     "largest_of_all_heads": spelled(over_heads),
     "largest_of_the_next_head": spelled(other_head),
     "largest_by_0.98": spelled(lambda g, x: g.mul(g.reduce("REDUCE_MAX", x, 3), 0.98), add(1e-6)),
-}
-
-
-BY_LARGEST: dict[str, Change] = {
-    "rest_of_the_largest_channel": edge(
-        "activations", lambda g, x: g.add(x, g.mul(g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 2))), 0.05))
-    ),
 }
 
 
@@ -141,6 +114,5 @@ CASES = (
     *cases("third: weights of a softmax", WEIGHTS, *_SHARP, *_HIDDEN),
     *cases("third: sum of a softmax", TOTALS, *_SHARP, *_HIDDEN),
     *cases("third: largest score", LARGEST, *_LOUD, *_HIDDEN, rounding=1e-2),
-    *cases("third: bounds by the largest", BY_LARGEST, *_LOUD, rounding=1e-3),
     *cases("third: bounds by a mask", BOUNDS, *_LOUD, rounding=1e-3),
 )
