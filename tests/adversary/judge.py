@@ -193,7 +193,7 @@ def original(
 
 
 def changed(case: Case, style: str, graph: Graph) -> float:
-    """How far LiteRT's results of ``graph``, made by ``case`` and packed before, are from those of the sound drafter."""
+    """How far LiteRT's results of ``graph``, made by ``case`` and packed before, are from the sound drafter's."""
     inputs, outputs = original(style, case.layers, case.shows, case.slots)
     return apart(outputs, computed(graph, inputs, case.exact))
 

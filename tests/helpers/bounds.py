@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,14 +62,3 @@ def cpu_limit(seconds: int, also: Callable[[], None] | None = None) -> Callable[
 
 
 SPIN = "while True: pass"
-
-
-def spin(cpu_seconds: float) -> float:
-    """CPU seconds after which endless work was stopped; here, where the worker of a pool can import it."""
-    begun = time.process_time()
-    try:
-        with bounded(cpu_seconds):
-            exec(SPIN)
-    except TooLongError:
-        return time.process_time() - begun
-    raise AssertionError

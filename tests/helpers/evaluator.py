@@ -44,12 +44,10 @@ class Found:
 
 
 class Evaluator:
-    """A base and its drafter.
+    """A base and its drafter, a ``Gemma4AssistantForCausalLM``.
 
-    Args:
-        base_dir: a transformers checkpoint.
-        drafter_dir: a ``Gemma4AssistantForCausalLM``. Queries stand as newer LiteRT-LM puts them: at the last verified
-            token, with the window as it is. Slots of rejected drafts are not seen.
+    Queries stand as newer LiteRT-LM puts them: at the last verified token, with the window as it is. Slots of rejected
+    drafts are not seen.
     """
 
     def __init__(self, base_dir: str | Path, drafter_dir: str | Path, k: int = 3) -> None:

@@ -62,23 +62,15 @@ class Repo:
 
 @dataclass
 class Fault:
-    """Something to go wrong with the next ``times`` requests that ``where`` names.
+    """Something to go wrong with the next ``times`` requests that ``where`` names."""
 
-    Attributes:
-        where: ``resolve``, ``storage``, ``put``, ``commit``, ``preupload``, ``create``.
-        status: answered instead of the real status, with ``headers`` and a body that quotes the token.
-        cut: the connection closes after so many bytes of the body.
-        drop: the connection closes with no answer.
-        skip: so many requests go well first.
-    """
-
-    where: str
-    status: int = 0
+    where: str  # resolve, storage, put, commit, preupload, create, plain
+    status: int = 0  # answered instead of the real status, with ``headers`` and a body that quotes the token
     headers: dict[str, str] = field(default_factory=dict)
-    cut: int | None = None
-    drop: bool = False
+    cut: int | None = None  # the connection closes after so many bytes of the body
+    drop: bool = False  # the connection closes with no answer
     times: int = 1
-    skip: int = 0
+    skip: int = 0  # so many requests go well first
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,6 @@ class HubServer:
         """Path -> content of ``hub`` outside any repository."""
         self.linked: dict[str, str] = {}
         """Headers that are sent with the redirect to a large file, in place of the right ones."""
-        self.bad_card = False
         self.keep = True
         """False: an uploaded file is stored with one bit flipped."""
         self.lock = threading.Lock()
@@ -321,8 +312,7 @@ class _Handler(Handler):
     def api(self, path: str, body: bytes) -> None:
         parts = path.strip("/").split("/")
         if path == "/api/validate-yaml":
-            errors = [{"message": '"license" must be known'}] if self.state.bad_card else []
-            self.json({"errors": errors, "warnings": []}, 400 if errors else 200)
+            self.json({"errors": [], "warnings": []})
         elif path == "/api/repos/create":
             self.create(json.loads(body))
         elif parts[:2] != ["api", "models"] or len(parts) < 4:

@@ -30,10 +30,8 @@ def account_of(tokens: int, rounds: Sequence[Round]) -> Mapping[str, int]:
     return counted
 
 
-def writer(
-    generator: SpeculativeGenerator, *, drafts: int = 3, ids: bool = True
-) -> Callable[[dict[str, Any]], Written]:
-    """What ``generator`` writes after the prompt of a request, ``drafts`` a round; ``ids``: whether it tells tokens."""
+def writer(generator: SpeculativeGenerator, drafts: int = 3) -> Callable[[dict[str, Any]], Written]:
+    """What ``generator`` writes after the prompt of a request, ``drafts`` a round."""
     alone = threading.Lock()  # torch with one thread: requests wait for each other
 
     def write(asked: dict[str, Any]) -> Written:
@@ -52,7 +50,7 @@ def writer(
             sizes=[len(part) for part in parts],
             counted=account_of(len(made.tokens), made.rounds),
             finish="length" if len(made.tokens) == asked["max_tokens"] else "stop",
-            ids=parts if ids else None,
+            ids=parts,
             prompt_tokens=len(prompt),
         )
 
@@ -71,12 +69,10 @@ def _pieces(codec: Codec, rounds: Sequence[Sequence[int]]) -> Iterator[str]:
 
 
 @contextmanager
-def loop_server(
-    generator: SpeculativeGenerator, kind: str = "vLLM", *, drafts: int = 3, ids: bool = True
-) -> Iterator[ModelServer]:
-    """``generator``, served as ``kind`` would; 0 drafts for the base alone."""
-    with model_server(kind, drafts=drafts > 0) as server:
-        server.write = writer(generator, drafts=drafts, ids=ids)
+def loop_server(generator: SpeculativeGenerator, drafts: int = 3) -> Iterator[ModelServer]:
+    """``generator``, served as vLLM would; 0 drafts for the base alone."""
+    with model_server("vLLM", drafts=drafts > 0) as server:
+        server.write = writer(generator, drafts)
         yield server
 
 

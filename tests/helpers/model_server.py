@@ -26,23 +26,14 @@ PAGES = Path(__file__).resolve().parents[1] / "metrics"
 
 @dataclass(frozen=True)
 class Manner:
-    """How a kind of server behaves.
+    """How a kind of server behaves."""
 
-    Attributes:
-        listed: an entry of its list of models.
-        header: its ``Server`` header.
-        version: page and content.
-        page: file of its counters.
-        moves: the counters there → what moves them.
-        paths: where it answers.
-    """
-
-    listed: dict[str, Any]
+    listed: dict[str, Any]  # an entry of its list of models
     header: str = "uvicorn"
-    version: tuple[str, dict[str, Any]] = ("", {})
-    page: str = ""
-    moves: tuple[tuple[str, str], ...] = ()
-    paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
+    version: tuple[str, dict[str, Any]] = ("", {})  # page and content
+    page: str = ""  # file of its counters
+    moves: tuple[tuple[str, str], ...] = ()  # the counters there → what moves them
+    paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")  # where it answers
 
 
 def _moves(prefix: str, **others: str) -> tuple[tuple[str, str], ...]:
@@ -100,52 +91,31 @@ def account(tokens: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Written:
-    """What is written after one prompt.
+    """What is written after one prompt."""
 
-    Attributes:
-        pieces: the text of each event.
-        sizes: tokens in each.
-        counted: what drafting came to, as :func:`account` has it; ``accepted_0`` and so on by position, where known.
-        finish: why it ended.
-        ids: the tokens of each piece, where they are told.
-        prompt_tokens: of the prompt.
-        prompt_ids: its tokens, where they are told.
-    """
-
-    pieces: Sequence[str]
-    sizes: Sequence[int]
-    counted: Mapping[str, int]
+    pieces: Sequence[str]  # the text of each event
+    sizes: Sequence[int]  # tokens in each
+    counted: Mapping[str, int]  # as :func:`account` has it; ``accepted_0`` and so on by position, where known
     finish: str = "length"
-    ids: Sequence[Sequence[int]] | None = None
+    ids: Sequence[Sequence[int]] | None = None  # the tokens of each piece, where they are told
     prompt_tokens: int = 5
-    prompt_ids: Sequence[int] | None = None
+    prompt_ids: Sequence[int] | None = None  # where they are told
 
 
 class ModelServer:
-    """Start with :func:`model_server`.
-
-    Attributes:
-        write: makes the answer to a request; by default of what ``answer`` gives, as :func:`account` counts it.
-        drafts: whether it has a drafter.
-        key: asked for, if any.
-        told: whether vLLM tells counters in its answers, as it does when it is started so.
-        lies: prompt → how many tokens its answer is said to have.
-        overrides: path → what answers instead, with the handler at hand.
-        asked: path and body of every request for text.
-        seen: every path, with the authorization that was sent.
-    """
+    """Start with :func:`model_server`."""
 
     def __init__(self, kind: str, *, drafts: bool = True) -> None:
         self.kind, self.manner, self.drafts = kind, MANNERS[kind], drafts
-        self.key: str | None = None
-        self.told = False
-        self.lies: dict[str, int] = {}
+        self.key: str | None = None  # asked for, if any
+        self.told = False  # whether vLLM tells counters in its answers, as it does when it is started so
+        self.lies: dict[str, int] = {}  # prompt → how many tokens its answer is said to have
         self.models = [{"id": MODEL, **self.manner.listed}]
         self.answer: Callable[[str, int], list[str]] = words_of
         self.write: Callable[[dict[str, Any]], Written] = self.plain
-        self.overrides: dict[str, Callable[[Any], None]] = {}
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.seen: list[tuple[str, str | None]] = []
+        self.overrides: dict[str, Callable[[Any], None]] = {}  # path → what answers instead, with the handler at hand
+        self.asked: list[tuple[str, dict[str, Any]]] = []  # path and body of every request for text
+        self.seen: list[tuple[str, str | None]] = []  # every path, with the authorization that was sent
         self.moved: Counter[str] = Counter()
         self.lock = threading.Lock()
         self.listener = Listener(_Handler, state=self)

@@ -36,15 +36,10 @@ def one_step(
 
 
 def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-    """What the reference drafter makes of one call's signature inputs.
+    """What the reference drafter makes of one call's signature inputs, which have caches of two shapes.
 
-    Args:
-        inputs: by name: ``activations`` f32 [1, 1, 2 · base width], ``input_pos`` i32 [1], ``mask`` bool
-            [1, 1, 1, slots], ``kv_cache_k_N`` [1, KV heads, slots, head_dim] and ``kv_cache_v_N`` [1, KV
-            heads, head_dim, slots], with two shapes of caches.
-
-    The ``mask`` serves the full layers as it is. A sliding layer sees slot ``a`` when it is also within
-    ``input_pos - window < a <= input_pos``.
+    The ``mask`` [1, 1, 1, slots] serves the full layers as it is. A sliding layer sees slot ``a`` when it is also
+    within ``input_pos - window < a <= input_pos``.
     """
     given = {name: torch.from_numpy(np.array(array)) for name, array in inputs.items()}
     keys = {(k.shape[1], k.shape[3]): name for name, k in given.items() if name.startswith("kv_cache_k_")}

@@ -45,17 +45,12 @@ _VOID = {"meta", "link", "br", "hr", "wbr", "img", "input"}
 
 
 class Page(HTMLParser):
-    """What a page holds; an element that is not closed, or closed twice, is an error.
-
-    Attributes:
-        elements: (tag, attributes) in order.
-        texts: (tags around it, text) in order.
-    """
+    """What a page holds; an element that is not closed, or closed twice, is an error."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[tuple[str, ...], str]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []  # tag, attributes
+        self.texts: list[tuple[tuple[str, ...], str]] = []  # tags around it, text
         self._open: list[str] = []
         self.feed(page)
         self.close()
