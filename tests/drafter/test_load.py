@@ -109,6 +109,7 @@ def test_litert_shared_constants_and_absent_scalars(litert: Path) -> None:
         ({"tensors": {"pre_projection": "x", "layers.0.k_proj": "y"}}, r"says tensors\.layers\.0\.k_proj y"),
         ({"tensors": {"pre_projection": "x"}}, r"says nothing of tensors\.[a-z0-9_.]+; "),
         ({"head_dims": [32, 32]}, "expected head_dims"),
+        ({"sliding_windows": [16, 16, 16, 16]}, "windows of sliding layers alone"),
         ({"kv_bank_ids": [0, 0, 1, 1]}, "says kv_bank_ids"),
         ({"hidden_activation": "relu"}, "hidden_activation"),
         ({"attention_scale": None}, "says nothing of attention_scale"),
