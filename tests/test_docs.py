@@ -9,14 +9,13 @@ import importlib
 import json
 import re
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.commands import run_here
-from helpers.documents import ROOT, Block, Command, anchors, blocks, commands, links, parts_from, unlike
+from helpers.documents import LEFT_OUT, ROOT, Block, Command, anchors, blocks, commands, links, unlike
 from helpers.hub_fixtures import hub  # noqa: F401 - a fixture
 from helpers.hub_server import HubServer
 from helpers.model_server import model_server
@@ -214,7 +213,7 @@ def pages_with(*languages: str) -> list[Any]:
 def test_blocks_run(
     page: Path, desk: Desk, servers: Callable[[str], str], request: pytest.FixtureRequest, capsys: Any
 ) -> None:
-    printed: dict[Block, list[tuple[Command, list[str]]]] = defaultdict(list)
+    printed: list[tuple[Command, list[str]]] = []
     for block in blocks(page):
         if block.language == "python":
             desk.provide(block.text)
@@ -222,7 +221,7 @@ def test_blocks_run(
         elif block.language in ("sh", "console"):
             for command in commands(block):
                 if reason(command) is None:
-                    printed[block].append((command, run(command, desk, servers)))
+                    printed.append((command, run(command, desk, servers)))
                 else:
                     check(command, desk)
     if request.config.getoption("--refresh-blocks"):
@@ -230,11 +229,9 @@ def test_blocks_run(
         return
     if page.name == "python.md":
         check_python(desk, capsys.readouterr().out)
-    for told in printed.values():
-        for command, lines in told:
-            if command.shown is not None:
-                wrong = unlike(command.shown, lines)
-                assert wrong is None, f"{command.at}: $ {command.text}\n{wrong}\nrun with --refresh-blocks"
+    for command, lines in printed:
+        wrong = None if command.shown is None else unlike(command.shown, lines)
+        assert wrong is None, f"{command.at}: $ {command.text}\n{wrong}\nrun with --refresh-blocks"
 
 
 def check_python(desk: Desk, printed: str) -> None:
@@ -246,19 +243,12 @@ def check_python(desk: Desk, printed: str) -> None:
     assert desk.names["result"].text == alone.text == "GTFHWECIMQYJVDZOKRXL"
 
 
-def refresh(page: Path, printed: dict[Block, list[tuple[Command, list[str]]]]) -> None:
-    """Write what was printed where ``page`` shows something else."""
+def refresh(page: Path, printed: list[tuple[Command, list[str]]]) -> None:
+    """Write what was printed where ``page`` shows something else; what leaves lines out is changed by hand."""
     text = page.read_text(encoding="utf-8")
-    for block, told in printed.items():
-        lines = block.text.splitlines()
-        for command, found in reversed(told):
-            if command.shown is None or unlike(command.shown, found) is None:
-                continue
-            begin = command.line + 1
-            while lines[begin - 1].endswith("\\"):
-                begin += 1
-            lines[begin : begin + len(command.shown)] = parts_from(command.shown, found)
-        text = text.replace(block.text, "\n".join(lines) + "\n")
+    for command, lines in printed:
+        if command.shown and LEFT_OUT not in command.shown and unlike(command.shown, lines):
+            text = text.replace("\n".join(command.shown), "\n".join(lines))
     page.write_text(text, encoding="utf-8")
 
 
@@ -279,9 +269,7 @@ def told(block: Block) -> list[Command]:
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in links(page):
-        if re.match(r"https?:|mailto:", link):
-            continue
+    for link in (link for link in links(page) if not re.match(r"https?:|mailto:", link)):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name}: {link}"

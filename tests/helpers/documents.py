@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_LEFT_OUT = "…"
+LEFT_OUT = "…"
 """A line of a block that stands for any number of lines."""
 
 
@@ -31,19 +31,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A line for a shell.
-
-    Attributes:
-        at: the block it stands in.
-        line: the number of its first line in the block's text, from 0.
-        text: without the prompt, continued lines in one.
-        shown: what the block says that it prints; None where it says nothing.
-    """
+    """A line for a shell."""
 
     at: Block
-    line: int
-    text: str
-    shown: tuple[str, ...] | None = None
+    text: str  # without the prompt, continued lines in one
+    shown: tuple[str, ...] | None = None  # what the block says that it prints; None where it says nothing
 
     @property
     def words(self) -> list[str]:
@@ -61,7 +53,7 @@ def commands(block: Block) -> Iterator[Command]:
     lines = block.text.splitlines()
     number = 0
     while number < len(lines):
-        first, line = number, lines[number]
+        line = lines[number]
         assert block.language == "sh" or line.startswith("$ "), f"{block}: expected a prompt"
         while line.endswith("\\"):
             number += 1
@@ -75,7 +67,7 @@ def commands(block: Block) -> Iterator[Command]:
                 number += 1
             shown = tuple(lines[begin:number])
         if shlex.split(line, comments=True):
-            yield Command(block, first, line, shown)
+            yield Command(block, line, shown)
 
 
 def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
@@ -84,10 +76,10 @@ def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
     Numbers that differ between machines (sizes of files, sums, differences in the last bits) are not compared.
     """
     at = 0
-    parts = [list(part) for left_out, part in groupby(shown, lambda line: line == _LEFT_OUT) if not left_out]
+    parts = [list(part) for left_out, part in groupby(shown, lambda line: line == LEFT_OUT) if not left_out]
     for number, part in enumerate(parts):
-        places = [at] if number == 0 and shown[0] != _LEFT_OUT else range(at, len(printed) - len(part) + 1)
-        if number == len(parts) - 1 and shown[-1] != _LEFT_OUT:
+        places = [at] if number == 0 and shown[0] != LEFT_OUT else range(at, len(printed) - len(part) + 1)
+        if number == len(parts) - 1 and shown[-1] != LEFT_OUT:
             places = [place for place in places if place == len(printed) - len(part)]
         wanted = [_plain(line) for line in part]
         found = next((p for p in places if [_plain(line) for line in printed[p : p + len(part)]] == wanted), None)
@@ -95,21 +87,6 @@ def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
             return "shown:\n" + "\n".join(part) + "\nprinted:\n" + "\n".join(printed)
         at = found + len(part)
     return None
-
-
-def parts_from(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
-    """``printed``, with the same left out as in ``shown``: as many lines are taken from its begin and its end.
-
-    Raises:
-        ValueError: ``shown`` leaves lines out at more than one place, so that only a person can say which to keep.
-    """
-    if _LEFT_OUT not in shown:
-        return list(printed)
-    if shown.count(_LEFT_OUT) > 1:
-        raise ValueError("expected one line of … in a block that is made anew, found more. Change it by hand.")
-    before = shown.index(_LEFT_OUT)
-    after = len(shown) - before - 1
-    return [*printed[:before], _LEFT_OUT, *(printed[-after:] if after else [])]
 
 
 def _plain(line: str) -> str:
@@ -120,17 +97,10 @@ def _plain(line: str) -> str:
     return re.sub(r" +", " ", line).rstrip()
 
 
-_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def _without_code(page: Path) -> str:
-    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
-    return re.sub(r"`[^`\n]*`", "CODE", text)
-
-
 def links(page: Path) -> list[str]:
     """Where the links and pictures of ``page`` lead."""
-    return _LINK.findall(_without_code(page))
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "CODE", text))
 
 
 def anchors(page: Path) -> set[str]:
