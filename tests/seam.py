@@ -70,11 +70,6 @@ def verify_against(place: Path | str, opened: Opened) -> list[Check]:
     return _verify_against(ReadDirectory.of(place), opened)
 
 
-def read_floats(weight: Weight) -> Floats:
-    """All numbers of a weight, float32, in its shape."""
-    return weight.array()
-
-
 def read(source: Path | Source, sliding_window: int | None = None) -> Shard:
     """The drafter of a bundle or a bare model: roles, layers and config as its graph has them."""
     with open_bundle(source) as opened:

@@ -12,7 +12,7 @@ import yaml
 
 import mtp_extract
 from mtp_extract.cli import COMMANDS
-from mtp_extract.data import load_mapping, sample_base, sample_bundle
+from mtp_extract.data import sample_base, sample_bundle
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -43,16 +43,6 @@ def test_metadata() -> None:
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
     run_time = "flatbuffers gguf huggingface-hub jinja2 msgspec numpy rich safetensors typer xxhash"
     assert {name.replace("_", "-") for name in required} == set(run_time.split())
-
-
-@pytest.mark.parametrize("file", ["page.css", "page.html", "serving.md"])
-def test_templates_are_there(file: str) -> None:
-    assert (Path(mtp_extract.__file__).parent / "report" / file).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", ["roles", "geometries", "tflite_schema", "bundles"])
-def test_mappings_are_there(name: str) -> None:
-    assert load_mapping(name)
 
 
 def test_the_sample_is_small_and_there() -> None:

@@ -170,11 +170,8 @@ def results(model: Any, op: Any) -> tuple[Any, Any]:
 
 def other_ops(origin: str) -> list[int]:
     """Indices of the ops of the main subgraph that read no weight, but for those of repeated layers."""
-    weights, operators, repeated = (
-        set(tensors_of(origin).values()),
-        sound(origin).model.subgraphs[0].operators,
-        range(0),
-    )
+    weights, repeated = set(tensors_of(origin).values()), range(0)
+    operators = sound(origin).model.subgraphs[0].operators
     if origin == "sample":
         begins = [tensors_of(origin)[f"layers.{layer}.pre_attention_norm"] for layer in (1, 3)]
         repeated = range(*(op.index for op in operators for tensor in begins if tensor in op.inputs))

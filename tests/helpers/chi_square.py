@@ -11,8 +11,7 @@ import torch
 def chi_square(observed: Sequence[int], expected: Sequence[float]) -> tuple[float, float]:
     """The statistic, and the chance of one at least as great when the probabilities are right.
 
-    Outcomes of probability 0 count for nothing, unless one was observed: that gives (inf, 0.0). No counts at all give
-    (0.0, 1.0).
+    An outcome of probability 0 that was observed gives (inf, 0.0), no counts at all (0.0, 1.0).
     """
     total = sum(observed)
     if not total:

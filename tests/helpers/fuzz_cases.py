@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
-from seam import MtpExtractError, Shard, checkpoint_of, format_named, open_bundle, read, read_floats
+from seam import MtpExtractError, Shard, checkpoint_of, format_named, open_bundle, read
 
 from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
@@ -204,7 +204,7 @@ class Planned:
     @classmethod
     def of(cls, drafter: Shard) -> Planned:
         made = arrange(format_named("transformers"), checkpoint_of(drafter), "f32")
-        values = {role: read_floats(kept.weight) for role, kept in made.kept.items()}
+        values = {role: kept.weight.array() for role, kept in made.kept.items()}
         tensors = {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
         return cls(values, tensors, json.loads(made.files[1].text)["text_config"])
 

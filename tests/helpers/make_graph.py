@@ -160,10 +160,9 @@ class Graph:
         index = self.tensor((rows, width))
         tensor = self.made.tensors[index]
         tensor.type = _BITS[bits]
-        tensor.quantization = schema.QuantizationParametersT()
         # Their deviation is that of the base's own weights.
-        tensor.quantization.scale = np.full(rows, 3.5 / 2**bits * width**-0.5, np.float32)
-        tensor.quantization.zeroPoint = np.zeros(rows, np.int64)
+        scale = np.full(rows, 3.5 / 2**bits * width**-0.5, np.float32)
+        tensor.quantization = schema.QuantizationParametersT(scale=scale, zeroPoint=np.zeros(rows, np.int64))
         self._put(index, self.model.place(key, rows * width * bits // 8, None), True)
         return index
 
@@ -223,9 +222,8 @@ class Graph:
     def linear(self, value: int, key: str, rows: int, bits: int = 8) -> int:
         """A product with a matrix ``[rows, width of value]``."""
         *front, width = self.shape(value)
-        options = schema.FullyConnectedOptionsT()
         # Without it, LiteRT makes two axes of what has three.
-        options.keepNumDims = True
+        options = schema.FullyConnectedOptionsT(keepNumDims=True)
         return self.op("FULLY_CONNECTED", [value, self.matrix(key, rows, width, bits), -1], [*front, rows], options)
 
     def normed(self, x: int) -> int:
@@ -266,17 +264,12 @@ class Graph:
 
 
 def _maps(names: Mapping[str, int]) -> list[Any]:
-    entries = []
-    for name, index in names.items():
-        entry = schema.TensorMapT(name=name.encode(), tensorIndex=index)
-        entries.append(entry)
-    return entries
+    return [schema.TensorMapT(name=name.encode(), tensorIndex=index) for name, index in names.items()]
 
 
 def gelu(graph: Graph, value: int) -> int:
     """GELU as tanh approximates it."""
-    options = schema.GeluOptionsT(approximate=True)
-    return graph.op("GELU", [value], graph.shape(value), options)
+    return graph.op("GELU", [value], graph.shape(value), schema.GeluOptionsT(approximate=True))
 
 
 def fed_forward(graph: Graph, stream: int, key: str, ffn: int, bits: int) -> int:

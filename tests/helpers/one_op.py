@@ -86,13 +86,13 @@ class OneOp:
             op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
         graph.operators, graph.outputs = [op], op.outputs
         model.subgraphs = [graph]
-        signature = schema.SignatureDefT(
-            signatureKey=b"main",
-            subgraphIndex=0,
-            inputs=[_entry(graph.tensors[i].name, i) for i in graph.inputs],
-            outputs=[_entry(graph.tensors[i].name, i) for i in graph.outputs],
+        inputs, outputs = (
+            [schema.TensorMapT(name=graph.tensors[i].name, tensorIndex=i) for i in ends]
+            for ends in (graph.inputs, graph.outputs)
         )
-        model.signatureDefs = [signature]
+        model.signatureDefs = [
+            schema.SignatureDefT(signatureKey=b"main", subgraphIndex=0, inputs=inputs, outputs=outputs)
+        ]
         return pack(model)
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
@@ -139,14 +139,8 @@ def _real(values: npt.NDArray[Any], grid: Grid | None) -> npt.NDArray[Any]:
 def _tensor(name: str, shape: Sequence[int], kind: str, grid: Grid | None) -> Any:
     tensor = schema.TensorT(name=name.encode(), shape=list(shape), type=_TYPES[kind], buffer=0)
     if grid is not None:
-        quantization = schema.QuantizationParametersT(
-            scale=np.array(grid.scale, np.float32),
-            zeroPoint=np.array(grid.zero_point, np.int64),
-            quantizedDimension=grid.axis,
+        scale, zero_point = np.array(grid.scale, np.float32), np.array(grid.zero_point, np.int64)
+        tensor.quantization = schema.QuantizationParametersT(
+            scale=scale, zeroPoint=zero_point, quantizedDimension=grid.axis
         )
-        tensor.quantization = quantization
     return tensor
-
-
-def _entry(name: bytes, index: int) -> Any:
-    return schema.TensorMapT(name=name, tensorIndex=index)

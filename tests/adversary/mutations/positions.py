@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from helpers.surgery import Graph
@@ -208,15 +207,14 @@ def row(g: Graph, table: int, how: str = "GATHER") -> int:
 
 
 def stored(g: Graph, values: Array, kind: str) -> Callable[[str], int]:
-    """A table as FP16, INT8, INT16 or floats; returns what reads a row of it as floats."""
+    """A table as FP16, INT16 or floats; returns what reads a row of it as floats."""
     if kind == "float":
         return lambda how: row(g, g.constant(values), how)
-    dtype: Any = {"fp16": np.float16, "int8": np.int8, "int16": np.int16}[kind]
     if kind == "fp16":
         half = g.constant(values.astype(np.float16), np.float16)
         return lambda how: g.cast(row(g, half, how), np.float32)
-    largest = np.iinfo(dtype).max
-    codes = g.constant(np.round(values * largest), dtype)
+    largest = np.iinfo(np.int16).max
+    codes = g.constant(np.round(values * largest), np.int16)
     g.main.tensors[codes].quantization = e.parameters(1 / largest)
 
     def read(how: str) -> int:
