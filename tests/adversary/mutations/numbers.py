@@ -11,6 +11,7 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, cases, edge
+from adversary.mutations.attention import cache_edit
 from adversary.mutations.positions import position
 
 
@@ -186,6 +187,11 @@ STATES: dict[str, Change] = {
 }
 
 
+OVERFLOW: dict[str, Change] = {
+    "values_fp16_of_thousands": cache_edit("value", e.chain(e.mul(1000.0), e.through(np.float16), e.mul(0.001))),
+}
+
+
 def on_axis(name: str) -> Edit:
     """An operator that takes the axis it works along."""
     return lambda g, x: g.call(name, x, np.array([len(g.shape(x)) - 1], np.int32), shape=g.shape(x))
@@ -219,4 +225,5 @@ CASES = (
     *cases("operators", CUSTOM, why="nobody knows what it computes"),
     *cases("number types", POSITION, Sample(37), Sample(230), exact=True),
     *cases("number types", STATES, **_EXACT),
+    *cases("number types", OVERFLOW, Sample(40, activations=1e3, values=1e3), **_EXACT),
 )
