@@ -121,6 +121,7 @@ def plus_0(g: Graph) -> int:
 STORED: dict[str, Change] = {
     "position": stored_for(plus_0, lambda shape: np.full(shape, 7, np.int32)),
     "mask": stored_for(lambda g: g.layer(0).visible, lambda shape: np.ones(shape, np.bool_)),
+    "input": stored_for(lambda g: g.input("mask"), lambda shape: np.ones(shape, np.bool_)),
     "state": stored_for(lambda g: g.normed("final_norm"), lambda shape: np.ones(shape, np.float32)),
 }
 
