@@ -162,8 +162,8 @@ def _check_inputs(target: Path, inputs: Inputs) -> None:
         found = Path(os.path.realpath(read))
         holds, inside = target in found.parents, found in target.parents
         if holds or inside or (target.exists() and target.samefile(found)):
-            where = "holds" if holds else "lies inside" if inside else "is"
-            raise _refusal(target, f"{where} {escape(read)}, which is read and stays as it is.")
+            where = f"{'holds' if holds else 'lies inside'} {escape(read)}, which is" if holds or inside else "is"
+            raise _refusal(target, f"{where} read and stays as it is.")
 
 
 def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:

@@ -115,12 +115,12 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     timed = list(_timed(asked).values())
     after, seconds = [tokens for tokens, _ in timed], [time for _, time in timed]
     drafted, accepted = [one.drafted or 0 for one in units], [one.accepted or 0 for one in units]
-    in_rounds = [(one.rounds, one.accepted or 0, one.drafted or 0) for one in units if one.rounds]
-    made, stood = [rounds for rounds, *_ in in_rounds], [accepted for _, accepted, _ in in_rounds]
+    in_rounds = [one for one in units if one.rounds]
+    made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
     # No round accepts more than rounds drafted on the mean of any window.
-    most = max((-(-drafted // rounds) for rounds, _, drafted in in_rounds), default=1)
-    places = zip_longest(*(one.positions or () for one in units), fillvalue=0)
-    placed = units and all(one.positions and one.rounds for one in units)
+    most = max((-(-(one.drafted or 0) // (one.rounds or 1)) for one in in_rounds), default=1)
+    places = zip_longest(*(one.positions or () for one in in_rounds), fillvalue=0)
+    placed = in_rounds and all(one.positions and one.rounds is not None for one in units)
     return Side(
         tokens=tokens,
         tokens_per_s=_figure(ratio_bounds, after, seconds, sum(after)),

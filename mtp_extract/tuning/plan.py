@@ -137,11 +137,14 @@ class TuningPlan:
             yield f"one process to make an ordered head, found {processes}. Start only one.", "mode"
         if (self.directory is None) != (self.mode == EAGLE3):
             yield "either a drafter's directory or the mode eagle3, which makes a new one. Give one of the two.", "mode"
+        if self.mode != EAGLE3 and self.draft_vocab != TuningPlan.draft_vocab:
+            yield "draft_vocab with the mode eagle3 alone. Leave it out.", "draft_vocab"
+        if self.text_model and not self.text_from:
+            yield "text_model with text_from alone. Leave it out.", "text_model"
         if self.text and (self.prompts or self.text_from):
             yield "texts by people alone, found prompts or a server too. Leave one out.", "text", "prompts", "text_from"
         if self.text and self.temperature:
-            has = "text by people, which has another distribution. Give prompts."
-            yield f"text of the base itself for sampled serving, found {has}", "prompts", "temperature=0"
+            yield "the base's own text for sampled serving, found people's. Give prompts.", "prompts", "temperature=0"
         if self.new_tokens < self.draft_steps + 2:
             yield f"new_tokens of at least {self.draft_steps + 2}, found {self.new_tokens}. Raise it.", "new_tokens"
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:

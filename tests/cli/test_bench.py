@@ -215,13 +215,17 @@ def test_drafts_by_their_place_in_a_round(prompts: Path, monkeypatch: pytest.Mon
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted)
         found = run_benchmark(plan(prompts, server, concurrency=2, warm_up=0))
         apart = run_benchmark(plan(prompts, server, warm_up=0)).total.sides["server"].acceptance_by_position
+        # An answer of one token, in no round, beside others.
+        some = [{**counted, "tokens": 1, "rounds": 0, "drafted": 0, "accepted": 0, "accepted_0": 0, "accepted_1": 0}]
+        server.write = lambda asked: Written(["a"], [1], some.pop()) if some else Written(["a", "b"], [2, 3], counted)
+        without = run_benchmark(plan(prompts, server, warm_up=0)).total.sides["server"].acceptance_by_position
         # Drafts in the second place of more rounds than there were.
         server.write = lambda asked: Written(["a", "b"], [2, 3], counted | {"accepted_0": 0, "accepted_1": 3})
         wrong = run_benchmark(plan(prompts, server, warm_up=0))
     shares = [1, 0.5, 0, 0]
     assert found.total.sides["server"].acceptance_by_position == [Figure(share, 10) for share in shares]
     # One at a time, each text is a draw: there are five, and so intervals.
-    assert [place.value for place in apart or ()] == shares
+    assert [place.value for place in apart or ()] == [place.value for place in without or ()] == shares
     assert all(place.ci95 is not None and place.ci95[0] <= place.value <= place.ci95[1] for place in apart or ())
     assert all(of.sides["server"].acceptance_by_position is None for of in found.workloads.values())
     assert all(window.disturbed for window in wrong.windows["server"])

@@ -97,7 +97,7 @@ def test_refused_before_any_work(plan: Plans, tmp_path: Path) -> None:
         ({"new_tokens": 4}, "new_tokens of at least 5"),
         ({"steps": 0}, "steps of at least 1"),
         ({"learning_rate": 0.0}, "learning rate above 0"),
-        ({"prompts": None, "text": tmp_path / "x", "temperature": 1.0}, "text of the base itself"),
+        ({"prompts": None, "text": tmp_path / "x", "temperature": 1.0}, "the base.s own text"),
     ]:
         with pytest.raises(MtpExtractError, match=message):
             run_tuning(plan(tmp_path / "out", work=tmp_path / "work", **changes))
