@@ -50,9 +50,8 @@ class Extraction(Written, kw_only=True):
     geometry: dict[str, Any]  #: the drafter's shape, which is its config's and, of a bundle, the graph's
     files: dict[str, File]  #: by name: every file but this one; the card as it was written
     shared: list[list[str]]  #: roles that are one constant of the file
-    activations: (
-        Pairs  #: by role of a matrix: static quantization of what goes in and comes out; null where it is float
-    )
+    #: by role of a matrix: static quantization of what goes in and comes out; null where it is float
+    activations: Pairs
     #: what was proven when it was extracted, of the numbers before rounding; null where the origin is unknown, the
     #: weights were tuned or an ordered head was made here
     proof: list[str] | None
