@@ -51,7 +51,7 @@ class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
 
     text: str  #: all that was written, reasoning included, in order
     tokens: Count | None  #: generated, as the server counts
-    first_s: NotNegative | None  #: seconds from sending the request to the first text; null without text
+    first_s: NotNegative | None  #: seconds from connecting, for this request, to the first text; null without text
     seconds: NotNegative  #: from the first text to the last event of the text; 0 where all of the text came at once
     counted: Counters | None = None  #: the server's counters of this answer
     prompt_tokens: Count | None = None  #: of the prompt, as the server counts
@@ -97,8 +97,8 @@ def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock =
     texts, times, ids, ended, done, reasoning = list[str](), list[float](), list[int](), 0.0, False, False
     usage, reason, counted, prompt_ids = _Usage(), None, None, None
     for now, data in _lines(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock):
-        if done := done or data == b"[DONE]":
-            continue  # to the end of the stream, so that its connection can be used again
+        if done := data == b"[DONE]":
+            break
         event = _decoded(data, _Event, "an event of an answer as JSON")
         if event.error:
             raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
@@ -157,8 +157,8 @@ class Server(AbstractContextManager["Server"]):
         root, http = _root(url), http_library()
         self.name, self._http, self._key = escape(root), http, key
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        # Servers close connections that nobody uses after 5 seconds.
-        limits = http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
+        # Each request has a connection of its own: under load llama-server closes one that is kept as a request comes.
+        limits = http.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = http.Client(base_url=root, headers=headers, timeout=_ANSWER_TIMEOUT, limits=limits)
         try:
             ((self.kind, self.model),) = self._each(self._recognise, [model], _PAGE_TIMEOUT)

@@ -18,7 +18,7 @@ class Side(Record):
     tokens: Count | None  #: of all answers, as the server counts
     tokens_per_s: Figure  #: of one answer: tokens after its first, over the time from the first text to its end
     output_throughput: NotNegative | None  #: tokens of all over the time; null of a workload asked among others
-    ttft_ms: dict[str, float] | None  #: time to first token, from request to first text: `mean` and `p99` of answers
+    ttft_ms: dict[str, float] | None  #: time to first token, from connecting to first text: `mean` and `p99`
     tpot_ms: dict[str, float] | None  #: the same of the time per output token after the first
     counted: Count  #: answers whose drafts were counted; what follows is of these
     drafted: Count | None  #: drafts judged

@@ -438,3 +438,13 @@ def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
         connect(vllm.url).ask([question(prompt, 3) for prompt in "abcdefgh"], 2)
     assert len(vllm.asked) <= 3
     never.set()
+
+
+def test_each_request_has_a_connection_of_its_own() -> None:
+    """One that is kept may be closed as the next request comes, which ended a benchmark, or lost its counts."""
+    found = []
+    with model_server("vLLM") as server, Server(server.url) as client:
+        server.overrides["/metrics"] = lambda handler: found.append(handler.client_address) or handler.json({}, 404)
+        for _ in range(3):
+            client.counters()
+    assert len(set(found)) == 3
