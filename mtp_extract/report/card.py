@@ -17,6 +17,7 @@ import typer
 from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY
+from mtp_extract.io.address import HubAddress
 from mtp_extract.io.typed import Excerpt
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.report.markdown import code, paragraph, plain
@@ -69,22 +70,23 @@ def model_card(
         report: of the ``report.json`` that ``mtp-validate`` wrote, or None.
         words: what whoever publishes it says on it.
     """
-    source, head, base = record["source"], is_head(record), _base_of(record, words)
-    argument, known_as = _source_argument(record), record["known_as"] or "MTP"
-    again = f"mtp-extract {argument}" if source["section"] else "mtp-convert DRAFTER"
-    metadata = "".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items())
+    head, base, argument = is_head(record), _base_of(record, words), _source_argument(record)
+    again = f"mtp-extract {argument}" if record["source"]["section"] else "mtp-convert DRAFTER"
     return filled(
         "card.md",
         plain,
         {"code": code, "paragraph": paragraph},
-        metadata=metadata,
-        title="EAGLE-3 head" if head else f"{known_as} drafter",
+        metadata="".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items()),
         rounded=roundings(*record["converted_from"]),
         serving=how_to_serve(record, base or "BASE_MODEL", head=head, again=again),
         licence=license_of(record),
-        **{"record": record, "source": source, "section": source["section"], "argument": argument},
-        **{"tuning": record.get("tuning"), "ordered": record.get("ordered_head")},
-        **{"head": head, "base": base, "limits": limits, "report": report, "words": words},
+        record=record,
+        argument=argument,
+        head=head,
+        base=base,
+        limits=limits,
+        report=report,
+        words=words,
     )
 
 
@@ -130,5 +132,5 @@ def _source_argument(record: Mapping[str, Any]) -> str:
     if not (repository and path):
         repository, path, commit = bundle.get("repository"), bundle.get("file"), None
     if repository and path:
-        return shell_word(f"hf://{repository}/{path}" + (f"@{commit}" if commit else ""))
+        return shell_word(HubAddress(repository, path, commit).name)
     return shell_word(provenance.get("url") or "BUNDLE.litertlm")

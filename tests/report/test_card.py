@@ -21,6 +21,7 @@ from seam import verify
 from mtp_extract.errors import HubError
 from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.hub.upload import plan_upload
+from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
 from mtp_extract.pipeline.writing import convert
@@ -59,7 +60,7 @@ def test_the_metadata_is_what_huggingface_hub_reads() -> None:
 STEP = {"layout": "transformers", "dtype": "bf16", "rounded": ["BF16"], "rule": None}
 TUNED = tuning("org/name")
 GAIN = "On 7 held-out texts a round yields 1.100 times the tokens (1.000 to 1.200 at 95 %)"
-COMMIT = "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm@" + "c" * 40
+COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B-it.litertlm"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ COMMIT = "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm
             ("Google", "| known as |"),
         ),
         ({"source": by("litert-community/gemma-4-E4B-it-litert-lm")}, ('license: "apache-2.0"',), ()),
-        ({"known_as": None, "source": by("org/other")}, ('base_model: ["org/other"]', "hf://org/other/x@ab"), ()),
+        ({"known_as": None, "source": by("org/other")}, ('base_model: ["org/other"]', "hf://org/other@ab/x"), ()),
         (
             {"tuning": TUNED},
             (
@@ -210,3 +211,8 @@ def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
     assert "states its licence: `apache-2.0`." in text and "(`other`)" not in text
     assert not notes, "neither the directory nor its record says it"
     assert (extracted / "README.md").read_text() == sent(extracted)[0] == before
+
+
+def test_the_source_is_named_as_a_command_opens_it() -> None:
+    wanted = HubAddress("litert-community/gemma-4-E4B-it-litert-lm", "gemma-4-E4B-it.litertlm", "c" * 40)
+    assert parse_address(COMMIT) == wanted
