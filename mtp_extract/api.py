@@ -65,10 +65,10 @@ def inspect(
     if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
-        if against is not None and not os.path.isdir(against):
-            why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
-            raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
         if against is not None:
+            if not os.path.isdir(against):
+                why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
+                raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
             return compare_base(opened, Path(against), progress)
         return inspection.inspect(opened, tensors=tensors, graph=graph)
 

@@ -100,11 +100,8 @@ def _share(kept: Mapping[str, Any]) -> str:
 
 def _show_comparisons(found: Comparisons, plan: TuningPlan) -> None:
     """What is gained in rounds, and on text that training has not seen; by workload; of single texts."""
-    overall, unseen, when = (
-        found.overall,
-        found.unseen,
-        ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after"),
-    )
+    overall, unseen = found.overall, found.unseen
+    when = ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after")
     before, after, ratio = overall.before, overall.after, f"x {overall.rounds.ratio:.3f}"
     say(f"On held-out text, with {plan.draft_steps} drafts a round, 95 % intervals over texts:")
     rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", ratio, _interval(overall.rounds.interval, ".3f")]
