@@ -63,13 +63,12 @@ class DirectoryFormat:
 
     name: str
     key: str = ""  # of the configuration's entry that says how matrices are packed
-    codes: tuple[str, str] = (
-        "",
-        "",
-    )  # what the name of a matrix's codes adds to the module's; type, I8 for U8 of 8 bits
-    # The same → the other tensors of a matrix, made of its scales, float32 [out, in / group], which are the first.
+    # What stands behind a module's name for its matrix's codes, and their type: in U8, codes of 8 bits are I8.
+    codes: tuple[str, str] = ("", "")
+    # What stands there for its other tensors, the scales first → these, made of scales, float32 [out, in / group].
     arrays: Callable[[Packed, Floats], dict[str, npt.NDArray[Any]]] = lambda packed, scales: {}
-    static: tuple[str, ...] = ()  # the same of the static scales of what goes in and comes out, 0 where there are none
+    # What stands there for the static scales of what goes into a matrix and comes out, 0 where there are none.
+    static: tuple[str, ...] = ()
     # The configuration's entry, of the modules that are packed and the matrices that stay in floats.
     document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
     groups: tuple[int, ...] = ()  # neighbouring elements of a row that may share a scale, the longest first
