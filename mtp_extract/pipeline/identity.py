@@ -27,7 +27,7 @@ from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import ROW_STEP, Weight, filled, has_exact_steps, same_weight
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape, few
-from mtp_extract.formats import format_of
+from mtp_extract.formats import format_named, format_of
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.check import AGAIN, RECORD, Check, ReadDirectory, changed_files, read_record, unexpected_in
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
@@ -151,7 +151,8 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
         CheckpointError: the directory holds no checkpoint that can be read.
         MtpExtractError: the bundle cannot be read.
     """
-    original, format_, chains = checkpoint_of(source), format_of(directory), dict[str, Chain]()
+    original, chains = checkpoint_of(source), dict[str, Chain]()
+    format_ = format_named(read.layout) if read else format_of(directory)
     written = read.written if read else format_.read(directory)
     numbers, said = (asdict(replace(one.mtp, max_position_embeddings=None)) for one in (original, written))
     config = _check("config", _apart(numbers, said), ["every number agrees"])
