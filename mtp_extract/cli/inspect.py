@@ -115,6 +115,8 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
 
 
 def _show_drafter(drafter: Mapping[str, Any]) -> None:
+    from mtp_extract.proof.grids import rounding_in_words
+
     where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
     say(f"{drafter['known_as'] or 'MTP'} drafter: {where}, {size(drafter['size'])}")
     say_geometry(drafter["geometry"], drafter["parameters"])
@@ -122,6 +124,8 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
         f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"
     )
+    if rounded := rounding_in_words(drafter["rounded_activations"], ranges=True):
+        say(f"  {rounded}")
     say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")

@@ -67,7 +67,7 @@ class Walk:
     rms_norm_eps: float
     hidden_activation: str
     caches: Mapping[str, Tensor]
-    coarse: tuple[Value, ...]  # activations on a grid
+    rounded: tuple[Value, ...]  # activations that the file holds in other types than FLOAT32
     reading: Reading = field(repr=False, compare=False)
 
 
@@ -120,7 +120,7 @@ class _Drafter(Blocks):
             self.one_epsilon(),
             self.one_activation(),
             MappingProxyType({name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}),
-            tuple(reading.coarse),
+            tuple(reading.rounded),
             reading,
         )
 

@@ -72,7 +72,7 @@ class Reading:
         scaled: expression → values that are all of it times constants, in the order of the graph.
         products: expression of a product with a matrix → its operator.
         inside: its attentions.
-        coarse: values that the file holds on a grid.
+        rounded: activations that the file holds in other types than FLOAT32.
     """
 
     def __init__(self, graph: FlatGraph, outputs: Sequence[str], *, whole: bool = True) -> None:
@@ -86,7 +86,7 @@ class Reading:
         self.first: dict[Expr, tuple[Value, float]] = {}
         self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}
         self.products: dict[Expr, Node] = {}
-        self.coarse: list[Value] = []
+        self.rounded: list[Value] = []
         self.inside = AttentionReader(graph, self.expressions)
         self._read_inputs()
         needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
@@ -186,7 +186,7 @@ class Reading:
         if isinstance(form, Term):
             form = self._keep_term(value, replace(form, ids=form.ids.reshape(tensor.shape)))
             if held and not moved:
-                self.coarse.append(value)
+                self.rounded.append(value)
         self.forms[id(value)] = form
 
     def _keep_term(self, value: Value, term: Term) -> Term:
@@ -200,7 +200,7 @@ class Reading:
 
     def _check_queries(self) -> None:
         """No normed query may be held on a grid: what it scores would be another function of it."""
-        for value in self.coarse:
+        for value in self.rounded:
             term, grid = self.forms[id(value)], grid_of(value.tensor)
             if (
                 isinstance(term, Term)
@@ -304,7 +304,7 @@ class Reading:
 
     def _converted(self, node: Node, term: Term) -> Term:
         if node.kind == "QUANTIZE":
-            self.coarse.append(node.outputs[0])
+            self.rounded.append(node.outputs[0])
         elif not _makes_floats(node):
             types = f"{node.operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
             raise UnreadableError(f"turns {types}, and not into the same numbers")

@@ -25,6 +25,7 @@ from mtp_extract.io.source import Progress, Source, nothing_shown
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
+from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.proof import Proof, in_words, prove
 
 
@@ -126,5 +127,7 @@ def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
     """What a user should know of the file."""
     for role, others in drafter.names.contradicted.items():
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
-    if any(found.input is not None for found in drafter.walk.roles) and not EVERY[made.format.name].activations:
-        yield "The graph quantizes activations statically; their scales are in extraction.json alone."
+    if rounded := rounding_in_words(list_rounded(drafter.graph, drafter.walk)):
+        # A format with static scales says by itself which of them it holds.
+        ends = "." if EVERY[made.format.name].activations else "; the checkpoint computes in floats."
+        yield rounded + ends

@@ -22,6 +22,7 @@ from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.proof.grids import list_rounded
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
         "roles_found": len(roles),
         "set_aside_count": len(drafter.walk.aside),
         "names_confirmed": len(set(drafter.names.confirmed)),
+        "rounded_activations": list_rounded(drafter.graph, drafter.walk),
         "model": _model(drafter.model, tensors),
     }
 

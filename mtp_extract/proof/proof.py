@@ -26,7 +26,7 @@ from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.reading import LARGEST
 from mtp_extract.litertlm.storage import Floats, read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
-from mtp_extract.proof.grids import hold_grids
+from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.rotations import hold_rotations
 from mtp_extract.proof.slots import SlotsOfLayer
 
@@ -66,7 +66,6 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
     layouts, largest = _layouts(walk), [_largest_score(graph, walk, i) for i in range(len(walk.layers))]
     rows, alike = _hold_slots(graph, walk, config, largest)
     coarse = hold_rotations(graph, walk, config)
-    grids = hold_grids(graph, walk)
     _hold_tensors(graph.model, walk, config, read)
     return {
         "positions": positions.slots,
@@ -74,7 +73,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
         "mask_rows": {"computed": rows, "of": positions.slots, "alike": alike},
         "largest_scores": [float(f"{score:.4g}") for score in largest],
         "cache_axes": layouts,
-        **grids,
+        "rounded_activations": list_rounded(graph, walk),
         "coarse_tables": coarse,
     }
 
@@ -216,9 +215,6 @@ def in_words(proof: Mapping[str, Any]) -> list[str]:
         "theta is written"
         for table in proof["coarse_tables"]
     ]
-    if held := proof["activations_held_in"]:
-        kinds = ", ".join(f"{escape(count)} in {escape(kind)}" for kind, count in held.items())
-        said.append(
-            f"in real numbers: the file's own kernels round activations ({kinds}), a checkpoint of floats does not"
-        )
+    if rounded := rounding_in_words(proof["rounded_activations"], ranges=True):
+        said.append(f"in real numbers: {rounded}; that rounding is the runtime's, and a checkpoint of floats has none")
     return said
