@@ -150,6 +150,24 @@ class Scored:
         return self.view.only("slot")
 
 
+class OutputGuard(NamedTuple):
+    """A selection between what heads mixed and 0, by whether a mask shows any slot.
+
+    JAX attentions end in ``where(any(mask), mixed, 0)``, for rows that are hidden altogether.
+
+    Attributes:
+        condition: what the selection chooses by.
+        reduced: the largest number of the mask, or whether any is true; ``condition`` is computed of this alone.
+        mask: the leaf that is reduced, a number for each slot.
+        keeps: the condition's truth that chooses what heads mixed.
+    """
+
+    condition: Value
+    reduced: Value
+    mask: Tree
+    keeps: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Attention:
     """What the o projection reads: rows of ``scores`` that took of V, the input ``value``.
@@ -157,12 +175,20 @@ class Attention:
     Attributes:
         axes: of V.
         window: the slots whose weights alone meet V; None for all.
+        guard: what chooses between the result and 0; None for nothing.
     """
 
     scores: Scores
     value: str
     axes: CacheAxes
     window: Window | None
+    guard: OutputGuard | None = None
+
+    @property
+    def mask_values(self) -> list[Value]:
+        """The values that positions and masks decide, of its scores and of its output guard."""
+        guards = [] if self.guard is None else [self.guard.mask[1]]
+        return list({id(value): value for value in (*leaves_of(self.scores.tree), *guards)}.values())
 
     @property
     def all_windows(self) -> list[Window]:

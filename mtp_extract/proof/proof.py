@@ -19,8 +19,7 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.weight import Constant, Weight, divided, filled, row_ranges
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import code_range, computing, grid_of
-from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
-from mtp_extract.graph.evaluate import inputs_of
+from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.reading import LARGEST
@@ -95,7 +94,8 @@ def _hold_names(walk: Walk) -> None:
 
 def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
     """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
-    inputs = inputs_of([graph.outputs[LOGITS], graph.outputs[PROJECTED]])
+    # What runtimes promise of an input does not depend on whether an operator reads it.
+    inputs = frozenset(graph.inputs)
     masks, found = Masks(graph, walk.reading.inside.positions), []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor

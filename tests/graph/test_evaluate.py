@@ -115,6 +115,8 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[0]))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[]))
     yield OneOp("BROADCAST_TO", (floats(3, 1), index(2, 3, 4)))
+    yield OneOp("FILL", (index(2, 3), np.array(-1e30, np.float32)))
+    yield OneOp("FILL", (index(4), np.array(7, np.int32)), results=("int32",))
     for axis in (0, -1):
         yield OneOp("CONCATENATION", (x, x + 1), options("Concatenation", axis=axis))
         yield OneOp("PACK", (x, x + 1), options("Pack", valuesCount=2, axis=axis))
