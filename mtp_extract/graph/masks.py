@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -175,9 +175,9 @@ class Masks:
 
     # Rows that are alike.
 
-    def rows_are_alike(self, attention: Attention) -> bool:
-        """Whether all rows of the masks of ``attention`` are the same, up to a shift."""
-        return all(self._line(value) in (SHIFTED, UNIFORM) for value in attention.mask_values)
+    def rows_are_alike(self, values: Iterable[Value]) -> bool:
+        """Whether all rows of the masks ``values`` are the same, up to a shift."""
+        return all(self._line(value) in (SHIFTED, UNIFORM) for value in values)
 
     def _line(self, value: Value) -> Line | None:
         """How ``value`` depends on position and slot; None where neither a line nor a shift says it."""

@@ -46,7 +46,7 @@ class SlotsOfLayer:
             UnsupportedError: rows are neither alike nor few.
         """
         slots, attention = self.masks.slots, self.layer.attention
-        alike = self.masks.rows_are_alike(attention)
+        alike = self.masks.rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
                 f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few. Nothing is "
