@@ -13,6 +13,7 @@ from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, Sou
 from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.graph.kinds import OWN_CACHES_SIGNATURE, another_kind
 from mtp_extract.graph.roles import NameCheck, check_names
 from mtp_extract.io.file_kinds import HEAD, kind_of
 from mtp_extract.io.opening import open_source
@@ -192,6 +193,9 @@ class Opened(AbstractContextManager["Opened"]):
             raise NoDrafterError(
                 f"{name}: expected one signature of a drafter, found {keys}. Say which.", remedies=("signature=NAME",)
             )
+        if self.signature is None and OWN_CACHES_SIGNATURE in {s.key for s in model.signatures}:
+            kind = another_kind(f"K and V of its own: the signature {OWN_CACHES_SIGNATURE!r}, as of Qwen3.5's")
+            raise UnsupportedError(f"{name}: {model.region.what} holds {kind}")
         raise NoDrafterError(
             f"{name}: expected the signature {escape(self.signature or SIGNATURE)} in {model.region.what}, found "
             f"{keys}. Leave section and signature out, or give a file with a drafter.",

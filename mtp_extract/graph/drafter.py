@@ -26,6 +26,7 @@ from mtp_extract.graph.call import computing
 from mtp_extract.graph.expressions import Expr
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Attention, heads_and_width, leaves_of
+from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
@@ -80,6 +81,7 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
+    require_kind(graph)
     for kind, name, names in (
         ("output", LOGITS, graph.outputs),
         ("output", PROJECTED, graph.outputs),

@@ -30,8 +30,8 @@ from mtp_extract.litertlm.tflite import TensorType
 Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 
-_HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""What LiteRT's runtime writes where a float mask hides a slot."""
+HIDDEN_BY_FLOATS = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
+"""What LiteRT's runtime writes where a mask of floats hides a slot; it writes 0 where the mask shows one."""
 _LARGEST_OFFSET = 64.0
 """What may be added to a score that is seen: more would round it away."""
 _MOST_NUMBERS = 64
@@ -96,7 +96,8 @@ class Masks:
         fed = self.positions.fed(needed, at)
         for name in needed & set(shown):
             value, rows = self.graph.inputs[name], np.broadcast_to(shown[name], (at.size, self.slots))
-            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, _HIDDEN))
+            hidden = HIDDEN_BY_FLOATS.get(value.tensor.type) if value.tensor.type is not None else None
+            fed[name] = filled(value, rows if hidden is None else np.where(rows, 0, hidden))
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []
@@ -164,7 +165,7 @@ class Masks:
             if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
                 raise UnsupportedError(
                     f"{node.op.label} brings slots of a mask together, or moves them; a drafter's masks act slot by "
-                    "slot. Nothing is written. Please report the file."
+                    "slot. Nothing is written."
                 )
 
     def _keeps_slots(self, node: Node) -> bool:

@@ -122,8 +122,7 @@ class Reading:
             if not self.whole:
                 return tuple(self._unread(value, str(why)) for value in node.outputs)
             raise UnsupportedError(
-                f"{node.op.label} {why}; no drafter has such an operator there. Nothing is written. Please report the "
-                "file."
+                f"{node.op.label} {why}; this release knows no drafter with such an operator there. Nothing is written."
             ) from None
         return made if isinstance(made, tuple) else (made,)
 

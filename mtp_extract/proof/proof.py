@@ -103,7 +103,7 @@ def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Se
         if not abs(scale / config.attention_scale - 1) <= _SAME:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
-                f"{config.attention_scale:g}. Nothing is written. Please report the file."
+                f"{config.attention_scale:g}. Nothing is written."
             )
     return max(rows for rows, _ in found), all(alike for _, alike in found)
 

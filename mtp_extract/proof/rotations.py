@@ -59,12 +59,12 @@ def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.floa
         worst = int(wrong.argmax())
         raise ProofError(
             f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
-            f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written. Please report the file."
+            f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written."
         )
     own = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     # Exporters that store a table compute it in float64.
     if (apart := _apart(layer, own, doubt)) and _apart(layer, exact, doubt):
-        raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written. Please report the file.")
+        raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
     return held_in
 
 

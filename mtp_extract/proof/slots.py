@@ -142,6 +142,6 @@ class SlotsOfLayer:
 
     def _refuse(self, position: int, what: str) -> None:
         raise ProofError(
-            f"layers.{self.index}.attention: the graph and the checkpoint part here (the mask at position {position}): "
-            f"{what}. No checkpoint of this kind computes that; nothing is written. Please report the file."
+            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {what}. "
+            "Nothing is written."
         )

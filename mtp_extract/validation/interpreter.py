@@ -25,6 +25,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
+from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
@@ -118,6 +119,7 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
         UnsupportedError: the interpreter is not there, or cannot run the section.
     """
     name, region = source.model.region.source.name, source.model.region
+    names = source.graph.input_names
     if why := unusable("ai_edge_litert.interpreter", "Interpreter"):
         raise UnsupportedError(f"{name}: Google's interpreter (ai-edge-litert) cannot be asked: {why}.")
     if source.model.weights is not None:
@@ -135,7 +137,7 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
             run = interpreter.get_signature_runner(source.signature.key)
             takes, gives, found = run.get_input_details(), run.get_output_details(), list[Outputs]()
             for inputs in steps:
-                made = run(**{name: encoded(inputs[name], detail) for name, detail in takes.items()})
+                made = run(**{name: encoded(inputs[names[name]], detail) for name, detail in takes.items()})
                 found.append((decoded(made[LOGITS], gives[LOGITS]), decoded(made[PROJECTED], gives[PROJECTED])))
             return found
     except UnsupportedError:
@@ -145,7 +147,13 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
 
 
 def encoded(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
-    """``values`` as the interpreter takes this input: floats as the nearest codes, ties to even, clipped."""
+    """``values`` as the interpreter takes this input: floats as the nearest codes, ties to even, clipped.
+
+    A mask that is no bool is 0, and where it hides a slot the number that LiteRT's runtime writes.
+    """
+    if values.dtype == np.bool_ and detail["dtype"] != np.bool_:
+        hidden = HIDDEN_BY_FLOATS[TensorType[np.dtype(detail["dtype"]).name.upper()]]
+        return np.where(values, 0, hidden).astype(detail["dtype"])
     if values.dtype != np.float32 or detail["dtype"] == np.float32:
         return values
     (scale, zero_point), limits = detail["quantization"], np.iinfo(detail["dtype"])
