@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,8 @@ Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 
 _HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""What LiteRT's runtime writes where a float mask hides a slot."""
+_HIDDEN_IN_HALF = -45824.0
+"""What LiteRT's runtime writes where a mask of FLOAT32 or FLOAT16 hides a slot."""
 _LARGEST_OFFSET = 64.0
 """What may be added to a score that is seen: more would round it away."""
 _MOST_NUMBERS = 64
@@ -95,7 +96,8 @@ class Masks:
         fed = self.positions.fed(needed, at)
         for name in needed & set(shown):
             value, rows = self.graph.inputs[name], np.broadcast_to(shown[name], (at.size, self.slots))
-            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, _HIDDEN))
+            hidden = _HIDDEN_IN_HALF if value.tensor.type is TensorType.FLOAT16 else _HIDDEN
+            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, hidden))
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []
@@ -118,6 +120,11 @@ class Masks:
             one = self.effect(tree[1], cases)
             offset = one.offset + tree[3] * self._numbers(tree[2], cases)
             return Effect(one.scored, offset, one.lost | one.scored & ~(np.abs(offset) <= _LARGEST_OFFSET))
+        if kind == "within":
+            inner = self.effect(tree[1], cases)
+            # A score that was seen is rounded, and cut off by less; one that was hidden stands at an end of the grid.
+            hidden = ~inner.scored | ~(np.abs(inner.offset) <= _LARGEST_OFFSET)
+            return replace(inner, offset=np.where(hidden, np.clip(inner.offset, *tree[2:]), inner.offset))
         if kind == "window":
             chosen, yes, no = cases.within[tree[2]], self.effect(tree[1], cases), self.effect(tree[3], cases)
         else:

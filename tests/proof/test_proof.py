@@ -83,7 +83,7 @@ def test_a_coarse_table_is_said_and_the_exact_theta_is_written(tmp_path: Path) -
     out = tmp_path / "out"
     proof = extract(of("same: rounded/fp16_rope_tables"), out).record["proof"]
     coarse = [line for line in proof if "exact theta" in line]
-    assert ["layer 0, stored in" in coarse[0], "layer 1, stored in" in coarse[1]] == [True, True]
+    assert ["layer 0, held in" in coarse[0], "layer 1, held in" in coarse[1]] == [True, True]
     assert len(coarse) == 2 and all("FLOAT16" in line for line in coarse)
     assert "10000.0" in (out / "config.json").read_text()
 
