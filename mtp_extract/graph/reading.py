@@ -60,11 +60,11 @@ _OPERANDS = {
     **dict.fromkeys(SELECTIONS, 3),
 }
 """How many operands an operator has, of those that have a number of them."""
-_COMPUTED_BY_SCALES = frozenset(
+COMPUTED_BY_SCALES = frozenset(
     ("ADD", "SUB", "MUL", "DIV", "SQRT", "RSQRT", "TANH", "GELU", "SUM", "MEAN", "SOFTMAX", "BATCH_MATMUL")
 )
 """Operators whose kernels compute with what codes stand for; MINIMUM, MAXIMUM, NEG and selections take the codes
-themselves (LiteRT 2.3.0, which tests/graph/test_codes.py asks).
+themselves (LiteRT 2.3.0, as tests/graph/test_codes.py shows).
 """
 _LARGEST_IN_HALF = 64.0
 """How many times larger or smaller FLOAT16 may hold a value: ordinary numbers neither leave it so nor vanish in it."""
@@ -163,7 +163,7 @@ class Reading:
             return
         if node.kind in SELECTIONS and len(set(map(grid_of, tensors))) == 1:
             return
-        if node.kind not in _COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
+        if node.kind not in COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
             raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
 
     def _unread(self, value: Value, why: str) -> Term:

@@ -141,6 +141,9 @@ def cast() -> Iterator[OneOp]:
     for source, target in (*wanted, ("int64", "int32"), ("int32", "int8")):
         x = floats(2, 5, low=-120, high=120).astype(source)
         yield OneOp("CAST", (x,), options("Cast"), results=(target,))
+    yield OneOp(
+        "CAST", (np.array([1 + 2**-11, 1 + 3 * 2**-11, 1e-7, 1e5, -2.1], np.float32),), options("Cast"), ("float16",)
+    )
 
 
 def multiplied() -> Iterator[OneOp]:
@@ -287,7 +290,7 @@ REFUSED: list[tuple[OneOp, str]] = [
         "few bits",
     ),
     (OneOp("QUANTIZE", (floats(3),), options("Quantize"), ("int8",), GRID), "QUANTIZE"),
-    (OneOp("CAST", (floats(3),), options("Cast"), ("float16",)), "few bits"),
+    (OneOp("CAST", (ints(3, kind=np.int8),), options("Cast"), ("float16",), input_grid=GRID), "few bits"),
     (OneOp("NEG", (const(floats(3, 4).astype(np.float16)),), None, ("float16",)), "few bits"),
     (OneOp("RESHAPE", (const(floats(3, 4).astype(np.float16)), index(12))), "few bits"),
     (OneOp("DEQUANTIZE", (ints(3, kind=np.int8),), options("Dequantize")), "makes int8"),

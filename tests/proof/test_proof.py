@@ -231,7 +231,6 @@ CAUSES: dict[str, tuple[type[MtpExtractError], str]] = {
     "loudness/keys_within_30": (UnsupportedError, "of a cache"),
     "loudness/largest_score_favoured": (UnsupportedError, "scores"),
     "number types/position_int8": (UnsupportedError, "QUANTIZE"),
-    "number types/query_int8_within_a_half": (UnsupportedError, "INT8"),
     "smooth/scores_plus_sigmoid_above_90": (UnsupportedError, "of a score"),
     "interfaces/value_unmapped": (RoleError, "does not name"),
 }
