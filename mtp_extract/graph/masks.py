@@ -30,8 +30,7 @@ Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 
 _HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-_HIDDEN_IN_HALF = -45824.0
-"""What LiteRT's runtime writes where a mask of FLOAT32 or FLOAT16 hides a slot."""
+"""What LiteRT's runtime writes where a float mask hides a slot."""
 _LARGEST_OFFSET = 64.0
 """What may be added to a score that is seen: more would round it away."""
 _MOST_NUMBERS = 64
@@ -96,8 +95,7 @@ class Masks:
         fed = self.positions.fed(needed, at)
         for name in needed & set(shown):
             value, rows = self.graph.inputs[name], np.broadcast_to(shown[name], (at.size, self.slots))
-            hidden = _HIDDEN_IN_HALF if value.tensor.type is TensorType.FLOAT16 else _HIDDEN
-            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, hidden))
+            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, _HIDDEN))
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []

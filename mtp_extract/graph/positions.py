@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import DTYPES, Array, Call, holds_codes
+from mtp_extract.graph.call import DTYPES, Array, Call, has_few_bits
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
@@ -136,7 +136,7 @@ def filled(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
         UnsupportedError: it has another size, or a type that holds no numbers.
     """
     kind = DTYPES.get(value.tensor.type)
-    if kind is None or holds_codes(value.tensor) or value.tensor.elements != numbers.shape[1]:
+    if kind is None or has_few_bits(value.tensor) or value.tensor.elements != numbers.shape[1]:
         raise UnsupportedError(
             f"The input {value.label} does not hold the {numbers.shape[1]} numbers that runtimes fill."
         )

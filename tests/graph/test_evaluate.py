@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
@@ -141,9 +142,6 @@ def cast() -> Iterator[OneOp]:
     for source, target in (*wanted, ("int64", "int32"), ("int32", "int8")):
         x = floats(2, 5, low=-120, high=120).astype(source)
         yield OneOp("CAST", (x,), options("Cast"), results=(target,))
-    yield OneOp(
-        "CAST", (np.array([1 + 2**-11, 1 + 3 * 2**-11, 1e-7, 1e5, -2.1], np.float32),), options("Cast"), ("float16",)
-    )
 
 
 def multiplied() -> Iterator[OneOp]:
@@ -180,6 +178,15 @@ def test_an_operator_is_what_the_interpreter_computes(case: OneOp) -> None:
         assert found.shape == expected.shape
         assert found.dtype == expected.dtype
         np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_cast_to_half_precision_is_rounded_to_the_nearest_even(half: str) -> None:
+    near = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 1e-7, 1e5, -2.1, -np.inf], np.float32)
+    graph = flat(OneOp("CAST", (near,), options("Cast"), (half,)).model([near.shape]))
+    (found,) = evaluate(graph, {"i0": near[None]}, list(graph.outputs.values()))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found[0], near.astype(ml_dtypes.finfo(half).dtype).astype(np.float32))
 
 
 @each_case
