@@ -68,7 +68,7 @@ def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = Fa
         entries: as it lists them; of none the result is empty.
         ranges: say the shortest range, too.
     """
-    parts = []
+    parts = list[str]()
     for entry in entries:
         details = []
         if entry["steps"]:
