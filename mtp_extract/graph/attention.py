@@ -18,7 +18,9 @@ from mtp_extract.graph.call import (
     axis_of,
     grid_of,
     has_few_bits,
+    holds_codes,
     ints,
+    keeps_numbers,
 )
 from mtp_extract.graph.evaluate import LAYOUT, evaluate, inputs_of, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
@@ -42,7 +44,6 @@ from mtp_extract.graph.forms import (
 from mtp_extract.graph.positions import Positions
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
-from mtp_extract.litertlm.tflite import TensorType
 
 _MOST_NUMBERS = 1 << 20
 _ANY_SLOT = ("REDUCE_MAX", "REDUCE_ANY")
@@ -159,20 +160,14 @@ class AttentionReader:
     # Operators that hand numbers on.
 
     def _converted(self, node: Node, form: Form | None) -> Form:
-        """DEQUANTIZE and CAST: only of caches, to the floats that their codes or halves stand for."""
+        """The same numbers in another type; and of a cache whose zero point is 0, a CAST to the codes themselves."""
         source, target = node.operand(0).tensor, node.outputs[0].tensor
-        if isinstance(form, Cache) and target.type is TensorType.FLOAT32 and node.kind != "QUANTIZE":
-            own = self.graph.inputs[form.name].tensor
-            grid = grid_of(own)
-            if source.type in FLOAT_TYPES:
-                return form
-            if grid is not None and (source.type, grid_of(source)) == (own.type, grid):
-                if node.kind == "DEQUANTIZE":
-                    return form
-                if not grid[1]:
-                    # CAST makes the codes themselves.
-                    return replace(form, factor=form.factor / grid[0])
-        raise UnreadableError(f"holds numbers inside of an attention as {target.type_name}")
+        if form is not None and keeps_numbers(node):
+            return form
+        grid = grid_of(source)
+        if isinstance(form, Cache) and node.kind == "CAST" and target.type in FLOAT_TYPES and grid and not grid[1]:
+            return replace(form, factor=form.factor / grid[0])
+        raise UnreadableError(f"turns {source.type_name} inside of an attention into {target.type_name}")
 
     # Products.
 
@@ -182,11 +177,11 @@ class AttentionReader:
         flips = [bool(Call(self.graph, node).option(slot, "?", False)) for slot in (0, 1)]
         if not isinstance(right, Cache):
             raise UnreadableError("multiplies what no attention multiplies, or the other way round")
-        tensor = node.operand(1).tensor
-        if {node.operand(0).tensor.type, node.outputs[0].tensor.type} != {TensorType.FLOAT32}:
-            raise UnreadableError("computes scores, or mixes values, in another type than FLOAT32")
-        if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
-            raise UnreadableError(f"multiplies integers of {right.name} that have no scale")
+        tensors = [node.operand(0).tensor, node.operand(1).tensor, node.outputs[0].tensor]
+        if tensors[0].type != tensors[2].type:
+            raise UnreadableError(f"multiplies {tensors[0].type_name} and makes {tensors[2].type_name} of it")
+        if any(tensor.type not in FLOAT_TYPES and grid_of(tensor) is None for tensor in tensors):
+            raise UnreadableError(f"multiplies {right.name} as integers that have no scale")
         if isinstance(left, Scored):
             return self.mixed(left, right, *flips)
         return self.scores(self.rotated(left), right, *flips)
@@ -236,6 +231,8 @@ class AttentionReader:
             if not np.isfinite(made.number).all():
                 raise UnreadableError("multiplies a query by what is no number")
             return made
+        if holds_codes(value.tensor):
+            raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
         table = value.depends == Depends.POSITION and value.tensor.type in FLOAT_TYPES
         if kind == "DIV" or not table or rotated.by.any() or inputs_of([value]) != {INPUT_POS}:
             raise UnreadableError("brings a query together with something else than one table of the position")

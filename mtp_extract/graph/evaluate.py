@@ -160,12 +160,24 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 
 def _cast(call: Call, x: Array) -> Array:
     """To floats, bools, or integers of integers; to float64, which the evaluator refuses, where a type is unknown."""
-    kind = np.dtype(DTYPES.get(call.node.outputs[0].tensor.type))
+    target = call.node.outputs[0].tensor.type
+    kind = np.dtype(DTYPES.get(target))
+    if target in FLOAT_TYPES - {TensorType.FLOAT32}:
+        return _rounded_to_half(x.astype(np.float32), target)
     if kind.kind in "bf" or x.dtype.kind == "b":
         return x.astype(kind)
     if x.dtype.kind == "f":
         raise call.refuse("makes integers of floats")
     return _within(call, x, kind)
+
+
+def _rounded_to_half(x: Array, kind: TensorType) -> Array:
+    """float32 numbers, to the nearest of FLOAT16 or BFLOAT16, ties to even; what is not finite stays as it is."""
+    if kind is TensorType.FLOAT16:
+        return x.astype(np.float16).astype(np.float32)
+    bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+    upper = (bits + 0x7FFF + (bits >> 16 & 1)).astype(np.uint32) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), upper.view(np.float32), x)
 
 
 def _batch_matmul(call: Call, left: Array, right: Array) -> Array:
@@ -303,7 +315,7 @@ def _run(
 
 
 def _check_bits(call: Call) -> None:
-    """Of numbers of few bits only floats are made; those of half precision may be moved before."""
+    """Of numbers of few bits only floats are made, but numbers may be rounded to half precision and moved there."""
     kind, made = call.node.kind, [value.tensor for value in call.node.outputs]
     seen = [call.tensor(position) for position in range(len(call.node.inputs))]
     if not any(map(has_few_bits, (*seen, *made))):
@@ -312,7 +324,8 @@ def _check_bits(call: Call) -> None:
     types = {tensor.type for tensor in made} | {seen[i].type for i in LAYOUT.get(kind, ()) if i < len(seen)}
     moves = kind in LAYOUT and len(types) == 1 and not on_grid
     widens = not any(map(has_few_bits, made)) and (kind == "DEQUANTIZE" or (kind == "CAST" and not on_grid))
-    if not (moves or widens):
+    narrows = kind == "CAST" and types <= FLOAT_TYPES and not on_grid
+    if not (moves or widens or narrows):
         raise call.refuse("computes with numbers of few bits")
 
 

@@ -10,14 +10,14 @@ Operators that move elements keep the form. What is done to a score on its way t
 slot by slot what becomes of the score. Its leaves are numbers, and values that positions and masks decide::
 
     tree := SCORE | ("add", tree, leaf, ±1) | ("select", leaf, tree|leaf, tree|leaf)
-          | ("window", tree, its window, what stands elsewhere)
+          | ("window", tree, its window, what stands elsewhere) | ("within", tree, lowest, highest)
     leaf := number | ("leaf", value, its axis of slots or None)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,6 +148,13 @@ class Scored:
     @property
     def slot_axis(self) -> int:
         return self.view.only("slot")
+
+    def within(self, lowest: float, highest: float) -> Scored:
+        """The same on a grid from ``lowest`` to ``highest``, which cuts off what a mask wrote for what it hides."""
+        if self.stage != "score" or self.scores.tree == SCORE:
+            return self
+        tree = ("within", self.scores.tree, lowest, highest)
+        return replace(self, scores=replace(self.scores, tree=tree))
 
 
 class OutputGuard(NamedTuple):

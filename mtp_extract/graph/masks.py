@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -120,6 +120,11 @@ class Masks:
             one = self.effect(tree[1], cases)
             offset = one.offset + tree[3] * self.numbers(tree[2], cases)
             return Effect(one.scored, offset, one.lost | one.scored & ~(np.abs(offset) <= _LARGEST_OFFSET))
+        if kind == "within":
+            inner = self.effect(tree[1], cases)
+            # A score that was seen is rounded, and cut off by less; one that was hidden stands at an end of the grid.
+            hidden = ~inner.scored | ~(np.abs(inner.offset) <= _LARGEST_OFFSET)
+            return replace(inner, offset=np.where(hidden, np.clip(inner.offset, *tree[2:]), inner.offset))
         if kind == "window":
             chosen, yes, no = cases.within[tree[2]], self.effect(tree[1], cases), self.effect(tree[3], cases)
         else:

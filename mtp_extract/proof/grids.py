@@ -1,4 +1,4 @@
-"""Activations that a file rounds: how many of them, to which types, and how coarsely.
+"""What a file rounds while it computes: how many activations, to which types, and how coarsely.
 
 The rounding is the runtime's, and no checkpoint in floats has it; what it costs depends on what real activations are,
 which no file says. So all of it is said, and none of it is a reason to refuse (docs/proof.md).
@@ -18,24 +18,26 @@ from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 
 
 def list_rounded(graph: FlatGraph, walk: Walk) -> list[dict[str, Any]]:
-    """The activations that ``graph`` rounds, an entry for each type of tensor, by its name.
+    """The activations that ``graph`` rounds, and the weights that an operator does, an entry for each type of tensor.
 
     Returns:
-        per type ``type``, ``count`` and whether ``logits`` are among them; of codes with a scale also ``steps``, the
-        smallest and the largest step, and ``narrowest``, the lowest and the highest number of the shortest range; both
-        are None of floats.
+        per type: ``of`` ("activation" or "weight"), ``type``, ``count``, and whether ``logits`` are among them; of
+        codes also ``steps``, the smallest and the largest step, and ``narrowest``, the lowest and the highest number of
+        the shortest range. Both are None of floats.
 
     Raises:
         UnsupportedError, FormatError: as :func:`~mtp_extract.graph.call.grid_of`.
     """
     head = next(role.result for role in walk.roles if role.role == "lm_head")
     logits = {id(value) for value in ancestors(graph.outputs[LOGITS], frozenset({id(head)}))}
-    by_type: dict[str, list[Value]] = {}
+    kinds: dict[tuple[str, str], list[Value]] = {}
     for value in walk.rounded:
-        by_type.setdefault(value.tensor.type_name, []).append(value)
+        of = "activation" if value.depends else "weight"
+        kinds.setdefault((of, value.tensor.type_name), []).append(value)
     return [
-        {"type": name, "count": len(values), "logits": any(id(value) in logits for value in values)} | _extent(values)
-        for name, values in sorted(by_type.items())
+        {"of": of, "type": name, "count": len(values), "logits": any(id(value) in logits for value in values)}
+        | _extent(values)
+        for (of, name), values in sorted(kinds.items())
     ]
 
 
@@ -66,7 +68,7 @@ def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = Fa
         entries: as it lists them; of none the result is empty.
         ranges: say the shortest range, too.
     """
-    parts = []
+    parts = list[str]()
     for entry in entries:
         details = []
         if entry["steps"]:
@@ -76,7 +78,7 @@ def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = Fa
             details.append("the shortest range {:g} to {:g}".format(*entry["narrowest"]))
         if entry["logits"]:
             details.append("logits among them")
-        what = f"{several(entry['count'], 'activation')} {'is' if entry['count'] == 1 else 'are'}"
+        what = f"{several(entry['count'], entry['of'])} {'is' if entry['count'] == 1 else 'are'}"
         place = "" if parts else " in the bundle"
         parts.append(f"{what} {escape(entry['type'])}{place}" + (f" ({', '.join(details)})" if details else ""))
     return ", ".join(parts)

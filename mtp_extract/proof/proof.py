@@ -211,7 +211,7 @@ def in_words(proof: Mapping[str, Any]) -> list[str]:
         "of every tensor are the bundle's"
     ]
     said += [
-        f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}; the exact "
+        f"but for the file's own RoPE table of layer {table['layer']}, held in {escape(table['held_in'])}; the exact "
         "theta is written"
         for table in proof["coarse_tables"]
     ]

@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
@@ -181,6 +182,15 @@ def test_an_operator_is_what_the_interpreter_computes(case: OneOp) -> None:
         np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_cast_to_half_precision_is_rounded_to_the_nearest_even(half: str) -> None:
+    near = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 1e-7, 1e5, -2.1, -np.inf], np.float32)
+    graph = flat(OneOp("CAST", (near,), options("Cast"), (half,)).model([near.shape]))
+    (found,) = evaluate(graph, {"i0": near[None]}, list(graph.outputs.values()))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found[0], near.astype(ml_dtypes.finfo(half).dtype).astype(np.float32))
+
+
 @each_case
 def test_samples_side_by_side_are_each_on_its_own(case: OneOp) -> None:
     """Whichever inputs are the same for all samples; those that differ have their elements in another order."""
@@ -289,7 +299,7 @@ REFUSED: list[tuple[OneOp, str]] = [
         "few bits",
     ),
     (OneOp("QUANTIZE", (floats(3),), options("Quantize"), ("int8",), GRID), "QUANTIZE"),
-    (OneOp("CAST", (floats(3),), options("Cast"), ("float16",)), "few bits"),
+    (OneOp("CAST", (ints(3, kind=np.int8),), options("Cast"), ("float16",), input_grid=GRID), "few bits"),
     (OneOp("NEG", (const(floats(3, 4).astype(np.float16)),), None, ("float16",)), "few bits"),
     (OneOp("RESHAPE", (const(floats(3, 4).astype(np.float16)), index(12))), "few bits"),
     (OneOp("DEQUANTIZE", (ints(3, kind=np.int8),), options("Dequantize")), "makes int8"),

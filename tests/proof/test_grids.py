@@ -40,7 +40,7 @@ def test_a_rounded_activation_is_listed_however_coarse_it_is(
     place: str, edit: Edit, expected: dict[str, object]
 ) -> None:
     proof = proven(place, edit)
-    assert proof["rounded_activations"] == [{"count": 1, "logits": False, **expected}]
+    assert proof["rounded_activations"] == [{"of": "activation", "count": 1, "logits": False, **expected}]
 
 
 def test_rounded_logits_are_said() -> None:
