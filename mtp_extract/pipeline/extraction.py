@@ -124,6 +124,7 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
 
 def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
     """What a user should know of the file."""
+    yield from drafter.opened.remarks
     for role, others in drafter.names.contradicted.items():
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
     if any(found.input is not None for found in drafter.walk.roles) and not EVERY[made.format.name].activations:

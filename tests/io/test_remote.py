@@ -249,12 +249,12 @@ def test_a_copy_in_the_hubs_cache_is_used(
     assert bundle.sent["storage"] == sent
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     asked = len(bundle.requests)
-    for name in (URL, f"hf://{REPO}@main/{FILE}", f"hf://{REPO}@{'c' * 40}/{FILE}", path):
+    for name in (URL, REPO, f"hf://{REPO}@main/{FILE}", f"hf://{REPO}@{'c' * 40}/{FILE}", path):
         with open_source(name) as source:
             assert source.read(0, 100) == DATA[:100]
-            assert source.name == (f"hf://{REPO}@{'c' * 40}/{FILE}" if name == path else name)
+            assert source.name == {path: f"hf://{REPO}@{'c' * 40}/{FILE}", REPO: URL}.get(name, name)
             assert {**source.provenance, "revision": "main"} == online
-    for name in (f"hf://{REPO}/other.litertlm", REPO, bundle.url() + "/a.litertlm"):
+    for name in (f"hf://{REPO}/other.litertlm", "org/gone", f"{REPO}@v2", bundle.url() + "/a.litertlm"):
         assert "offline mode is on (HF_HUB_OFFLINE)" in fails(name)
     assert len(bundle.requests) == asked
 
