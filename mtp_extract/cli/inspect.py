@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._command import AsJson, program
-from mtp_extract.cli._written import found_in, say_geometry, say_proof
+from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape, several
 
@@ -102,7 +102,8 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     known = f", {report['known_bundle']}" if report["known_bundle"] else ""
     drafter, holds = report["drafter"], "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
     if drafter is not None:
-        holds = f"the {drafter['known_as'] or 'MTP'} drafter for {drafter['base_model'] or 'a base that is not known'}"
+        base = drafter["base_model"]
+        holds = f"the drafter for {base}" if base else f"an {drafter_of(drafter['known_as'])}; its base is not said"
     say_all(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{known}; holds {holds}")
     table(list(report["items"].items()))
     if sections := report["sections"]:
@@ -116,12 +117,14 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
 
 def _show_drafter(drafter: Mapping[str, Any]) -> None:
     where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
-    say(f"{drafter['known_as'] or 'MTP'} drafter: {where}, {size(drafter['size'])}")
+    say(f"{drafter_of(drafter['known_as'])}: {where}, {size(drafter['size'])}")
     say_geometry(drafter["geometry"], drafter["parameters"])
     say(
         f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
         f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"
     )
+    if not drafter["layer_scalars"]:
+        say("  no layer scalars in its graph, as in Google's files of April 2026: each is 1")
     say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")

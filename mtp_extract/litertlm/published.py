@@ -19,31 +19,51 @@ id; or of a licence: its id on the Hub, its name, where its text is."""
 
 def _published(sha256: str | None, section: str | None = None) -> Entry | None:
     """The file with this SHA-256, or whose drafter's section has it; None of both is known of no file."""
-    for entry in load_mapping("bundles")["bundles"]:
+    for entry in _entries():
         if (sha256 and sha256 == entry["sha256"]) or (section and section == entry["drafter"]["sha256"]):
-            return dict(entry)
+            return entry
     return None
+
+
+def _entries() -> list[Entry]:
+    return [dict(entry) for entry in load_mapping("bundles")["bundles"]]
 
 
 def known_bundle(source: Source) -> Entry | None:
     """The published file that ``source`` is, by the SHA-256 that the Hub gives for it; None without one."""
-    return _published(source.provenance.get("sha256"))
+    return _published(stated_sha256(source.provenance))
+
+
+def published_with_size(size: int) -> Entry | None:
+    """The published file of this many bytes. A drafter that was inserted leaves the size as it was: compare sums."""
+    return next((entry for entry in _entries() if entry["size"] == size), None)
+
+
+def stated_sha256(provenance: Mapping[str, str]) -> str | None:
+    """The SHA-256 that the Hub states for a file: its ETag, which of a small file is git's blob id, and matches none.
+
+    Of another server an ETag is any text, and says nothing.
+    """
+    return provenance.get("sha256") or (provenance.get("etag") if "repository" in provenance else None)
 
 
 def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
     """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
     section = extraction["source"].get("section") or {}
-    return _published(_provenance(extraction).get("sha256"), section.get("sha256"))
+    return _published(stated_sha256(_provenance(extraction)), section.get("sha256"))
 
 
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:
-    """Hub id of the base: by the published bundle, by the geometry, or the repository that the bundle came from."""
-    if bundle := bundle_of(extraction):
-        return str(bundle["base_model"])
-    for geometry in load_mapping("geometries")["geometries"]:
-        if geometry["name"] == extraction.get("known_as"):
-            return str(geometry["base_model"])
-    return _provenance(extraction).get("repository")
+    """Hub id of the base: what a training or an ordered head was made beside, or the published bundle's.
+
+    A shape names no base: a fine-tuned base and its drafter have the shape of the published ones. None where nothing
+    says it; of what was fitted beside a directory, the directory's name.
+    """
+    fitted = extraction.get("tuning") or extraction.get("ordered_head")
+    if fitted:
+        return str(fitted["base"])
+    bundle = bundle_of(extraction)
+    return str(bundle["base_model"]) if bundle else None
 
 
 def license_of(extraction: Mapping[str, Any]) -> Entry | None:

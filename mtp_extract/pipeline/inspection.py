@@ -73,7 +73,7 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
         return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
         return Inspection({**report, "drafter": None, "problem": str(error)}, error)
-    found["base_model"] = (drafter.known or known or {"base_model": None})["base_model"]
+    found["base_model"] = known["base_model"] if known else None
     return Inspection({**report, "drafter": found}, None)
 
 
@@ -89,6 +89,7 @@ def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
         "stored_types": dict(sorted(Counter(role.tensor.type_name for role in roles if role.tensor).items())),
         "roles_found": len(roles),
         "set_aside_count": len(drafter.walk.aside),
+        "layer_scalars": sum(role.role.endswith(".layer_scalar") for role in roles),
         "names_confirmed": len(set(drafter.names.confirmed)),
         "model": _model(drafter.model, tensors),
     }
