@@ -89,12 +89,28 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         say(f"  derived from {escape(report['against'])} again:")
         for check in report["checks"]:
             say(f"    {check['name']}: {escape(check['evidence'])}")
+        if (compared := report["against_published"]) is not None:
+            say(f"  {_comparison_with_published(compared)}")
     say_geometry(holds["geometry"], holds["parameters"])
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
     if "tensors" in holds:
         _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
+
+
+def _comparison_with_published(compared: Mapping[str, Any]) -> str:
+    """What the SHA-256 of the bundle, which was computed, says of where it comes from."""
+    published = compared["published"]
+    if published is None:
+        return f"the bundle's SHA-256 is what the Hub states: {compared['sha256']}"
+    file = f"{published['repository']}/{published['file']} ({published['note']})"
+    if compared["is_published"]:
+        return f"the bundle is {file}, by its SHA-256, for {published['base_model']}"
+    return (
+        f"the bundle has the size of {file} and another SHA-256, {compared['sha256']}: it was changed, or not "
+        "downloaded completely"
+    )
 
 
 def _show_bundle(report: Mapping[str, Any]) -> None:

@@ -6,11 +6,15 @@ and file names are no evidence: a drafter that was tuned and inserted again leav
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract.data import load_mapping
-from mtp_extract.io.source import Source
+from mtp_extract.errors import SourceError
+from mtp_extract.io.source import Progress, Source, nothing_shown
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Entry = Mapping[str, Any]
 """Of the table: what people call the model, repository and file on the Hub, the model it drafts for, and its licence's
@@ -34,17 +38,40 @@ def known_bundle(source: Source) -> Entry | None:
     return _published(stated_sha256(source.provenance))
 
 
-def published_with_size(size: int) -> Entry | None:
-    """The published file of this many bytes. A drafter that was inserted leaves the size as it was: compare sums."""
-    return next((entry for entry in _entries() if entry["size"] == size), None)
+def compare_with_published(source: Source, progress: Progress = nothing_shown) -> dict[str, Any] | None:
+    """Hash a local file that has the size of a published one, or whose SHA-256 the Hub states, and compare the sums.
+
+    Returns:
+        The computed ``sha256``; name, repository, base and note of the ``published`` file of that size, if there is
+        one; and whether it ``is_published``. Inserting a drafter leaves the size as it was, and changes the sum. None
+        where there is nothing to compare with, or the file is not here: nothing is hashed then.
+
+    Raises:
+        SourceError: it is a copy in the Hub's cache, and not what the Hub states.
+    """
+    published = next((entry for entry in _entries() if entry["size"] == source.size), None)
+    stated = stated_sha256(source.provenance)
+    if source.path is None or (published is None and stated is None):
+        return None
+    computed = source.sha256(progress)
+    if stated not in (None, computed):
+        raise SourceError(
+            f"{source.name}: expected the SHA-256 {stated}, as the Hub states it, found {computed}. The copy in the "
+            "Hub's cache is damaged: delete it, and fetch the file again."
+        )
+    known = _published(computed) or published
+    kept = ("name", "repository", "file", "base_model", "note")
+    named = {key: known[key] for key in kept} if known else None
+    return {"sha256": computed, "published": named, "is_published": _published(computed) is not None}
 
 
 def stated_sha256(provenance: Mapping[str, str]) -> str | None:
-    """The SHA-256 that the Hub states for a file: its ETag, which of a small file is git's blob id, and matches none.
+    """The SHA-256 that the Hub states for a file, as its ETag; None for a small file, which has git's blob id.
 
     Of another server an ETag is any text, and says nothing.
     """
-    return provenance.get("sha256") or (provenance.get("etag") if "repository" in provenance else None)
+    stated = provenance.get("sha256") or (provenance.get("etag") if "repository" in provenance else None)
+    return stated if stated and _SHA256.fullmatch(stated) else None
 
 
 def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
