@@ -34,7 +34,7 @@ def command(
         str | None,
         typer.Option(
             help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
-            metavar="SOURCE|DIR",
+            metavar="SOURCE|DIR|ORG/NAME",
         ),
     ] = None,
     print_json: AsJson = False,

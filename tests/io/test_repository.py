@@ -123,6 +123,16 @@ def test_every_command_takes_the_repository(google: HubServer, tmp_path: Path) -
     assert WITH in printed("insert", E4B, E4B, "--dry-run")
 
 
+def test_its_base_is_compared_with_one_on_the_hub(google: HubServer, base: Path) -> None:
+    """As docs/extract.md shows it."""
+    for file in base.iterdir():
+        google.add("google/gemma-4-E4B-it", file.name, file.read_bytes())
+    shown = printed("inspect", E4B, "--against", "google/gemma-4-E4B-it")
+    assert "within half a step" in shown and "different" not in shown
+    done = run_here("inspect", E4B, "--against", "google/gone")
+    assert (done.returncode, "no such repository" in done.stderr) == (1, True)
+
+
 @pytest.mark.torch
 def test_a_drafter_is_validated_against_the_repository(google: HubServer, tmp_path: Path) -> None:
     made = mtp_extract.extract(E4B, tmp_path / "drafter")
