@@ -91,9 +91,9 @@ class AttentionReader:
             return self._converted(node, operands[0])
         if node.kind == "BATCH_MATMUL":
             return self._product(node, operands)
-        if node.kind in SELECTIONS and (mixed := self._mixed_operand(operands)) is not None:
-            return self._guarded(node, operands, mixed)
         first = next((form for form in operands if isinstance(form, Cache | Scored)), None)
+        if node.kind in SELECTIONS and first is None:
+            return self._guarded(node, operands)
         if isinstance(first, Cache):
             return self._scaled_cache(node, first, operands)
         return self.scored(node, operands) if isinstance(first, Scored) else self._rotated(node, operands)
@@ -322,16 +322,15 @@ class AttentionReader:
 
     # Output guards.
 
-    def _mixed_operand(self, operands: Sequence[Form | None]) -> int | None:
-        """The place of what heads mixed among the operands of a selection; None where there is none."""
-        places = [i for i, form in enumerate(operands) if isinstance(form, Term) and form.expr in self.attentions]
-        return places[0] if operands[0] is None and len(places) == 1 else None
-
-    def _guarded(self, node: Node, operands: Sequence[Form | None], mixed: int) -> Term:
+    def _guarded(self, node: Node, operands: Sequence[Form | None]) -> Term:
         """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.slots` decides which it chooses."""
-        term, condition = operands[mixed], node.operand(0)
+        places = [i for i, form in enumerate(operands) if isinstance(form, Term) and form.expr in self.attentions]
+        if operands[0] is not None or len(places) != 1:
+            raise UnreadableError("chooses between activations that are not what heads mixed")
+        (mixed,) = places
+        term = operands[mixed]
         assert isinstance(term, Term)
-        attention = self.attentions[term.expr]
+        condition, attention = node.operand(0), self.attentions[term.expr]
         if self.expressions.number_of(operands[3 - mixed]) != 0:
             raise UnreadableError("replaces what heads mixed by something else than 0")
         if attention.guard is not None:
@@ -356,11 +355,18 @@ class AttentionReader:
                 f"chooses by {len(reductions)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
             )
         (reduced,) = reductions.values()
-        assert reduced.producer is not None
-        mask, axes = reduced.producer.operand(0), ints(self.graph.integers(reduced.producer.operand(1)))
+        node = reduced.producer
+        assert node is not None
+        mask = node.operand(0)
         rank = len(mask.tensor.shape)
-        if mask.tensor.shape[-1:] != (self.positions.slots,) or rank - 1 not in {axis_of(a, rank) for a in axes}:
+        given = [] if node.operand(1).depends else ints(self.graph.integers(node.operand(1)))
+        axes = {axis_of(axis, rank) for axis in given}
+        if mask.tensor.shape[-1:] != (self.positions.slots,) or rank - 1 not in axes:
             raise UnreadableError("chooses by some slots of a mask alone")
+        keeps = bool(Call(self.graph, node).option(0, "?", False))
+        sizes = [1 if a in axes else size for a, size in enumerate(mask.tensor.shape) if keeps or a not in axes]
+        if sizes != [*reduced.tensor.shape]:
+            raise UnreadableError(f"chooses by {reduced.label}, which has another shape: the file is damaged")
         if mask.tensor.type != reduced.tensor.type or reduced.tensor.type not in DTYPES or has_few_bits(mask.tensor):
             raise UnreadableError(f"chooses by a mask of {mask.tensor.type_name}")
         if any(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph
-from mtp_extract.graph.positions import caches_of
+from mtp_extract.graph.flat import CACHE_PREFIX, MASK, MASK_LOCAL, FlatGraph
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 OWN_CACHES_SIGNATURE = "draft"
@@ -54,5 +53,6 @@ def _ring_buffers(graph: FlatGraph) -> str | None:
     if MASK not in lengths:
         return None
     (length,) = set(lengths.values())
-    short = [name for name, value in caches_of(graph.inputs).items() if not set(length) & set(value.tensor.shape)]
+    caches = {name: value.tensor.shape for name, value in graph.inputs.items() if name.startswith(CACHE_PREFIX)}
+    short = [name for name, shape in caches.items() if not set(length) & set(shape)]
     return f"ring-buffer caches: {escape(short[0])!r} has other slots than the mask" if short else None

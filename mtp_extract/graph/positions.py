@@ -161,9 +161,9 @@ def cache_slots(graph: FlatGraph) -> int:
 
 
 def caches_of(inputs: Mapping[str, Value]) -> dict[str, Value]:
-    """The inputs that hold K or V: those of four axes that are no mask."""
+    """The inputs that hold K or V: those of four axes that hold floats or codes, and are no mask."""
     return {
         name: value
         for name, value in sorted(inputs.items())
-        if len(value.tensor.shape) == 4 and not is_mask(name) and name != PARAM_TENSOR
+        if len(value.tensor.shape) == 4 and not is_mask(name) and value.tensor.type not in (TensorType.INT32, None)
     }

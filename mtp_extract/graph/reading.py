@@ -115,7 +115,7 @@ class Reading:
                 raise UnsupportedError(f"The input {value.label} is empty, or larger than any of a drafter.")
             if name in caches and self.whole:
                 self.forms[id(value)] = Cache(name, View.whole(range(4), value.tensor.shape))
-            elif value.depends & Depends.DATA:
+            elif value.depends & Depends.DATA and value.consumers:
                 if has_few_bits(value.tensor):
                     self.rounded.append(value)
                 self.keep(value, self.expressions.whole("input", name, size=value.tensor.elements))

@@ -127,7 +127,8 @@ class SlotsOfLayer:
         Args:
             shown, hidden: all numbers that the guard's mask has at slots that the layer sees, and at others.
         """
-        if len(shown) + len(hidden) > _MOST_MASK_NUMBERS or not min(shown) > max(hidden, default=-math.inf):
+        lowest, highest = min(shown, default=math.nan), max(hidden, default=-math.inf)
+        if len(shown) + len(hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
             wrong = "looks at other slots than the layer sees"
         elif not all(self.masks.guard_keeps(guard, number).all() for number in shown):
             wrong = "replaces what heads mixed by 0 where a slot is seen"
