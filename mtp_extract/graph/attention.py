@@ -11,27 +11,24 @@ import numpy as np
 
 from mtp_extract.graph.call import (
     CONVERSIONS,
-    DTYPES,
     REDUCTIONS,
     SELECTIONS,
     Call,
     axis_of,
     grid_of,
-    has_few_bits,
     holds_codes,
     ints,
     keeps_numbers,
 )
 from mtp_extract.graph.evaluate import LAYOUT, evaluate, inputs_of, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
 from mtp_extract.graph.forms import (
     SCORE,
     Attention,
     Cache,
     CacheAxes,
     Form,
-    OutputGuard,
     Rotated,
     Scored,
     Scores,
@@ -41,12 +38,12 @@ from mtp_extract.graph.forms import (
     heads_and_width,
     shape_of,
 )
+from mtp_extract.graph.guards import output_guard
 from mtp_extract.graph.positions import Positions
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
 
 _MOST_NUMBERS = 1 << 20
-_ANY_SLOT = ("REDUCE_MAX", "REDUCE_ANY")
 
 _STAGES: dict[tuple[str | float | None, ...], str] = {
     ("REDUCE_MAX", "score", None): "largest",
@@ -339,41 +336,11 @@ class AttentionReader:
             raise UnreadableError("repeats what heads mixed")
         if node.kind == "SELECT" and len(condition.tensor.shape) != term.ids.ndim:
             raise UnreadableError("chooses whole rows")
-        guard = OutputGuard(condition, *self._any_slot(condition), keeps=mixed == 1)
+        guard = output_guard(self.graph, self.positions.slots, condition, keeps=mixed == 1)
         parts = (attention.scores, attention.value, attention.axes, attention.window, guard)
         expr = self.expressions.expr("mixed", *parts, size=term.expr.size)
         self.attentions.setdefault(expr, replace(attention, guard=guard))
         return replace(term, expr=expr)
-
-    def _any_slot(self, condition: Value) -> tuple[Value, Tree]:
-        """The one reduction over all slots that ``condition`` is computed of, and what it reduces."""
-        if condition.depends & Depends.DATA:
-            raise UnreadableError("chooses by what is computed of activations or caches")
-        reductions = {id(v): v for v in ancestors(condition) if v.producer and v.producer.kind in _ANY_SLOT}
-        if len(reductions) != 1:
-            raise UnreadableError(
-                f"chooses by {len(reductions)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
-            )
-        (reduced,) = reductions.values()
-        node = reduced.producer
-        assert node is not None
-        mask = node.operand(0)
-        rank = len(mask.tensor.shape)
-        given = [] if node.operand(1).depends else ints(self.graph.integers(node.operand(1)))
-        axes = {axis_of(axis, rank) for axis in given}
-        if mask.tensor.shape[-1:] != (self.positions.slots,) or rank - 1 not in axes:
-            raise UnreadableError("chooses by some slots of a mask alone")
-        keeps = bool(Call(self.graph, node).option(0, "?", False))
-        sizes = [1 if a in axes else size for a, size in enumerate(mask.tensor.shape) if keeps or a not in axes]
-        if sizes != [*reduced.tensor.shape]:
-            raise UnreadableError(f"chooses by {reduced.label}, which has another shape: the file is damaged")
-        if mask.tensor.type != reduced.tensor.type or reduced.tensor.type not in DTYPES or has_few_bits(mask.tensor):
-            raise UnreadableError(f"chooses by a mask of {mask.tensor.type_name}")
-        if any(
-            v.depends and v is not reduced for v in ancestors(condition, frozenset([id(reduced)])) if not v.producer
-        ):
-            raise UnreadableError("chooses by more than whether any slot is shown")
-        return reduced, ("leaf", mask, rank - 1)
 
     # From scores to weights.
 
