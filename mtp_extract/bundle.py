@@ -121,8 +121,8 @@ class Opened(AbstractContextManager["Opened"]):
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
         section, found_by, model = self._locate
-        signature = self._require_signature(model)
-        graph = flatten(model, signature)
+        graph = self.flat_graph()
+        signature = graph.signature
         found = walk(graph)
         config = read_config(found, sliding_window)
         if sliding_window is not None and config.sliding_window != sliding_window:
@@ -135,6 +135,16 @@ class Opened(AbstractContextManager["Opened"]):
         known = known_drafter(config)
         config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)
         return Shard(self, section, found_by, model, signature, graph, found, config, names, known)
+
+    def flat_graph(self) -> FlatGraph:
+        """The operators of the drafter; not yet what they compute.
+
+        Raises:
+            NoDrafterError: there is none.
+            RoleError, UnsupportedError, FormatError: no exporter writes such a graph, or the file is damaged.
+        """
+        model = self._locate[2]
+        return flatten(model, self._require_signature(model))
 
     def prefetch(self) -> None:
         """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.

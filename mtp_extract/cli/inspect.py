@@ -28,7 +28,11 @@ def command(
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     graph: Annotated[
-        bool, typer.Option("--graph", help="List every role, the evidence for it, and every other constant.")
+        bool,
+        typer.Option(
+            "--graph",
+            help="List what every operator is read as, up to a refusal; every role, and every other constant.",
+        ),
     ] = False,
     against: Annotated[
         str | None,
@@ -125,6 +129,8 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     if sections := report["sections"]:
         shown = [one | {"items": {**one["items"], "model_type": None}} for one in sections]
         _list(f"{len(sections)} sections", shown, "index", "type", "model_type", "begin", "size", "items")
+    if trace := report.get("trace"):
+        _show_trace(trace)
     if drafter is not None:
         _show_drafter(drafter)
     elif "no_drafter" in report:
@@ -158,6 +164,17 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
         say_proof("Proof", in_words(drafter["proof"]))
         _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
+
+
+def _show_trace(trace: Sequence[Mapping[str, Any]]) -> None:
+    """An operator a line, as it stands in the main graph, or SUBGRAPH:OPERATOR."""
+    say(f"{len(trace)} values, in the order of the graph")
+    rows = [
+        (f"{one['subgraph']}:{one['op']}" if one["subgraph"] else str(one["op"]), one["kind"], one["read_as"])
+        + (str(list(one["shape"])).replace(" ", ""), one["what"])
+        for one in trace
+    ]
+    table(rows, ["op", "operator", "read as", "shape", "what"])
 
 
 def _list(title: str, entries: Sequence[Mapping[str, Any]], *columns: str) -> None:

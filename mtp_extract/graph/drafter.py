@@ -73,7 +73,6 @@ class Walk:
     reading: Reading = field(repr=False, compare=False)
 
 
-@computing("The graph")
 def walk(graph: FlatGraph) -> Walk:
     """Find every role in ``graph``.
 
@@ -82,28 +81,37 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
-    require_kind(graph)
-    for kind, name, names in (
-        ("output", LOGITS, graph.outputs),
-        ("output", PROJECTED, graph.outputs),
-        ("input", ACTIVATIONS, graph.inputs),
-    ):
-        if name not in names:
-            found = ", ".join(map(escape, names)) or "none"
-            raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
-        tensor = names[name].tensor
-        if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
-            raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
-    return _Drafter(graph).walk()
+    return DrafterWalk(graph).walk()
 
 
-class _Drafter(Blocks):
+class DrafterWalk(Blocks):
+    """A drafter's graph, being walked: where that ends in a refusal, ``reading`` and ``roles`` hold all before it."""
+
     def __init__(self, graph: FlatGraph) -> None:
-        super().__init__(Reading(graph, (LOGITS, PROJECTED)))
+        super().__init__(Reading(graph))
         self.attentions: list[Attention] = []
 
+    def _check_signature(self) -> None:
+        graph = self.graph
+        require_kind(graph)
+        for kind, name, names in (
+            ("output", LOGITS, graph.outputs),
+            ("output", PROJECTED, graph.outputs),
+            ("input", ACTIVATIONS, graph.inputs),
+        ):
+            if name not in names:
+                found = ", ".join(map(escape, names)) or "none"
+                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
+            tensor = names[name].tensor
+            if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
+                raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
+
+    @computing("The graph")
     def walk(self) -> Walk:
-        reading, graph = self.reading, self.graph
+        """As :func:`walk`."""
+        self._check_signature()
+        graph = self.graph
+        reading = self.reading.read_all((LOGITS, PROJECTED))
         soft_cap, head = self.lm_head(*self.output(LOGITS))
         if self.linear("post_projection", *self.output(PROJECTED)) is not head:
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")

@@ -84,10 +84,11 @@ class Reading:
         products: expression of a product with a matrix → its operator.
         inside: its attentions.
         rounded: activations that the file holds in other types than FLOAT32, and weights that an operator rounds.
+        current: the operator that is being read; after a refusal, the one that was refused.
     """
 
-    def __init__(self, graph: FlatGraph, outputs: Sequence[str], *, whole: bool = True) -> None:
-        """Read what ``outputs`` are computed of.
+    def __init__(self, graph: FlatGraph, *, whole: bool = True) -> None:
+        """Nothing is read yet.
 
         Args:
             whole: refuse what cannot be read. If not, it becomes an expression "unread", and attentions are such.
@@ -98,14 +99,25 @@ class Reading:
         self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}
         self.products: dict[Expr, Node] = {}
         self.rounded: list[Value] = []
+        self.current: Node | None = None
         self.inside = AttentionReader(graph, self.expressions)
+
+    def read_all(self, outputs: Sequence[str]) -> Reading:
+        """Read what ``outputs`` are computed of. Where it ends in a refusal, ``forms`` hold all before that.
+
+        Raises:
+            MtpExtractError: as for :meth:`read`.
+        """
         self._read_inputs()
-        needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
-        for node in graph.nodes:
+        needed = {id(value.producer) for name in outputs for value in ancestors(self.graph.outputs[name])}
+        for node in self.graph.nodes:
             if id(node) in needed and any(v is not None and v.depends & Depends.DATA for v in node.inputs):
+                self.current = node
                 made = self.read(node)
                 for value, form in zip(node.outputs, made, strict=True):
                     self.keep(value, form)
+        self.current = None
+        return self
 
     def _read_inputs(self) -> None:
         caches = caches_of(self.graph.inputs)
