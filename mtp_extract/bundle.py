@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -65,6 +65,8 @@ class Shard:
     config: DrafterConfig
     names: NameCheck
     known: dict[str, Any] | None  # the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry
+    kv: Mapping[str, tuple[str, str]]  # by layer type, the names of the inputs that hold K and V
+    not_proven: tuple[str, ...] = ()  # why it cannot be proven, and what stands for it, in clauses; empty if it can
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,12 @@ class Opened(AbstractContextManager["Opened"]):
         weights = self.bundle.weights_of(section)
         return read_model(self.bundle.region(section), self.bundle.region(weights) if weights else None, budget)
 
-    def drafter(self, sliding_window: int | None = None) -> Shard:
+    def drafter(self, sliding_window: int | None = None, passed: Collection[tuple[int, int]] = ()) -> Shard:
         """Find and read the drafter.
 
-        ``sliding_window`` is for files that leave the window to the runtime.
+        Args:
+            sliding_window: for files that leave the window to the runtime.
+            passed: as for :func:`~mtp_extract.graph.flat.flatten`; what then is read is not the file's graph.
 
         Raises:
             NoDrafterError: there is none.
@@ -120,31 +124,36 @@ class Opened(AbstractContextManager["Opened"]):
             RoleError: a constant of its graph has no role, or a role no constant.
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
-        section, found_by, model = self._locate
-        graph = self.flat_graph()
-        signature = graph.signature
-        found = walk(graph)
-        config = read_config(found, sliding_window)
+        with naming(self.source.name):
+            graph = self.flat_graph(passed)
+            found = walk(graph)
+            config = read_config(found, sliding_window)
         if sliding_window is not None and config.sliding_window != sliding_window:
             raise UnsupportedError(
                 f"{self.source.name}: expected a sliding window of {sliding_window}, found one of "
                 f"{config.sliding_window} in its graph. Leave it out.",
                 remedies=("sliding_window",),
             )
+        pairs = zip(config.layer_types, found.layers, strict=True)
+        return self.shard(graph, found, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
+
+    def shard(self, graph: FlatGraph, found: Walk, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]) -> Shard:
+        """What was read of ``graph``, with what is known of its section, its names and its geometry."""
+        section, found_by, model = self._locate
         names = check_names(found.roles, config.num_layers)
         known = known_drafter(config)
         config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)
-        return Shard(self, section, found_by, model, signature, graph, found, config, names, known)
+        return Shard(self, section, found_by, model, graph.signature, graph, found, config, names, known, kv)
 
-    def flat_graph(self) -> FlatGraph:
-        """The operators of the drafter; not yet what they compute.
+    def flat_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
+        """The operators of the drafter; not yet what they compute. ``passed`` as for :meth:`drafter`.
 
         Raises:
             NoDrafterError: there is none.
             RoleError, UnsupportedError, FormatError: no exporter writes such a graph, or the file is damaged.
         """
         model = self._locate[2]
-        return flatten(model, self._require_signature(model))
+        return flatten(model, self._require_signature(model), passed=passed)
 
     def prefetch(self) -> None:
         """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.
@@ -260,6 +269,17 @@ class Opened(AbstractContextManager["Opened"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Errors begin with the name of the file, where they do not have it yet."""
+    try:
+        yield
+    except MtpExtractError as error:
+        if file not in str(error):
+            error.args = (f"{file}: {error}",)
+        raise
 
 
 def open_bundle(

@@ -31,7 +31,7 @@ def command(
         bool,
         typer.Option(
             "--graph",
-            help="List what every operator is read as, up to a refusal; every role, and every other constant.",
+            help="List what every operator is read as, up to a refusal; then every role and every other constant.",
         ),
     ] = False,
     against: Annotated[
@@ -169,11 +169,11 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
 def _show_trace(trace: Sequence[Mapping[str, Any]]) -> None:
     """An operator a line, as it stands in the main graph, or SUBGRAPH:OPERATOR."""
     say(f"{len(trace)} values, in the order of the graph")
-    rows = [
-        (f"{one['subgraph']}:{one['op']}" if one["subgraph"] else str(one["op"]), one["kind"], one["read_as"])
-        + (str(list(one["shape"])).replace(" ", ""), one["what"])
-        for one in trace
-    ]
+    rows = []
+    for line in trace:
+        place = f"{line['subgraph']}:{line['op']}" if line["subgraph"] else str(line["op"])
+        shape = str(list(line["shape"])).replace(" ", "")
+        rows.append((place, line["kind"], line["read_as"], shape, line["what"]))
     table(rows, ["op", "operator", "read as", "shape", "what"])
 
 

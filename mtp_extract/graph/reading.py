@@ -29,6 +29,7 @@ from mtp_extract.graph.call import (
     holds_codes,
     ints,
     keeps_numbers,
+    refused,
 )
 from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
@@ -145,9 +146,8 @@ class Reading:
         except UnreadableError as why:
             if not self.whole:
                 return tuple(self._unread(value, str(why)) for value in node.outputs)
-            raise UnsupportedError(
-                f"{node.op.label} {why}; this release knows no drafter with such an operator there. Nothing is written."
-            ) from None
+            reason = f"{why}; this release knows no drafter with such an operator there. Nothing is written."
+            raise refused(node, reason) from None
         if node.kind not in LAYOUT:
             self.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
         return made if isinstance(made, tuple) else (made,)
