@@ -11,6 +11,7 @@ from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape, several
+from mtp_extract.report.card import NAMED
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
@@ -85,6 +86,8 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
                 ratio, texts = made["overall"]["rounds"]["ratio"], made["overall"]["texts"]
                 gain = f"{ratio:.3f} times the tokens per round on {texts} held-out texts"
                 say(f"  {what} beside {escape(made['base'])}: {gain}")
+        if why := record.get("not_proven"):
+            say(f"  Not proven, {NAMED}: {escape('; '.join(why), longest=2000)}")
     else:
         say(f"{place}: without extraction.json")
     if report["against"] is None:

@@ -107,7 +107,7 @@ def extract(
         check_place(target, **to, listed=recorded)
         opened.prefetch()
         if unproven:
-            drafter, proof = read_unproven(opened, sliding_window, _prove)
+            drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
         else:
             with offering_unproven(opened):
                 drafter, proof = opened.drafter(sliding_window), None
@@ -124,7 +124,8 @@ def extract(
         return write(made, target, origin, _notes(drafter, made), **to, progress=progress, compare_rounded=False)
 
 
-def _prove(drafter: Shard) -> Proof:
+def prove_drafter(drafter: Shard) -> Proof:
+    """Prove that the checkpoint of ``drafter`` computes what its graph does, as :func:`prove_checkpoint`."""
     return prove_checkpoint(drafter, checkpoint_of(drafter))
 
 

@@ -7,6 +7,7 @@ attentions alone say (theta, window, types of layers) is then that of the known 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConf
 from mtp_extract.architecture.roles import MATRIX, Role, shapes_of
 from mtp_extract.bundle import Opened, Shard, naming
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import OperatorError, ProofError, RoleError, UnsupportedError, escape
+from mtp_extract.errors import OperatorError, ProofError, RoleError, UnsupportedError, escape, several
 from mtp_extract.graph.drafter import DrafterWalk, Walk
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import FlatGraph, Value
@@ -66,7 +67,7 @@ def read_unproven(
             drafter = opened.drafter(sliding_window, passed)
             proof = prove(drafter)
         except OperatorError as error:
-            refusals.append(clause_of(error, opened))
+            refusals.append(_clause_of(error, opened))
             if error.place in passed or len(passed) >= _MOST_PASSED:
                 break
             passed[error.place] = error.label
@@ -74,13 +75,13 @@ def read_unproven(
             if error.remedies or (isinstance(error, ProofError) and not passed):
                 raise
             if drafter is not None or not refusals:
-                refusals.append(clause_of(error, opened))
+                refusals.append(_clause_of(error, opened))
             break
         else:
             if not passed:
                 return drafter, proof
             read = f"taken for {'its operand' if len(passed) == 1 else 'their operands'}, all else was proven"
-            return replace(drafter, not_proven=(*refusals, read, _counts(drafter.walk.roles))), None
+            return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
     try:
         with naming(opened.source.name):
             return _by_place_and_name(opened, sliding_window, refusals), None
@@ -89,10 +90,21 @@ def read_unproven(
             raise
     # What was read is all that there is of a geometry that is not known.
     read = "what it computes was read, and not proven"
-    return replace(drafter, not_proven=(*refusals, read, _counts(drafter.walk.roles))), None
+    return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
 
 
-def clause_of(error: Exception, opened: Opened) -> str:
+def _once(refusals: Collection[str]) -> list[str]:
+    """``refusals``, each kind once: how many more operators were refused for it stands behind the first."""
+    kinds = dict[str, list[str]]()
+    for refusal in refusals:
+        kinds.setdefault(re.sub(r"^op \d+ | of subgraph \d+", "", refusal), []).append(refusal)
+    return [
+        first + (f" ({several(len(more), 'more operator')} likewise)" if more else "")
+        for first, *more in kinds.values()
+    ]
+
+
+def _clause_of(error: Exception, opened: Opened) -> str:
     """What ``error`` says, without the name of the file and what to do."""
     return str(error).removeprefix(f"{opened.source.name}: ").split(". ")[0].split("; ")[0].removesuffix(".")
 
@@ -139,9 +151,9 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
         walk = Walk(roles, (), aside, *numbers, MappingProxyType(caches), (), walked.reading)
         shaped = f"theta, window and types of layers are those of {known['name']}, whose shapes these are"
         drafter = opened.shard(graph, walk, config, kv)
-        return replace(drafter, not_proven=(*refusals, shaped, _counts(roles, named)))
+        return replace(drafter, not_proven=(*_once(refusals), shaped, _counts(roles, named)))
     raise UnsupportedError(
-        f"{'; '.join(refusals)}. Without a proof it cannot be read either: by place and name, its weights are those "
+        f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are those "
         "of no geometry that is known. Nothing is written. Please report the file."
     )
 
