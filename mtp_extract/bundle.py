@@ -37,6 +37,7 @@ from mtp_extract.litertlm.container import (
     read_bundle,
 )
 from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.skeleton import unpack_skeleton
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
 
 MODEL_TYPE = "mtp_drafter"
@@ -80,6 +81,7 @@ class Opened(AbstractContextManager["Opened"]):
     signature: str | None = None
     # Names of the other bundles of a repository, which this was chosen from by what their headers list.
     passed_over: tuple[str, ...] = ()
+    skeleton: bool = False  # whether it is a model without weights
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -144,6 +146,15 @@ class Opened(AbstractContextManager["Opened"]):
         known = known_drafter(config)
         config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)
         return Shard(self, section, found_by, model, graph.signature, graph, found, config, names, known, kv)
+
+    def drafter_model(self) -> TfliteModel:
+        """The drafter's model; nothing of its graph is read.
+
+        Raises:
+            NoDrafterError: there is none.
+            FormatError: it is damaged.
+        """
+        return self._locate[2]
 
     def flat_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
         """The operators of the drafter; not yet what they compute. ``passed`` as for :meth:`drafter`.
@@ -289,6 +300,7 @@ def open_bundle(
     progress: Progress | None = None,
     section: int | None = None,
     signature: str | None = None,
+    skeleton: bool = False,
 ) -> Opened:
     """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
 
@@ -298,8 +310,10 @@ def open_bundle(
         token: as for :func:`open_source`.
         progress: called with bytes done and bytes in all while a remote range is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.
+        skeleton: open a skeleton, too: a drafter's model without weights.
 
     Raises:
+        UnsupportedError: it is a skeleton, and no such is asked for.
         SourceError: the bytes cannot be had.
         FormatError: the header of a bundle is damaged.
         NoDrafterError: of a repository's several bundles none lists a drafter, or more than one does.
@@ -309,6 +323,10 @@ def open_bundle(
         opened = _bundle_with_drafter(bundles, token, progress)
     else:
         opened = _open(bundles[0] if bundles else source, token, progress)
+    if opened.skeleton and not skeleton:
+        opened.close()
+        why = "is a skeleton without weights: it can be inspected alone. Give the file that it was made of."
+        raise UnsupportedError(f"{opened.source.name}: {why}")
     return replace(opened, section=section, signature=signature)
 
 
@@ -319,6 +337,10 @@ def _open(source: Named | Source, token: str | bool | None, progress: Progress |
             raise SourceError(
                 f"{opened.name}: expected a .litertlm or .tflite file, found an empty file. Fetch it again."
             )
+        if (bare := unpack_skeleton(opened)) is not None:
+            if bare is not opened:
+                opened.close()
+            return Opened(bare, None, skeleton=True)
         return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
     except BaseException:
         opened.close()

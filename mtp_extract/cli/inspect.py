@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,6 +37,13 @@ def command(
             help="List what every operator is read as, up to a refusal; then every role and every other constant.",
         ),
     ] = False,
+    skeleton: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
+            metavar="OUT.zip",
+        ),
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -48,6 +57,9 @@ def command(
     from mtp_extract.api import inspect
     from mtp_extract.pipeline.inspection import Inspection
 
+    if skeleton is not None:
+        _write_skeleton(source, skeleton, print_json=print_json)
+        return
     with progress(quiet=print_json) as tick:
         found = inspect(source, tensors=tensors, graph=graph, against=against, progress=tick)
     if print_json:
@@ -60,6 +72,19 @@ def command(
         _show_bundle(found.report)
     if found.problem is not None:
         raise found.problem
+
+
+def _write_skeleton(source: str, out: Path, *, print_json: bool) -> None:
+    from mtp_extract.pipeline.skeleton import write_skeleton
+
+    made = write_skeleton(source, out)
+    if print_json:
+        write_json(asdict(made))
+        return
+    say(f"Wrote {escape(made.path)} ({size(made.size)}), which holds no weight of {escape(source)}")
+    weights = f"left out: {several(made.weights, 'weight')} ({size(made.left_out)})"
+    say(f"  {weights}" + (f", and {made.doubtful} other constants that may be weights" if made.doubtful else ""))
+    say(f"  mtp-inspect {escape(made.path)} --graph reads it as it reads the file.")
 
 
 def _show_comparison(found: BaseComparison) -> None:

@@ -57,7 +57,7 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     report: dict[str, Any] = {
         "name": source.name,
         "size": source.size,
-        "kind": "litertlm" if bundle else "tflite",
+        "kind": "litertlm" if bundle else "skeleton" if opened.skeleton else "tflite",
         "version": ".".join(map(str, bundle.version)) if bundle else None,
         "known_bundle": known["name"] if known else None,
         "provenance": dict(sorted(source.provenance.items())),

@@ -153,8 +153,8 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
         drafter = opened.shard(graph, walk, config, kv)
         return replace(drafter, not_proven=(*_once(refusals), shaped, _counts(roles, named)))
     raise UnsupportedError(
-        f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are those "
-        "of no geometry that is known. Nothing is written. Please report the file."
+        f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
+        "those of no geometry that is known. Nothing is written. Please report the file."
     )
 
 
