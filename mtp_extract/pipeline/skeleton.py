@@ -19,7 +19,7 @@ from mtp_extract.graph.call import CONVERSIONS
 from mtp_extract.graph.drafter import DrafterWalk
 from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import UnreadableError
-from mtp_extract.graph.flat import Depends, Value
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.reading import MATRIX, weight_of
 from mtp_extract.graph.roles import carries
 from mtp_extract.io.place import PathLike, check_place, staged
