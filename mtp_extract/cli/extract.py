@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -53,8 +54,8 @@ def command(
 
     file = sample_bundle() if source is None else source
     with progress(quiet=print_json) as tick:
-        asked = {"overwrite": overwrite, "sliding_window": sliding_window, "unproven": unproven}
-        result = extract(file, out, **vars(plan), **asked, progress=tick)
+        asked = partial(extract, file, out, overwrite=overwrite, sliding_window=sliding_window, unproven=unproven)
+        result = asked(**vars(plan), progress=tick)
     source_, section = result.record["source"], result.record["source"]["section"]
     where = found_in(section["index"], section["found_by"])
     shape, base = result.record["known_as"], base_model_of(result.record)

@@ -138,6 +138,7 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
         config = _config_of(known, walked if placed else None, sliding_window)
         shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
         named = {found.role: found for found in _named(graph, matrices, shapes)}
+        _require_named_factors(graph, config, [*placed.values(), *named.values()])
         lacking = [role.name for role in shapes if role.name not in named and not role.optional]
         own = {role.name: shape for role, shape in shapes_of(config).items()}
         fits = all(own.get(role.role) == role.shape for role in placed.values())
@@ -209,6 +210,22 @@ def _named(
         if len(found) == 1:
             ((value, names),) = found.values()
             yield FoundRole(role.name, value.tensor, shape, 1.0, f"the name {escape(names[0])}", names)
+
+
+def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Collection[FoundRole]) -> None:
+    """A layer may have no scalar, but none that is there may be taken for 1 because its name is another.
+
+    Raises:
+        UnsupportedError: a sum of the stream's width is multiplied by a number that plays no role.
+    """
+    known = {role.key for role in named}
+    for node in graph.nodes:
+        if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:
+            continue
+        numbers = [v for v in node.inputs if v is not None and v.constant and v.tensor.elements == 1]
+        sums = [v for v in node.inputs if v is not None and v.producer is not None and v.producer.kind == "ADD"]
+        if sums and any((v.tensor.subgraph, v.tensor.index) not in known for v in numbers):
+            raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -87,9 +87,9 @@ def headlines(found: Validation) -> list[Headline]:
         of += f", {word}: {', '.join(some)}" if some else ""
     identity = Headline(
         "Verdict",
-        _VERDICTS.get(found.evidence, "Refuted" if found.refuted else "Not verified"),
+        _VERDICTS.get(found.evidence or "", "Refuted" if found.refuted else "Not verified"),
         of if found.checks else "compared with no file",
-        _IDENTITY.get(found.evidence, _IDENTITY["proven"]),
+        _IDENTITY.get(found.evidence or "", _IDENTITY["proven"]),
         "bad" if found.refuted else "good" if found.verified else "",
     )
     if found.base is None:
