@@ -60,6 +60,10 @@ class OperatorError(UnsupportedError):
         self.label = label
 
 
+class AnotherKindError(UnsupportedError):
+    """What it is is known, and no checkpoint of Gemma 4's kind is the same function: nothing else is tried."""
+
+
 class NoCodesError(UnsupportedError):
     """A weight is not integers with a step for each row or block of one; the message is why, as a clause."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.errors import AnotherKindError, RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
 from mtp_extract.graph.call import (
     CONVERSIONS,
@@ -361,7 +361,7 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
 
     Raises:
         UnreadableError: it is another value, LiteRT's kernel reads it otherwise, or no drafter has such numbers.
-        UnsupportedError: it is a Hadamard rotation.
+        AnotherKindError: it is a Hadamard rotation.
     """
     value = node.operand(1)
     maker = value.producer
@@ -374,7 +374,7 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
     if tensor.type not in FLOAT_TYPES and value is node.operand(1):
         _check_codes(QuantizedTensor.of(graph.model, tensor))
     if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
-        raise UnsupportedError(
+        raise AnotherKindError(
             f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
             "weights of the model, and this release does not rotate them back."
         )

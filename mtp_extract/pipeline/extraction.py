@@ -108,6 +108,7 @@ def extract(
         opened.prefetch()
         if unproven:
             drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
+            require_complete(drafter)
         else:
             with offering_unproven(opened):
                 drafter, proof = opened.drafter(sliding_window), None
@@ -151,8 +152,8 @@ def require_complete(drafter: Shard) -> None:
         SourceError: rows are zero, and their scales say otherwise.
     """
     source = drafter.opened.source
-    if source.path is None and known_bundle(source):
-        # Ranges of a published file, as the Hub serves them: nothing can be missing.
+    if drafter.opened.skeleton or (source.path is None and known_bundle(source)):
+        # Its weights were left out; or ranges of a published file, as the Hub serves them: nothing can be missing.
         return
     for role, constant in _stored_matrices(drafter):
         if rows := missing_rows(constant):

@@ -23,7 +23,7 @@ from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.published import compare_with_published, known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.extraction import prove_drafter
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.proof.grids import list_rounded
 
@@ -124,7 +124,7 @@ def _graph(drafter: Shard) -> dict[str, Any]:
         for role in walk.roles
     ]
     aside = [{**_tensor(model, other.tensor), "op": other.op, "reason": other.reason} for other in walk.aside]
-    return {"roles": roles, "set_aside": aside, "proof": prove_checkpoint(drafter, checkpoint_of(drafter))}
+    return {"roles": roles, "set_aside": aside, "proof": prove_drafter(drafter)}
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConf
 from mtp_extract.architecture.roles import MATRIX, Role, shapes_of
 from mtp_extract.bundle import Opened, Shard, naming
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import OperatorError, ProofError, RoleError, UnsupportedError, escape, several
+from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several
 from mtp_extract.graph.drafter import DrafterWalk, Walk
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import FlatGraph, Value
+from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.graph.reading import MATRIX as PRODUCT
 from mtp_extract.graph.reading import weight_of
@@ -39,7 +40,7 @@ def offering_unproven(opened: Opened) -> Iterator[None]:
         with naming(opened.source.name):
             yield
     except (RoleError, UnsupportedError) as error:
-        if not error.remedies:
+        if not error.remedies and not isinstance(error, AnotherKindError):
             text = str(error).removesuffix(" Please report the file.").removesuffix(".")
             error.args = (f"{text}. Report the file, or extract it without a proof.",)
             error.remedies = ("unproven",)
@@ -72,7 +73,7 @@ def read_unproven(
                 break
             passed[error.place] = error.label
         except (RoleError, UnsupportedError, ProofError) as error:
-            if error.remedies or (isinstance(error, ProofError) and not passed):
+            if error.remedies or isinstance(error, AnotherKindError) or (isinstance(error, ProofError) and not passed):
                 raise
             if drafter is not None or not refusals:
                 refusals.append(_clause_of(error, opened))
@@ -128,6 +129,7 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
         UnsupportedError: none fits, or a matrix is stored in a way that is no weight's.
     """
     graph = opened.flat_graph()
+    require_kind(graph)
     matrices = tuple(_matrices(graph))
     walked = DrafterWalk(graph, whole=False)
     placed = dict[str, FoundRole]()
