@@ -68,7 +68,7 @@ def inspect(
         raise UnsupportedError(f"{escape(source)}: {why}", remedies=("graph",))
     if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
-    with open_bundle(source, progress=progress) as opened:
+    with open_bundle(source, progress=progress, skeleton=against is None) as opened:
         if against is not None:
             place = Path(checkpoint_here(against, largest=_LARGEST_BASE))
             if not place.is_dir():

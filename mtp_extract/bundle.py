@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,7 @@ from mtp_extract.litertlm.container import (
     read_bundle,
 )
 from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.skeleton import unpack_skeleton
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
 
 MODEL_TYPE = "mtp_drafter"
@@ -65,6 +66,8 @@ class Shard:
     config: DrafterConfig
     names: NameCheck
     known: dict[str, Any] | None  # the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry
+    kv: Mapping[str, tuple[str, str]]  # by layer type, the names of the inputs that hold K and V
+    not_proven: tuple[str, ...] = ()  # why it cannot be proven, and what stands for it, in clauses; empty if it can
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Opened(AbstractContextManager["Opened"]):
     signature: str | None = None
     # Names of the other bundles of a repository, which this was chosen from by what their headers list.
     passed_over: tuple[str, ...] = ()
+    skeleton: bool = False  # whether it is a model without weights
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -109,10 +113,12 @@ class Opened(AbstractContextManager["Opened"]):
         weights = self.bundle.weights_of(section)
         return read_model(self.bundle.region(section), self.bundle.region(weights) if weights else None, budget)
 
-    def drafter(self, sliding_window: int | None = None) -> Shard:
+    def drafter(self, sliding_window: int | None = None, passed: Collection[tuple[int, int]] = ()) -> Shard:
         """Find and read the drafter.
 
-        ``sliding_window`` is for files that leave the window to the runtime.
+        Args:
+            sliding_window: for files that leave the window to the runtime.
+            passed: as for :func:`~mtp_extract.graph.flat.flatten`; what then is read is not the file's graph.
 
         Raises:
             NoDrafterError: there is none.
@@ -120,21 +126,45 @@ class Opened(AbstractContextManager["Opened"]):
             RoleError: a constant of its graph has no role, or a role no constant.
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
-        section, found_by, model = self._locate
-        signature = self._require_signature(model)
-        graph = flatten(model, signature)
-        found = walk(graph)
-        config = read_config(found, sliding_window)
+        with naming(self.source.name):
+            graph = self.flat_graph(passed)
+            found = walk(graph)
+            config = read_config(found, sliding_window)
         if sliding_window is not None and config.sliding_window != sliding_window:
             raise UnsupportedError(
                 f"{self.source.name}: expected a sliding window of {sliding_window}, found one of "
                 f"{config.sliding_window} in its graph. Leave it out.",
                 remedies=("sliding_window",),
             )
+        pairs = zip(config.layer_types, found.layers, strict=True)
+        return self.shard(graph, found, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
+
+    def shard(self, graph: FlatGraph, found: Walk, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]) -> Shard:
+        """What was read of ``graph``, with what is known of its section, its names and its geometry."""
+        section, found_by, model = self._locate
         names = check_names(found.roles, config.num_layers)
         known = known_drafter(config)
         config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)
-        return Shard(self, section, found_by, model, signature, graph, found, config, names, known)
+        return Shard(self, section, found_by, model, graph.signature, graph, found, config, names, known, kv)
+
+    def drafter_model(self) -> TfliteModel:
+        """The drafter's model; nothing of its graph is read.
+
+        Raises:
+            NoDrafterError: there is none.
+            FormatError: it is damaged.
+        """
+        return self._locate[2]
+
+    def flat_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
+        """The operators of the drafter; not yet what they compute. ``passed`` as for :meth:`drafter`.
+
+        Raises:
+            NoDrafterError: there is none.
+            RoleError, UnsupportedError, FormatError: no exporter writes such a graph, or the file is damaged.
+        """
+        model = self._locate[2]
+        return flatten(model, self._require_signature(model), passed=passed)
 
     def prefetch(self) -> None:
         """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.
@@ -252,6 +282,17 @@ class Opened(AbstractContextManager["Opened"]):
         self.close()
 
 
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Errors begin with the name of the file, where they do not have it yet."""
+    try:
+        yield
+    except MtpExtractError as error:
+        if file not in str(error):
+            error.args = (f"{file}: {error}",)
+        raise
+
+
 def open_bundle(
     source: Named | Source,
     *,
@@ -259,6 +300,7 @@ def open_bundle(
     progress: Progress | None = None,
     section: int | None = None,
     signature: str | None = None,
+    skeleton: bool = False,
 ) -> Opened:
     """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
 
@@ -268,8 +310,10 @@ def open_bundle(
         token: as for :func:`open_source`.
         progress: called with bytes done and bytes in all while a remote range is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.
+        skeleton: open a skeleton, too: a drafter's model without weights.
 
     Raises:
+        UnsupportedError: it is a skeleton, and no such is asked for.
         SourceError: the bytes cannot be had.
         FormatError: the header of a bundle is damaged.
         NoDrafterError: of a repository's several bundles none lists a drafter, or more than one does.
@@ -279,6 +323,10 @@ def open_bundle(
         opened = _bundle_with_drafter(bundles, token, progress)
     else:
         opened = _open(bundles[0] if bundles else source, token, progress)
+    if opened.skeleton and not skeleton:
+        opened.close()
+        why = "is a skeleton without weights: it can be inspected alone. Give the file that it was made of."
+        raise UnsupportedError(f"{opened.source.name}: {why}")
     return replace(opened, section=section, signature=signature)
 
 
@@ -289,6 +337,10 @@ def _open(source: Named | Source, token: str | bool | None, progress: Progress |
             raise SourceError(
                 f"{opened.name}: expected a .litertlm or .tflite file, found an empty file. Fetch it again."
             )
+        if (bare := unpack_skeleton(opened)) is not None:
+            if bare is not opened:
+                opened.close()
+            return Opened(bare, None, skeleton=True)
         return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
     except BaseException:
         opened.close()

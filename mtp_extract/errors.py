@@ -46,6 +46,24 @@ class UnsupportedError(MtpExtractError):
     """Valid and understood, but refused: the message names the feature."""
 
 
+class OperatorError(UnsupportedError):
+    """An operator computes what no drafter does.
+
+    Attributes:
+        place: number of its subgraph, and its own there.
+        label: what messages call it.
+    """
+
+    def __init__(self, message: str, *, place: tuple[int, int], label: str) -> None:
+        super().__init__(message)
+        self.place = place
+        self.label = label
+
+
+class AnotherKindError(UnsupportedError):
+    """What it is is known, and no checkpoint of Gemma 4's kind is the same function: nothing else is tried."""
+
+
 class NoCodesError(UnsupportedError):
     """A weight is not integers with a step for each row or block of one; the message is why, as a clause."""
 

@@ -55,6 +55,8 @@ class Extraction(Written, kw_only=True):
     #: what was proven when it was extracted, of the numbers before rounding; null where the origin is unknown, the
     #: weights were tuned or an ordered head was made here
     proof: list[str] | None
+    #: why it was not proven when it was extracted, and what stands for it; absent where it was
+    not_proven: list[str] | UnsetType = UNSET
     tuning: Tuning | UnsetType = UNSET  #: how the weights were tuned, with the figures of the directory written then
     ordered_head: OrderedHead | UnsetType = UNSET  #: of what an ordered head was made here, with such figures
 

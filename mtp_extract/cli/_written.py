@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.report.card import is_head, roundings
+from mtp_extract.report.card import NAMED, is_head, roundings
 from mtp_extract.report.serving import next_command
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ def show_written(
         else:
             claim = "the checkpoint computes what the bundle computes, for every input, in real numbers"
             say(f"Verified{by}: {before}{claim}")
+    elif why := record.get("not_proven"):
+        by = " when it was extracted" if record["converted_from"] else ""
+        say(f"Not proven{by}, {NAMED}: {escape('; '.join(why), longest=2000)}")
+        say(f"With mtp-validate {where} --source FILE it is measured against Google's interpreter.")
     elif not is_head(record):
         say("Not verified: no record says which file it came from")
     if verbose:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,9 @@ def command(
             help="Length of the sliding window; needed only if the file leaves it to the runtime.", min=1, metavar="N"
         ),
     ] = None,
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="Where the graph cannot be proven, extract what can be read of it.")
+    ] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
     verbose: Verbose = False,
     print_json: AsJson = False,
@@ -50,7 +54,8 @@ def command(
 
     file = sample_bundle() if source is None else source
     with progress(quiet=print_json) as tick:
-        result = extract(file, out, **vars(plan), overwrite=overwrite, sliding_window=sliding_window, progress=tick)
+        asked = partial(extract, file, out, overwrite=overwrite, sliding_window=sliding_window, unproven=unproven)
+        result = asked(**vars(plan), progress=tick)
     source_, section = result.record["source"], result.record["source"]["section"]
     where = found_in(section["index"], section["found_by"])
     shape, base = result.record["known_as"], base_model_of(result.record)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +13,7 @@ from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape, several
+from mtp_extract.report.card import NAMED
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
@@ -28,8 +31,19 @@ def command(
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     graph: Annotated[
-        bool, typer.Option("--graph", help="List every role, the evidence for it, and every other constant.")
+        bool,
+        typer.Option(
+            "--graph",
+            help="List what every operator is read as, up to a refusal; then every role and every other constant.",
+        ),
     ] = False,
+    skeleton: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
+            metavar="OUT.zip",
+        ),
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -43,6 +57,9 @@ def command(
     from mtp_extract.api import inspect
     from mtp_extract.pipeline.inspection import Inspection
 
+    if skeleton is not None:
+        _write_skeleton(source, skeleton, print_json=print_json)
+        return
     with progress(quiet=print_json) as tick:
         found = inspect(source, tensors=tensors, graph=graph, against=against, progress=tick)
     if print_json:
@@ -55,6 +72,19 @@ def command(
         _show_bundle(found.report)
     if found.problem is not None:
         raise found.problem
+
+
+def _write_skeleton(source: str, out: Path, *, print_json: bool) -> None:
+    from mtp_extract.pipeline.skeleton import write_skeleton
+
+    made = write_skeleton(source, out)
+    if print_json:
+        write_json(asdict(made))
+        return
+    say(f"Wrote {escape(made.path)} ({size(made.size)}), which holds no weight of {escape(source)}")
+    weights = f"left out: {several(made.weights, 'weight')} ({size(made.left_out)})"
+    say(f"  {weights}" + (f", and {made.doubtful} other constants that may be weights" if made.doubtful else ""))
+    say(f"  mtp-inspect {escape(made.path)} --graph reads it as it reads the file.")
 
 
 def _show_comparison(found: BaseComparison) -> None:
@@ -81,6 +111,8 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
                 ratio, texts = made["overall"]["rounds"]["ratio"], made["overall"]["texts"]
                 gain = f"{ratio:.3f} times the tokens per round on {texts} held-out texts"
                 say(f"  {what} beside {escape(made['base'])}: {gain}")
+        if why := record.get("not_proven"):
+            say(f"  Not proven, {NAMED}: {escape('; '.join(why), longest=2000)}")
     else:
         say(f"{place}: without extraction.json")
     if report["against"] is None:
@@ -125,6 +157,8 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     if sections := report["sections"]:
         shown = [one | {"items": {**one["items"], "model_type": None}} for one in sections]
         _list(f"{len(sections)} sections", shown, "index", "type", "model_type", "begin", "size", "items")
+    if trace := report.get("trace"):
+        _show_trace(trace)
     if drafter is not None:
         _show_drafter(drafter)
     elif "no_drafter" in report:
@@ -158,6 +192,17 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
         say_proof("Proof", in_words(drafter["proof"]))
         _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
+
+
+def _show_trace(trace: Sequence[Mapping[str, Any]]) -> None:
+    """An operator a line, as it stands in the main graph, or SUBGRAPH:OPERATOR."""
+    say(f"{len(trace)} values, in the order of the graph")
+    rows = []
+    for line in trace:
+        place = f"{line['subgraph']}:{line['op']}" if line["subgraph"] else str(line["op"])
+        shape = str(list(line["shape"])).replace(" ", "")
+        rows.append((place, line["kind"], line["read_as"], shape, line["what"]))
+    table(rows, ["op", "operator", "read as", "shape", "what"])
 
 
 def _list(title: str, entries: Sequence[Mapping[str, Any]], *columns: str) -> None:

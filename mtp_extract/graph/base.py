@@ -87,7 +87,7 @@ class _Base(Blocks):
 
     def __init__(self, graph: FlatGraph) -> None:
         outputs = [name for name in (LOGITS, ACTIVATIONS) if name in graph.outputs]
-        super().__init__(Reading(graph, (*outputs, *_caches(graph)), whole=False))
+        super().__init__(Reading(graph, whole=False).read_all((*outputs, *_caches(graph))))
         self.first_readers: dict[str, int] = {}
         self.normed: dict[Expr, int] = {}
         self.writers = _writers(graph)
@@ -275,7 +275,7 @@ def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
     if len(graph.outputs) != 1:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
     ((name, output),) = graph.outputs.items()
-    tables = list(_tables(Reading(graph, (name,), whole=False), output, 1.0, role))
+    tables = list(_tables(Reading(graph, whole=False).read_all((name,)), output, 1.0, role))
     tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
     if len(tables) > 1 and tokens != 1:
         raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")

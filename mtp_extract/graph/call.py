@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.errors import FormatError, OperatorError, UnsupportedError
 from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
@@ -113,6 +113,12 @@ def computing(label: str) -> Iterator[None]:
         raise FormatError(f"{label} cannot be computed: {error}. The graph is damaged.") from error
 
 
+def refused(node: Node, why: str) -> OperatorError:
+    """What to raise where ``node`` does what no drafter does; ``why`` follows its name."""
+    place = node.op.subgraph, node.op.index
+    return OperatorError(f"{node.op.label} {why}", place=place, label=node.op.label)
+
+
 @dataclass(frozen=True)
 class Call:
     """One operator, as its kernel sees it. ``largest`` is how many elements a result may have."""
@@ -133,9 +139,9 @@ class Call:
         """The tensor that the operator itself names as input ``position``."""
         return self.graph.model.tensor(self.node.op.subgraph, self.node.op.inputs[position])
 
-    def refuse(self, why: str) -> UnsupportedError:
+    def refuse(self, why: str) -> OperatorError:
         """What to raise when the operator does something that its kernel does not."""
-        return UnsupportedError(f"{self.node.op.label} {why}; what the graph computes cannot be checked.")
+        return refused(self.node, f"{why}; what the graph computes cannot be checked.")
 
     def check_size(self, *sizes: int) -> None:
         """Ask before a result of ``sizes`` is allocated; UnsupportedError if no drafter has one so large."""

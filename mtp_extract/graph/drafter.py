@@ -15,6 +15,7 @@ the role; what is left over is an error that names the constant and its reader. 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -23,7 +24,7 @@ import numpy as np
 from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import computing, grid_of
-from mtp_extract.graph.expressions import Expr
+from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Attention, heads_and_width, leaves_of
 from mtp_extract.graph.kinds import require_kind
@@ -73,7 +74,6 @@ class Walk:
     reading: Reading = field(repr=False, compare=False)
 
 
-@computing("The graph")
 def walk(graph: FlatGraph) -> Walk:
     """Find every role in ``graph``.
 
@@ -82,36 +82,42 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
-    require_kind(graph)
-    for kind, name, names in (
-        ("output", LOGITS, graph.outputs),
-        ("output", PROJECTED, graph.outputs),
-        ("input", ACTIVATIONS, graph.inputs),
-    ):
-        if name not in names:
-            found = ", ".join(map(escape, names)) or "none"
-            raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
-        tensor = names[name].tensor
-        if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
-            raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
-    return _Drafter(graph).walk()
+    return DrafterWalk(graph).walk()
 
 
-class _Drafter(Blocks):
-    def __init__(self, graph: FlatGraph) -> None:
-        super().__init__(Reading(graph, (LOGITS, PROJECTED)))
+class DrafterWalk(Blocks):
+    """A drafter's graph, being walked: where that ends in a refusal, ``reading`` and ``roles`` hold all before it."""
+
+    def __init__(self, graph: FlatGraph, *, whole: bool = True) -> None:
+        super().__init__(Reading(graph, whole=whole))
         self.attentions: list[Attention] = []
+        self.soft_cap: float | None = None
+        self.has_head = False
 
+    def _check_signature(self) -> None:
+        graph = self.graph
+        require_kind(graph)
+        for kind, name, names in (
+            ("output", LOGITS, graph.outputs),
+            ("output", PROJECTED, graph.outputs),
+            ("input", ACTIVATIONS, graph.inputs),
+        ):
+            if name not in names:
+                found = ", ".join(map(escape, names)) or "none"
+                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
+            tensor = names[name].tensor
+            if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
+                raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
+
+    @computing("The graph")
     def walk(self) -> Walk:
-        reading, graph = self.reading, self.graph
+        """As :func:`walk`."""
+        self._check_signature()
+        graph = self.graph
+        reading = self.reading.read_all((LOGITS, PROJECTED))
         soft_cap, head = self.lm_head(*self.output(LOGITS))
-        if self.linear("post_projection", *self.output(PROJECTED)) is not head:
+        if self._walk_stream() is not head:
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
-        stream, factor = self.norm("final_norm", head)
-        for index in reversed(range(self.count_layers(stream, sums=2))):
-            self.layer_scalar(f"layers.{index}", stream, factor)
-            _, stream, factor = self.attention(f"layers.{index}", stream, self._query)
-        self.require_input("pre_projection", self.linear("pre_projection", stream, factor), ACTIVATIONS)
         roles = in_order(self.roles)
         masks = Masks(graph, reading.inside.positions)
         return Walk(
@@ -128,9 +134,45 @@ class _Drafter(Blocks):
             reading,
         )
 
+    @computing("The graph")
+    def walk_outside(self) -> None:
+        """Take the roles outside of attentions, where these cannot be read (``whole`` is False): the head by itself.
+
+        Raises:
+            RoleError, UnsupportedError: the stream cannot be followed from the projected state to the activations.
+        """
+        self._check_signature()
+        self.reading.read_all((LOGITS, PROJECTED))
+        self._walk_stream()
+        with suppress(RoleError):
+            self.soft_cap, _ = self.lm_head(*self.output(LOGITS))
+            self.has_head = True
+
+    def _walk_stream(self) -> Expr:
+        """Take all roles but the head's; what the post projection reads."""
+        head = self.linear("post_projection", *self.output(PROJECTED))
+        stream, factor = self.norm("final_norm", head)
+        for index in reversed(range(self.count_layers(stream, sums=2))):
+            self.layer_scalar(f"layers.{index}", stream, factor)
+            _, stream, factor = self.attention(f"layers.{index}", stream, self._query)
+        self.require_input("pre_projection", self.linear("pre_projection", stream, factor), ACTIVATIONS)
+        return head
+
+    def _nearest_norm(self, name: str, mixed: Expr) -> Expr:
+        """The one norm before an attention that was not read."""
+        terms = {key: form for key, form in self.reading.forms.items() if isinstance(form, Term)}
+        origins = {key: self.expressions.origin(term.expr, term.ids)[0] for key, term in terms.items()}
+        norms = {key: expr for key, expr in origins.items() if self.match(expr) is not None}
+        before = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
+        if len(before) != 1:
+            raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(before)}.")
+        return before.pop()
+
     def _query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of, which is noted."""
         attention = self.reading.inside.attentions.get(mixed)
+        if attention is None and mixed.kind == "unread":
+            return self._nearest_norm(name, mixed)
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
         self.attentions.append(attention)

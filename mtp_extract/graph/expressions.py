@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract.errors import escape
 from mtp_extract.graph.flat import FlatGraph, Value
+
+_DEEPEST_SHOWN = 2
+_LONGEST_SHOWN = 48
 
 Ids = npt.NDArray[np.int64]
 """Numbers of elements, in the shape of a tensor."""
@@ -52,6 +56,11 @@ class Expr:
     parts: tuple[Any, ...] = field(repr=False)
     size: int
     number: int  # in the order in which they were made, so that sets of them have an order
+
+    def __str__(self) -> str:
+        """As algebra, outermost first and shortened where it goes deep: ``norm(0.5·M[64,128]·activations)·w[64]``."""
+        text = _algebra(self, _DEEPEST_SHOWN)
+        return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
 
     @property
     def terms(self) -> dict[Expr, float]:
@@ -220,6 +229,68 @@ class Expressions:
             ids = expr.chosen[ids] if expr.kind == "part" else ids // times if expr.kind == "each" else ids % inner.size
             expr = inner
         return expr, ids
+
+
+def _algebra(expr: Expr, depth: int) -> str:
+    """``expr`` as text; what lies more than ``depth`` steps inside is "…" with its size."""
+    kind, parts = expr.kind, expr.parts
+    if kind == "product" and not parts[0]:
+        return "1"
+    if kind == "input":
+        return escape(parts[0])
+    if kind == "weight":
+        return f"w[{expr.size}]"
+    if kind == "mixed":
+        return f"heads of {escape(parts[1])}"
+    if kind == "unread":
+        return f"unread {parts[0].producer.op.label if parts[0].producer is not None else escape(parts[0].label)}"
+    if not depth:
+        return f"…[{expr.size}]"
+    if kind == "matrix":
+        rows, columns = parts[0].tensor.shape
+        return f"M[{rows},{columns}]·{_algebra(parts[1], depth - 1)}"
+    if kind == "sum":
+        return f"({' + '.join(times(factor, _algebra(term, depth - 1)) for term, factor in expr.terms.items())})"
+    if kind == "product":
+        return _product(expr.powers, depth)
+    if kind == "function":
+        return f"{parts[0].lower()}({times(parts[1], _algebra(parts[2], depth - 1))})"
+    name = {"groups": f"sum{parts[1]}", "each": f"each{parts[1]}", "tiled": f"tiled{parts[1]}"}.get(kind, kind)
+    return f"{name}({_algebra(parts[0], depth - 1)})"
+
+
+def _product(powers: Mapping[Expr, float], depth: int) -> str:
+    """A product; over the root of a sum of squares it is a norm."""
+    roots = [e for e, power in powers.items() if power == -0.5 and _is_sum_of_squares(e)]
+    weights = [e for e, power in powers.items() if power == 1 and _vector(e).kind == "weight"]
+    normed = [e for e in powers if e not in (*roots, *weights)]
+    is_norm = len(roots) == 1 and bool(normed)
+    shown = {e: _raised(_algebra(e, depth - 1), power) for e, power in powers.items()}
+    if is_norm:
+        return "·".join([f"norm({'·'.join(shown[e] for e in normed)})", *(shown[e] for e in weights)])
+    return "·".join(shown.values())
+
+
+def _raised(text: str, power: float) -> str:
+    if power == 1:
+        return text
+    return f"({text})^{power:g}" if "·" in text and not text.startswith("(") else f"{text}^{power:g}"
+
+
+def _vector(expr: Expr) -> Expr:
+    """What ``expr`` repeats, or itself."""
+    return cast(Expr, expr.parts[0]) if expr.kind in ("each", "tiled") else expr
+
+
+def _is_sum_of_squares(expr: Expr) -> bool:
+    return any(term.kind == "groups" for term in _vector(expr).terms)
+
+
+def times(factor: float, text: str) -> str:
+    """``factor`` times what ``text`` says, as text."""
+    if text == "1":
+        return f"{factor:.4g}"
+    return text if factor == 1 else f"{factor:.4g}·{text}"
 
 
 def _in_order(parts: frozenset[tuple[Expr, float]]) -> dict[Expr, float]:

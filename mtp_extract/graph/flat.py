@@ -169,9 +169,10 @@ class FlatGraph:
 
 
 class _Builder:
-    def __init__(self, model: TfliteModel, most_nodes: int) -> None:
+    def __init__(self, model: TfliteModel, most_nodes: int, passed: Collection[tuple[int, int]]) -> None:
         self.model = model
         self.most_nodes = most_nodes
+        self.passed = passed
         self.nodes: list[Node] = []
         self.constants: dict[tuple[int, int], Value] = {}
         self.opened: list[int] = []
@@ -194,7 +195,9 @@ class _Builder:
             if len(self.nodes) >= self.most_nodes or self.edges > self.most_nodes * _EDGES_PER_NODE:
                 raise RoleError(f"The graph has more than {self.most_nodes} operators once its composites are opened.")
             inputs = tuple(None if i < 0 else self._value(index, i, values) for i in op.inputs)
-            if self._opens(op):
+            if (op.subgraph, op.index) in self.passed:
+                self._pass(op, inputs, values)
+            elif self._opens(op):
                 self._open(op, inputs, values)
             else:
                 self._add(op, inputs, values)
@@ -221,6 +224,19 @@ class _Builder:
             return False
         body = self.model.subgraphs[op.body]
         return bool(body.operators) and len(body.inputs) == len(op.inputs) and len(body.outputs) == len(op.outputs)
+
+    def _pass(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
+        """Hand on the one operand of ``op`` that is no constant, as though the operator were not there."""
+        if len(op.outputs) != 1 or op.outputs[0] < 0 or op.outputs[0] in values:
+            raise UnsupportedError(f"{op.label} hands no operand on: it has not one result.")
+        tensor = self.model.tensor(op.subgraph, op.outputs[0])
+        alike = [v for v in inputs if v is not None and v.tensor.type is tensor.type and v.tensor.shape == tensor.shape]
+        # What activations decide, where a mask is beside it.
+        chosen = [v for v in alike if v.depends & Depends.DATA] or [v for v in alike if v.depends]
+        if len({id(value) for value in chosen}) != 1:
+            raise UnsupportedError(f"{op.label} hands no operand on: it has none, or several, like its result.")
+        chosen[0].tensors.append(tensor)
+        values[op.outputs[0]] = chosen[0]
 
     def _open(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
@@ -295,14 +311,22 @@ def runtime_inputs(inputs: Mapping[str, Tensor]) -> dict[str, str]:
     return names
 
 
-def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NODES) -> FlatGraph:
+def flatten(
+    model: TfliteModel,
+    signature: Signature,
+    most_nodes: int = _MOST_NODES,
+    passed: Collection[tuple[int, int]] = (),
+) -> FlatGraph:
     """The graph of ``signature`` with its composites opened; ``most_nodes`` is more than any real one has.
+
+    Args:
+        passed: operators, by the number of their subgraph and their own, that are taken for one operand of theirs.
 
     Raises:
         RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice), or an input
             of the subgraph is none of the signature: nobody fills it.
     """
-    builder = _Builder(model, most_nodes)
+    builder = _Builder(model, most_nodes, passed)
     graph = model.subgraphs[signature.subgraph]
     by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
     if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):

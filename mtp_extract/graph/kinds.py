@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.errors import AnotherKindError, escape
 from mtp_extract.graph.flat import CACHE_PREFIX, MASK, MASK_LOCAL, FlatGraph
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
@@ -26,11 +26,11 @@ def require_kind(graph: FlatGraph) -> None:
     """Check that ``graph`` is of the kind that this release reads: queries alone, rotated in the graph, whole caches.
 
     Raises:
-        UnsupportedError: it is of another kind that is known; the message says which.
+        AnotherKindError: it is of another kind that is known; the message says which.
     """
     reason = _npu(graph) or _own_caches(graph) or _ring_buffers(graph)
     if reason is not None:
-        raise UnsupportedError(f"The signature {escape(graph.signature.key)!r} is {another_kind(reason)}")
+        raise AnotherKindError(f"The signature {escape(graph.signature.key)!r} is {another_kind(reason)}")
 
 
 def _npu(graph: FlatGraph) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import DTYPES
+from mtp_extract.graph.call import DTYPES, refused
 from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
@@ -168,9 +168,10 @@ class Masks:
             if not self._is_by_slot(value):
                 raise UnsupportedError(f"{value.label} is a mask whose last axis is not that of the slots.")
             if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
-                raise UnsupportedError(
-                    f"{node.op.label} brings slots of a mask together, or moves them; a drafter's masks act slot by "
-                    "slot. Nothing is written."
+                raise refused(
+                    node,
+                    "brings slots of a mask together, or moves them; a drafter's masks act slot by slot. Nothing is "
+                    "written.",
                 )
 
     def _keeps_slots(self, node: Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.errors import AnotherKindError, RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
 from mtp_extract.graph.call import (
     CONVERSIONS,
@@ -29,6 +29,7 @@ from mtp_extract.graph.call import (
     holds_codes,
     ints,
     keeps_numbers,
+    refused,
 )
 from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
@@ -84,10 +85,11 @@ class Reading:
         products: expression of a product with a matrix → its operator.
         inside: its attentions.
         rounded: activations that the file holds in other types than FLOAT32, and weights that an operator rounds.
+        current: the operator that is being read; after a refusal, the one that was refused.
     """
 
-    def __init__(self, graph: FlatGraph, outputs: Sequence[str], *, whole: bool = True) -> None:
-        """Read what ``outputs`` are computed of.
+    def __init__(self, graph: FlatGraph, *, whole: bool = True) -> None:
+        """Nothing is read yet.
 
         Args:
             whole: refuse what cannot be read. If not, it becomes an expression "unread", and attentions are such.
@@ -98,14 +100,25 @@ class Reading:
         self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}
         self.products: dict[Expr, Node] = {}
         self.rounded: list[Value] = []
+        self.current: Node | None = None
         self.inside = AttentionReader(graph, self.expressions)
+
+    def read_all(self, outputs: Sequence[str]) -> Reading:
+        """Read what ``outputs`` are computed of. Where it ends in a refusal, ``forms`` hold all before that.
+
+        Raises:
+            MtpExtractError: as for :meth:`read`.
+        """
         self._read_inputs()
-        needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
-        for node in graph.nodes:
+        needed = {id(value.producer) for name in outputs for value in ancestors(self.graph.outputs[name])}
+        for node in self.graph.nodes:
             if id(node) in needed and any(v is not None and v.depends & Depends.DATA for v in node.inputs):
+                self.current = node
                 made = self.read(node)
                 for value, form in zip(node.outputs, made, strict=True):
                     self.keep(value, form)
+        self.current = None
+        return self
 
     def _read_inputs(self) -> None:
         caches = caches_of(self.graph.inputs)
@@ -133,9 +146,8 @@ class Reading:
         except UnreadableError as why:
             if not self.whole:
                 return tuple(self._unread(value, str(why)) for value in node.outputs)
-            raise UnsupportedError(
-                f"{node.op.label} {why}; this release knows no drafter with such an operator there. Nothing is written."
-            ) from None
+            reason = f"{why}; this release knows no drafter with such an operator there. Nothing is written."
+            raise refused(node, reason) from None
         if node.kind not in LAYOUT:
             self.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
         return made if isinstance(made, tuple) else (made,)
@@ -349,7 +361,7 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
 
     Raises:
         UnreadableError: it is another value, LiteRT's kernel reads it otherwise, or no drafter has such numbers.
-        UnsupportedError: it is a Hadamard rotation.
+        AnotherKindError: it is a Hadamard rotation.
     """
     value = node.operand(1)
     maker = value.producer
@@ -362,7 +374,7 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
     if tensor.type not in FLOAT_TYPES and value is node.operand(1):
         _check_codes(QuantizedTensor.of(graph.model, tensor))
     if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
-        raise UnsupportedError(
+        raise AnotherKindError(
             f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
             "weights of the model, and this release does not rotate them back."
         )

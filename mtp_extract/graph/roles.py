@@ -145,18 +145,19 @@ def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
         said = {
             role.name
             for role in roles.values()
-            if (role.kind == MATRIX) == is_matrix and _carries(role.published_names, names)
+            if (role.kind == MATRIX) == is_matrix and carries(role.published_names, names)
         }
         if constant.role in said:
             confirmed.append(constant.role)
-        elif said and not _carries(roles[constant.role].also_seen, names):
+        elif said and not carries(roles[constant.role].also_seen, names):
             contradicted[constant.role] = tuple(sorted(said))
         else:
             unrecognised.append(constant.role)
     return NameCheck(tuple(confirmed), tuple(unrecognised), contradicted)
 
 
-def _carries(patterns: Iterable[str], names: Iterable[str]) -> bool:
+def carries(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether one of ``patterns`` is in one of ``names``, which exporters join by semicolons."""
     # Fused operators leave a constant with the names of several, joined by semicolons.
     pieces = [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
     return any(re.search(pattern, piece) for pattern in patterns for piece in pieces)

@@ -103,7 +103,8 @@ def plan_upload(
             f"{escape(folder)}: {escape(odd[0])} belongs neither to the checkpoint nor to a report, and would be "
             "published with it. Move it elsewhere."
         )
-    notes: tuple[str, ...] = ()
+    why = record.get("not_proven")
+    notes = (f"It is not proven, and its card says so: {'; '.join(why)}.",) if why else ()
     try:
         report = read(read_object(folder / REPORT, "Validate again."), Verdict) if REPORT in contents else None
     except ValueError as error:
@@ -115,7 +116,7 @@ def plan_upload(
                 f"{escape(folder / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
                 "one that was changed. Write them into it, or delete it: it is then made anew."
             )
-        notes = (f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.",)
+        notes = (*notes, f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
     elif report is not None or words != UNSAID or CARD not in contents:
         limits = arrange(format_named(found.layout), found.checkpoint, record["dtype"]).files[0].notes
         contents[CARD] = model_card(record, limits, report, words).encode()
@@ -165,7 +166,8 @@ def upload(
         gguf = weights_of(FORMAT, (add.path_in_repo for add in adds))
         if gguf is None or card != UNSAID:
             raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
-        adds, notes = [add for add in adds if add.path_in_repo == gguf], ()
+        adds = [add for add in adds if add.path_in_repo == gguf]
+        notes = tuple(note for note in notes if not note.startswith(CARD))
     files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
     url, paths = f"{constants.ENDPOINT}/{repo_id}", tuple(file.path for file in files)
     if dry_run:

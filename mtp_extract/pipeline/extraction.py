@@ -27,6 +27,7 @@ from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
+from mtp_extract.pipeline.unproven import offering_unproven, read_unproven
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.proof import Proof, in_words, prove
@@ -61,6 +62,7 @@ def extract(
     quantize: RuleName | None = None,
     overwrite: bool = False,
     sliding_window: int | None = None,
+    unproven: bool = False,
     section: int | None = None,
     signature: str | None = None,
     progress: Progress = nothing_shown,
@@ -78,6 +80,7 @@ def extract(
         quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
+        unproven: where the graph cannot be proven, take what can be read of it, and record why it is not proven.
         section, signature: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
         progress: called with bytes done and bytes in all.
 
@@ -103,14 +106,28 @@ def extract(
         to: dict[str, Any] = {"overwrite": overwrite, "inputs": (opened.source.path,)}
         check_place(target, **to, listed=recorded)
         opened.prefetch()
-        drafter = opened.drafter(sliding_window)
+        if unproven:
+            drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
+            require_complete(drafter)
+        else:
+            with offering_unproven(opened):
+                drafter, proof = opened.drafter(sliding_window), None
         original = checkpoint_of(drafter)
         origin = of_bundle(drafter, original)
         made = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
         # Before a byte is written; what is written is then compared with this checkpoint. Of what was rounded that is
         # done when its bytes are written: making all numbers once more would take as long as the proof.
-        origin |= {"converted_from": [], "proof": in_words(prove_checkpoint(drafter, original))}
+        if proof is None and not drafter.not_proven:
+            with offering_unproven(opened):
+                proof = prove_checkpoint(drafter, original)
+        origin |= {"converted_from": [], "proof": None if proof is None else in_words(proof)}
+        origin |= {"not_proven": list(drafter.not_proven)} if drafter.not_proven else {}
         return write(made, target, origin, _notes(drafter, made), **to, progress=progress, compare_rounded=False)
+
+
+def prove_drafter(drafter: Shard) -> Proof:
+    """Prove that the checkpoint of ``drafter`` computes what its graph does, as :func:`prove_checkpoint`."""
+    return prove_checkpoint(drafter, checkpoint_of(drafter))
 
 
 def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
@@ -135,8 +152,8 @@ def require_complete(drafter: Shard) -> None:
         SourceError: rows are zero, and their scales say otherwise.
     """
     source = drafter.opened.source
-    if source.path is None and known_bundle(source):
-        # Ranges of a published file, as the Hub serves them: nothing can be missing.
+    if drafter.opened.skeleton or (source.path is None and known_bundle(source)):
+        # Its weights were left out; or ranges of a published file, as the Hub serves them: nothing can be missing.
         return
     for role, constant in _stored_matrices(drafter):
         if rows := missing_rows(constant):

@@ -26,11 +26,12 @@ from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import ROW_STEP, Weight, filled, has_exact_steps, same_weight
-from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape, few
+from mtp_extract.errors import CheckpointError, ProofError, RoleError, UnsupportedError, escape, few
 from mtp_extract.formats import format_named, format_of
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.check import AGAIN, RECORD, Check, ReadDirectory, changed_files, read_record, unexpected_in
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint, require_complete
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint, prove_drafter, require_complete
+from mtp_extract.pipeline.unproven import read_unproven
 from mtp_extract.proof.proof import in_words
 from mtp_extract.report.card import roundings
 
@@ -116,7 +117,8 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
     """
     opened.prefetch()
     found = check_identity(read.directory, drafter_for(opened, read.written.mtp), read)
-    unproven = [check for check in found if check.name in NEEDED and not check.passed]
+    left_open = "function" if read.record.get("not_proven") else None
+    unproven = [check for check in found if check.name in NEEDED and not check.passed and check.name != left_open]
     if failed := [check for check in found if check.passed is False] or unproven:
         wrong = "; ".join(f"{check.name}: {check.evidence.removesuffix(f'. {AGAIN}')}" for check in failed)
         raise CheckpointError(
@@ -127,16 +129,20 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
 
 
 def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
-    """The drafter of ``opened``; where its graph leaves the window to the runtime, with that of ``config``.
+    """The drafter of ``opened``: where its graph leaves the window to the runtime, with that of ``config``; where it
+    cannot be proven, what can be read of it.
 
     Raises:
         MtpExtractError: as :meth:`~mtp_extract.bundle.Opened.drafter`.
     """
     try:
         return opened.drafter()
-    except UnsupportedError:
-        # What else is not supported is refused again.
-        return opened.drafter(config.sliding_window)
+    except (RoleError, UnsupportedError):
+        try:
+            return opened.drafter(config.sliding_window)
+        except (RoleError, UnsupportedError):
+            # What can be compared is compared; that it is no proof, its check says.
+            return read_unproven(opened, config.sliding_window, prove_drafter)[0]
 
 
 def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = None) -> list[Check]:
@@ -162,7 +168,9 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
     wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
     tensors = _check("tensors", wrong, _summary(written, chains) if config.passed else ["not of the file's config"])
     proven, refuted, why = list[str](), list[str](), "not of the file's config and tensors"
-    if tensors.passed:
+    if tensors.passed and source.not_proven:
+        why = f"not proven: {'; '.join(source.not_proven)}"
+    elif tensors.passed:
         try:
             proven = in_words(prove_checkpoint(source, original))
         except (ProofError, UnsupportedError) as error:
@@ -269,7 +277,7 @@ def _contradicted(
     record = read_record(directory)
     if read is None:
         yield from changed_files(directory, record)
-    if not proven:
+    if not proven and not source.not_proven:
         return
     done = {step for chain in chains.values() for step in chain}
     # What the weights decide. They are the file's, and so neither tuned nor given another head.
@@ -282,8 +290,10 @@ def _contradicted(
         made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
         made["geometry"]["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
         # Another release may say the same in other words.
-        if record["proof"] is not None and record["tool"]["version"] == __version__:
-            made["proof"] = proven
+        if record["tool"]["version"] == __version__:
+            made["proof"] = proven if record["proof"] is not None and proven else None
+            if source.not_proven:
+                made["not_proven"] = list(source.not_proven)
         if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
             yield f"does not say that weights were rounded ({', '.join(untold)})"
     yield from _apart(made, record)

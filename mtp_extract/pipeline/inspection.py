@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.formats.eagle3 import findings_of
+from mtp_extract.graph.drafter import DrafterWalk
+from mtp_extract.graph.trace import trace_lines
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.published import compare_with_published, known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.extraction import prove_drafter
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.proof.grids import list_rounded
 
@@ -44,8 +47,8 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
 
     Args:
         tensors: list every tensor of the drafter's model.
-        graph: list every role with its evidence and every constant set aside; and prove the checkpoint that it would
-            give, which reads the weights.
+        graph: list what every value is read as, every role with its evidence and every constant set aside; and prove
+            the checkpoint that it would give, which reads the weights.
 
     Raises:
         NoDrafterError: the source is neither a bundle nor a model.
@@ -54,7 +57,7 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     report: dict[str, Any] = {
         "name": source.name,
         "size": source.size,
-        "kind": "litertlm" if bundle else "tflite",
+        "kind": "litertlm" if bundle else "skeleton" if opened.skeleton else "tflite",
         "version": ".".join(map(str, bundle.version)) if bundle else None,
         "known_bundle": known["name"] if known else None,
         "provenance": dict(sorted(source.provenance.items())),
@@ -65,6 +68,7 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
             for one in opened.sections
         ],
     }
+    report |= {"trace": _trace(opened)} if graph else {}
     try:
         drafter = opened.drafter()
         found = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
@@ -76,6 +80,18 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
         return Inspection({**report, "drafter": None, "problem": str(error)}, error)
     found["base_model"] = known["base_model"] if known else None
     return Inspection({**report, "drafter": found}, None)
+
+
+def _trace(opened: Opened) -> list[dict[str, Any]]:
+    """What every value of the drafter's graph is read as, up to the refusal; empty where there is no graph to read."""
+    try:
+        drafter = DrafterWalk(opened.flat_graph())
+    except MtpExtractError:
+        # The inspection says it.
+        return []
+    with suppress(MtpExtractError):
+        drafter.walk()
+    return [asdict(line) for line in trace_lines(drafter.reading, drafter.roles)]
 
 
 def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
@@ -108,7 +124,7 @@ def _graph(drafter: Shard) -> dict[str, Any]:
         for role in walk.roles
     ]
     aside = [{**_tensor(model, other.tensor), "op": other.op, "reason": other.reason} for other in walk.aside]
-    return {"roles": roles, "set_aside": aside, "proof": prove_checkpoint(drafter, checkpoint_of(drafter))}
+    return {"roles": roles, "set_aside": aside, "proof": prove_drafter(drafter)}
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
 
     Of an ordered head that ``made`` leaves out it says nothing.
     """
-    own, kept = read.record, ["source", "known_as", "shared", "activations", "proof", "tuning"]
+    own, kept = read.record, ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
     if any(one.how == INDICES for one in made.kept.values()):
         kept.append("ordered_head")
     step = {"layout": read.layout, **{key: own[key] for key in ("dtype", "rounded", "rule")}}

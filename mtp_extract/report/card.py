@@ -28,6 +28,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
+PROVEN, MEASURED, NAMED = "proven", "measured", "named"
+"""How sure it is that a checkpoint computes what its file computes: the same for every input, as its graph shows; the
+same as Google's interpreter for so many inputs; or nothing but that its weights were found, by place and by name.
+"""
+
+
 class Verdict(Excerpt):
     """What the card states of a ``report.json``."""
 
@@ -83,6 +89,7 @@ def model_card(
         licence=license_of(record),
         published=published["name"] if published else None,
         record=record,
+        named=NAMED,
         argument=argument,
         head=head,
         base=base,

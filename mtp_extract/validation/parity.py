@@ -66,11 +66,11 @@ class Apart:
 def caches_of(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]]]:
     """By layer type, the names of the inputs for K and V, each with the axis of its slots."""
     found = {}
-    for kind, layer in zip(source.config.layer_types, source.walk.layers, strict=True):
-        keys, values = (source.walk.caches[name].shape for name in (layer.key, layer.value))
+    for kind, (key, value) in source.kv.items():
+        keys, values = (source.walk.caches[name].shape for name in (key, value))
         # Where a square cache leaves it open, V is transposed, as in every published file.
         transposed = keys != values or values[2] == values[3]
-        found[kind] = (layer.key, 2), (layer.value, 3 if transposed else 2)
+        found[kind] = (key, 2), (value, 3 if transposed else 2)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import field
 
@@ -46,6 +46,10 @@ class Validation(Record, kw_only=True):
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed
     refuted: bool = False  #: whether a check failed
+    #: for what it is shown that this is the drafter of the file: `proven` for every input, `measured` for those of
+    #: Google's interpreter, `named` where weights were compared alone; null where it was refuted or not checked
+    evidence: Literal["proven", "measured", "named"] | None = None
+    inputs: Count | None = None  #: that Google's interpreter was given; null where it was not asked
     drafter: str  #: the directory
     source: str | None = None  #: name of the file it was compared with
     base: BaseFacts | None = None  #: the base and how it ran

@@ -189,4 +189,5 @@ def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, fo
     drafter = load_drafter(own, dtype=torch.float32)
     interpreted = check_interpreter(drafter, source, samples=plan.samples)
     found.checks += (loaded, interpreted)
+    found.inputs = None if interpreted.passed is None else plan.samples
     found.notes += [f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None]

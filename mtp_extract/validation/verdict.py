@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from msgspec import structs
 
 from mtp_extract.errors import several
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
+from mtp_extract.report.card import MEASURED, NAMED, PROVEN
 from mtp_extract.report.numbers import number, rate
 from mtp_extract.report.page import Headline
 from mtp_extract.validation.plan import ADAPTIVE
@@ -22,14 +24,29 @@ _MEANS = {
 }
 
 
+Evidence = Literal["proven", "measured", "named"]
+_VERDICTS = {PROVEN: "Verified", MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
+_IDENTITY = {
+    PROVEN: "Verified: its weights, settings and outputs are those of the file.",
+    MEASURED: "Its weights are those of the file, and its outputs for the inputs that were tried.",
+    NAMED: "Its weights are those of the file; its outputs were not compared.",
+}
+
+
 def concluded(found: Validation) -> Validation:
     """``found`` with its verdict: whether it is verified or refuted, and what was found in a few sentences."""
     names = _names(found)
     found.refuted, found.verified = bool(names[False]), not names[False] and {*names[True]}.issuperset(NEEDED)
+    found.evidence = _evidence(found, names)
     if found.refuted:
         said = ", and ".join(f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False)
     elif found.verified:
         said = f"the checkpoint is the drafter of {found.source} ({', '.join(names[True])})"
+    elif found.evidence == MEASURED:
+        same = f"Google's interpreter computes the same of {found.source} for {several(found.inputs or 0, 'input')}"
+        said = f"{same}; {_open_function(found)}"
+    elif found.evidence == NAMED:
+        said = f"the weights are those of {found.source}; {_open_function(found)}"
     elif found.checks:
         said = f"that this is the drafter of {found.source} (not checked: {', '.join(names[None])})"
     else:
@@ -48,6 +65,20 @@ def _names(found: Validation) -> dict[bool | None, list[str]]:
     return {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
 
 
+def _evidence(found: Validation, names: Mapping[bool | None, Sequence[str]]) -> Evidence | None:
+    """For what it is shown that this is the drafter of the file."""
+    if found.verified:
+        return "proven"
+    if found.refuted or not {*names[True], "function"}.issuperset(NEEDED):
+        return None
+    return "measured" if "interpreter" in names[True] else "named"
+
+
+def _open_function(found: Validation) -> str:
+    """Why the graph is not proven."""
+    return next(check.evidence for check in found.checks if check.name == "function")
+
+
 def headlines(found: Validation) -> list[Headline]:
     """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
     names = _names(found)
@@ -56,9 +87,9 @@ def headlines(found: Validation) -> list[Headline]:
         of += f", {word}: {', '.join(some)}" if some else ""
     identity = Headline(
         "Verdict",
-        "Refuted" if found.refuted else "Verified" if found.verified else "Not verified",
+        _VERDICTS.get(found.evidence or "", "Refuted" if found.refuted else "Not verified"),
         of if found.checks else "compared with no file",
-        "Verified: its weights, settings and outputs are those of the file.",
+        _IDENTITY.get(found.evidence or "", _IDENTITY["proven"]),
         "bad" if found.refuted else "good" if found.verified else "",
     )
     if found.base is None:

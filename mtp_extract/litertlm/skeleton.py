@@ -1,0 +1,52 @@
+"""A model without its weights, small enough to be attached to an issue: a ZIP file with one TFLite model in it.
+
+The model is the section as it was, byte for byte, but for its weights, which are zeros and so take no room; behind it
+stands a line that no reader of TFLite looks at, by which it is known.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+
+from mtp_extract.errors import FormatError
+from mtp_extract.io.source import BytesSource, Source
+
+MARK = b"\nmtp-extract: a skeleton without weights\n"
+_LARGEST_FILE = 1 << 24
+_LARGEST_MODEL = 1 << 28
+_FIRST_BYTES = b"PK\x03\x04"
+_MEMBER = "skeleton.tflite"
+
+
+def pack_skeleton(model: bytes) -> bytes:
+    """The file of ``model``, which has no weights any more: the same bytes for the same model."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        archive.writestr(zipfile.ZipInfo(_MEMBER), model + MARK, zipfile.ZIP_DEFLATED)
+    return made.getvalue()
+
+
+def unpack_skeleton(source: Source) -> Source | None:
+    """The model in ``source``, packed or unpacked; None where it is no skeleton.
+
+    Raises:
+        FormatError: the archive is damaged, or holds more than any drafter.
+    """
+    if source.size >= len(MARK) and source.read(source.size - len(MARK), len(MARK)) == MARK:
+        return source
+    if not len(_FIRST_BYTES) <= source.size <= _LARGEST_FILE or source.read(0, len(_FIRST_BYTES)) != _FIRST_BYTES:
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(source.read(0, source.size))) as archive:
+            if archive.namelist() != [_MEMBER]:
+                return None
+            with archive.open(_MEMBER) as member:
+                # What it says of its size is not believed.
+                model = member.read(_LARGEST_MODEL + 1)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise FormatError(f"{source.name}: is a damaged skeleton. Make it again.") from error
+    if len(model) > _LARGEST_MODEL or not model.endswith(MARK):
+        raise FormatError(f"{source.name}: expected a skeleton of mtp-extract, found another model. Make it again.")
+    return BytesSource(model, source.name)

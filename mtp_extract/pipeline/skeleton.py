@@ -1,0 +1,151 @@
+"""The skeleton of a drafter: its section with every weight left out, for whoever reports a file.
+
+What a role owns is no more there: codes are 0, scales and the numbers of norms 1, so that the graph is read, or
+refused, as before. Tables of RoPE, masks and shapes stay. Where a graph could not be read to its end, what may be a
+weight is taken for one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_extract.architecture.roles import SCALAR, role_table
+from mtp_extract.bundle import Opened, open_bundle
+from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.graph.call import CONVERSIONS
+from mtp_extract.graph.drafter import DrafterWalk
+from mtp_extract.graph.evaluate import LAYOUT
+from mtp_extract.graph.expressions import UnreadableError
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
+from mtp_extract.graph.reading import MATRIX, weight_of
+from mtp_extract.graph.roles import carries
+from mtp_extract.io.place import PathLike, check_place, staged
+from mtp_extract.litertlm.skeleton import pack_skeleton
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
+
+_PRODUCTS = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "EMBEDDING_LOOKUP", "GATHER"})
+_ONE = {TensorType.FLOAT32: b"\0\0\x80?", TensorType.FLOAT16: b"\0<", TensorType.BFLOAT16: b"\x80?"}
+_LARGEST_NUMBER = 1 << 12
+"""Elements of the largest constant that is no weight where nothing else is known of it."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What was written.
+
+    Attributes:
+        size: of the file, in bytes.
+        weights: how many constants were left out because they play a role, and
+        doubtful: because they may play one.
+        left_out: their bytes.
+    """
+
+    path: Path
+    size: int
+    weights: int
+    doubtful: int
+    left_out: int
+
+
+def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
+    """Write the drafter's section of ``source`` without its weights to the new file ``out``.
+
+    Raises:
+        NoDrafterError, SourceError, FormatError, OutputError: as their names say; nothing is left behind.
+        UnsupportedError: the weights lie in a section of their own.
+    """
+    with open_bundle(source) as opened:
+        check_place(out, overwrite=False, inputs=(opened.source.path,))
+        model, roles, doubtful = _weights_of(opened)
+        if model.weights is not None:
+            why = "its weights lie in a section of their own. Give the model's section alone: that holds none."
+            raise UnsupportedError(f"{opened.source.name}: {why}")
+        opened.prefetch()
+        blank = bytearray(model.region.source.read(model.region.begin, model.region.size))
+        left_out = 0
+        for tensor in (*roles, *doubtful):
+            place = model.data_of(tensor)
+            begin = place.begin - model.region.begin
+            blank[begin : begin + place.size] = _filling(tensor, place.size, is_matrix=len(tensor.shape) == 2)
+            left_out += place.size
+        _blank_scales(model, {id(tensor) for tensor in (*roles, *doubtful)}, blank)
+        content = pack_skeleton(bytes(blank))
+        with staged(out, overwrite=False, inputs=(opened.source.path,)) as stage:
+            stage.write_bytes(content)
+    return Skeleton(Path(out), len(content), len(roles), len(doubtful), left_out)
+
+
+def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
+    """The model, the constants that play a role in it, and those that may."""
+    model = opened.drafter_model()
+    stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
+    roles, known, graph = dict[tuple[int, int], Tensor](), set[tuple[int, int]](), None
+    with suppress(MtpExtractError):
+        # What is refused here is what the skeleton is made for.
+        graph = opened.flat_graph()
+        walked, is_whole = DrafterWalk(graph), False
+        with suppress(MtpExtractError):
+            walked.walk()
+            is_whole = True
+        roles = {(r.tensor.subgraph, r.tensor.index): r.tensor for r in walked.roles if r.tensor is not None}
+        known = {key for key, value in graph.constants.items() if is_whole or not _may_be_weight(graph, value)}
+    numbers = (t for t in stored if t.type in NUMBER_TYPES and (t.subgraph, t.index) not in roles)
+    largest = _LARGEST_NUMBER if graph is None else 1
+    doubtful = [t for t in numbers if (t.subgraph, t.index) not in known and t.elements > largest]
+    scalars = [value.tensor for value in graph.constants.values() if _is_named_scalar(value)] if graph else []
+    doubtful += [t for t in scalars if (t.subgraph, t.index) not in roles]
+    return model, list(roles.values()), doubtful
+
+
+def _may_be_weight(graph: FlatGraph, value: Value) -> bool:
+    """Whether a constant meets an activation otherwise than by being chosen, or is a matrix of a product.
+
+    A rotation is not: all that there is to know of it is that it is one.
+    """
+    for node, _ in value.consumers:
+        if node.kind == MATRIX and _is_rotation(graph, node):
+            return False
+        meets = any(made.depends & Depends.DATA for made in node.outputs)
+        if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in ("SELECT", "SELECT_V2")):
+            return True
+        constant = node.kind in LAYOUT or node.kind in CONVERSIONS
+        if constant and not meets and any(_may_be_weight(graph, made) for made in node.outputs):
+            return True
+    return value.tensor.elements > _LARGEST_NUMBER and not any(
+        made.depends & (Depends.POSITION | Depends.MASK) for node, _ in value.consumers for made in node.outputs
+    )
+
+
+def _is_rotation(graph: FlatGraph, node: Node) -> bool:
+    try:
+        weight_of(graph, node)
+    except (UnreadableError, UnsupportedError) as refusal:
+        return isinstance(refusal, UnsupportedError)
+    return False
+
+
+def _is_named_scalar(value: Value) -> bool:
+    """Whether the one number that it is has the published name of a layer's scalar."""
+    scalars = (role for role in role_table() if role.kind == SCALAR)
+    patterns = [pattern.replace("{i}", "[0-9]+") for role in scalars for pattern in role.published_names]
+    names = [tensor.name for node, _ in value.consumers for made in node.outputs for tensor in made.tensors]
+    return value.tensor.elements == 1 and value.tensor.type in FLOAT_TYPES and carries(patterns, names)
+
+
+def _filling(tensor: Tensor, size: int, *, is_matrix: bool) -> bytes:
+    """What stands in the place of a weight: zeros; of vectors of floats, ones."""
+    one = _ONE.get(tensor.type) if tensor.type is not None and not is_matrix else None
+    return one * (size // len(one)) if one is not None else bytes(size)
+
+
+def _blank_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:
+    """Make 1 of every scale of a weight, and of every list of scales: of an activation there is one."""
+    for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
+        known = tensor.quantization
+        if known is not None and known.scales.count and (id(tensor) in weights or known.scales.count > 1):
+            begin, count = known.scales.start, known.scales.count
+            blank[begin : begin + 4 * count] = _ONE[TensorType.FLOAT32] * count

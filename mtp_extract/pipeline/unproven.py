@@ -1,0 +1,250 @@
+"""What can be read of a drafter whose graph cannot be proven, each part by itself, and what stands for the proof.
+
+First an operator that is not known is taken for the operand that it is like, and all else is read and proven as
+always. Where that does not do, weights are found by their places outside of attentions, else by published names; what
+attentions alone say (theta, window, types of layers) is then that of the known geometry whose shapes these are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.architecture.roles import MATRIX, Role, shapes_of
+from mtp_extract.bundle import Opened, Shard, naming
+from mtp_extract.data import load_mapping
+from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several
+from mtp_extract.graph.drafter import DrafterWalk, Walk
+from mtp_extract.graph.expressions import UnreadableError
+from mtp_extract.graph.flat import FlatGraph, Value
+from mtp_extract.graph.kinds import require_kind
+from mtp_extract.graph.positions import caches_of
+from mtp_extract.graph.reading import MATRIX as PRODUCT
+from mtp_extract.graph.reading import weight_of
+from mtp_extract.graph.roles import FoundRole, carries, in_order, set_aside
+from mtp_extract.proof.proof import Proof
+
+_MOST_PASSED = 64
+"""Operators that are taken for an operand of theirs: a few kinds, once or twice a layer."""
+
+
+@contextmanager
+def offering_unproven(opened: Opened) -> Iterator[None]:
+    """A graph that is refused for what this release does not know can be extracted without a proof: that is said."""
+    try:
+        with naming(opened.source.name):
+            yield
+    except (RoleError, UnsupportedError) as error:
+        if not error.remedies and not isinstance(error, AnotherKindError):
+            text = str(error).removesuffix(" Please report the file.").removesuffix(".")
+            error.args = (f"{text}. Report the file, or extract it without a proof.",)
+            error.remedies = ("unproven",)
+        raise
+
+
+def read_unproven(
+    opened: Opened, sliding_window: int | None, prove: Callable[[Shard], Proof]
+) -> tuple[Shard, Proof | None]:
+    """The drafter of ``opened`` and its proof; where there is none, ``not_proven`` of the drafter says why.
+
+    Args:
+        sliding_window: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
+        prove: what the proof of a drafter is made by.
+
+    Raises:
+        ProofError: the graph was read, and is no drafter's function.
+        UnsupportedError: too little of it can be read, or it is known to be no drafter.
+        MtpExtractError: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
+    """
+    passed, refusals = dict[tuple[int, int], str](), list[str]()
+    while True:
+        drafter = None
+        try:
+            drafter = opened.drafter(sliding_window, passed)
+            proof = prove(drafter)
+        except OperatorError as error:
+            refusals.append(_clause_of(error, opened))
+            if error.place in passed or len(passed) >= _MOST_PASSED:
+                break
+            passed[error.place] = error.label
+        except (RoleError, UnsupportedError, ProofError) as error:
+            if error.remedies or isinstance(error, AnotherKindError) or (isinstance(error, ProofError) and not passed):
+                raise
+            if drafter is not None or not refusals:
+                refusals.append(_clause_of(error, opened))
+            break
+        else:
+            if not passed:
+                return drafter, proof
+            read = f"taken for {'its operand' if len(passed) == 1 else 'their operands'}, all else was proven"
+            return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
+    try:
+        with naming(opened.source.name):
+            return _by_place_and_name(opened, sliding_window, refusals), None
+    except UnsupportedError:
+        if drafter is None:
+            raise
+    # What was read is all that there is of a geometry that is not known.
+    read = "what it computes was read, and not proven"
+    return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
+
+
+def _once(refusals: Collection[str]) -> list[str]:
+    """``refusals``, each kind once: how many more operators were refused for it stands behind the first."""
+    kinds = dict[str, list[str]]()
+    for refusal in refusals:
+        kinds.setdefault(re.sub(r"^op \d+ | of subgraph \d+", "", refusal), []).append(refusal)
+    return [
+        first + (f" ({several(len(more), 'more operator')} likewise)" if more else "")
+        for first, *more in kinds.values()
+    ]
+
+
+def _clause_of(error: Exception, opened: Opened) -> str:
+    """What ``error`` says, without the name of the file and what to do."""
+    return str(error).removeprefix(f"{opened.source.name}: ").split(". ")[0].split("; ")[0].removesuffix(".")
+
+
+def _counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
+    """How many matrices and vectors were found by their places, and by names: what several roles share, once."""
+    said = []
+    for noun, rank in (("matrices", 2), ("vectors", 1)):
+        stored = {role.key: role.role in named for role in roles if role.key is not None and len(role.shape) == rank}
+        by_name = sum(stored.values())
+        for count, how in ((len(stored) - by_name, "by place"), (by_name, "by name")):
+            if count:
+                said.append(f"{count} of {len(stored)} {noun} {how}")
+    return ", ".join(said)
+
+
+def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
+    """The drafter with the weights that place or name tells, in the known geometry that fits.
+
+    Raises:
+        UnsupportedError: none fits, or a matrix is stored in a way that is no weight's.
+    """
+    graph = opened.flat_graph()
+    require_kind(graph)
+    matrices = tuple(_matrices(graph))
+    walked = DrafterWalk(graph, whole=False)
+    placed = dict[str, FoundRole]()
+    with suppress(RoleError, UnsupportedError):
+        walked.walk_outside()
+        placed = {role.role: role for role in walked.roles}
+    for known in load_mapping("geometries")["geometries"]:
+        config = _config_of(known, walked if placed else None, sliding_window)
+        shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
+        named = {found.role: found for found in _named(graph, matrices, shapes)}
+        _require_named_factors(graph, config, [*placed.values(), *named.values()])
+        lacking = [role.name for role in shapes if role.name not in named and not role.optional]
+        own = {role.name: shape for role, shape in shapes_of(config).items()}
+        fits = all(own.get(role.role) == role.shape for role in placed.values())
+        kv = _caches_by_type(graph, config)
+        if lacking or not fits or len(kv) < len(config.kv_layers):
+            continue
+        roles = in_order([*placed.values(), *named.values()])
+        caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
+        numbers = config.final_logit_softcap, config.rms_norm_eps, config.hidden_activation
+        aside = set_aside(graph, roles)
+        walk = Walk(roles, (), aside, *numbers, MappingProxyType(caches), (), walked.reading)
+        shaped = f"theta, window and types of layers are those of {known['name']}, whose shapes these are"
+        drafter = opened.shard(graph, walk, config, kv)
+        return replace(drafter, not_proven=(*_once(refusals), shaped, _counts(roles, named)))
+    raise UnsupportedError(
+        f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
+        "those of no geometry that is known. Nothing is written. Please report the file."
+    )
+
+
+def _config_of(known: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
+    """The shape of a known drafter, with what ``walked`` read of norms, gates and soft cap."""
+    rest = known["published"]
+    layers = tuple(
+        LayerConfig(kind, head_dim, kv_heads, window if "sliding" in kind else None, RopeConfig(**rest["rope"][kind]))
+        for kind, head_dim, kv_heads in zip(rest["layer_types"], known["head_dims"], known["num_kv_heads"], strict=True)
+        for window in (sliding_window or known["sliding_window"],)
+    )
+    sizes = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads")
+    config = DrafterConfig(**{size: known[size] for size in sizes}, layers=layers, **rest["numbers"])
+    if walked is None:
+        return config
+    config = replace(config, rms_norm_eps=walked.one_epsilon(), hidden_activation=walked.one_activation())
+    return replace(config, final_logit_softcap=walked.soft_cap) if walked.has_head else config
+
+
+def _matrices(graph: FlatGraph) -> Iterator[Value]:
+    """The constants that activations are multiplied by.
+
+    Raises:
+        UnsupportedError: one is a rotation, or stored so that LiteRT reads it otherwise.
+    """
+    for node in graph.nodes:
+        if node.kind == PRODUCT and not node.operand(1).depends:
+            try:
+                yield weight_of(graph, node)
+            except UnreadableError as why:
+                raise UnsupportedError(f"{node.op.label} {why}. Nothing is written. Please report the file.") from None
+
+
+def _named(
+    graph: FlatGraph, matrices: Collection[Value], shapes: Mapping[Role, tuple[int, ...]]
+) -> Iterator[FoundRole]:
+    """Of the roles of ``shapes`` those that one constant of that shape has a published name of."""
+    vectors = [
+        (value, tuple(tensor.name for tensor in node.outputs[0].tensors))
+        for node in graph.nodes
+        if node.kind == "MUL"
+        for value in node.inputs
+        if value is not None and value.constant
+    ]
+    by_name = [(value, (value.tensor.name,)) for value in matrices]
+    for role, shape in shapes.items():
+        found = {
+            id(value): (value, names)
+            for value, names in (by_name if role.kind == MATRIX else vectors)
+            if value.tensor.elements == _elements(shape) and carries(role.published_names, names)
+        }
+        if len(found) == 1:
+            ((value, names),) = found.values()
+            yield FoundRole(role.name, value.tensor, shape, 1.0, f"the name {escape(names[0])}", names)
+
+
+def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Collection[FoundRole]) -> None:
+    """A layer may have no scalar, but none that is there may be taken for 1 because its name is another.
+
+    Raises:
+        UnsupportedError: a sum of the stream's width is multiplied by a number that plays no role.
+    """
+    known = {role.key for role in named}
+    for node in graph.nodes:
+        if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:
+            continue
+        numbers = [v for v in node.inputs if v is not None and v.constant and v.tensor.elements == 1]
+        sums = [v for v in node.inputs if v is not None and v.producer is not None and v.producer.kind == "ADD"]
+        if sums and any((v.tensor.subgraph, v.tensor.index) not in known for v in numbers):
+            raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1] if len(shape) == 2 else shape[0]
+
+
+def _caches_by_type(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:
+    """By type of layer, the inputs that hold its K and V: of those of its shape the first, for full layers the last."""
+    found = dict[str, tuple[str, str]]()
+    for kind, layer in config.kv_layers.items():
+        wanted = {layer.num_kv_heads, layer.head_dim}
+        keys = sorted(
+            (name for name, value in caches_of(graph.inputs).items() if wanted <= set(value.tensor.shape)),
+            key=lambda name: int("".join(filter(str.isdigit, name)) or 0),
+        )
+        pairs = [(name, name.replace("_k_", "_v_")) for name in keys if "_k_" in name]
+        pairs = [pair for pair in pairs if pair[1] in keys]
+        if pairs:
+            found[kind] = pairs[0] if "sliding" in kind else pairs[-1]
+    return found

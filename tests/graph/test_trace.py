@@ -1,0 +1,55 @@
+"""What is printed of a graph, operator by operator, is what the reader took each value for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_here
+from helpers.surgery import sound
+from helpers.variant_files import variant
+
+PUBLISHED = "jax_published"
+
+
+def traced(file: Path) -> tuple[list[dict[str, object]], str]:
+    """The trace of ``file`` as JSON has it, and the error."""
+    done = run_here("inspect", file, "--graph", "--json")
+    return json.loads(done.stdout)["trace"], done.stderr
+
+
+def test_every_matrix_and_norm_of_a_drafter_stands_in_the_trace_with_its_role() -> None:
+    lines, error = traced(variant(PUBLISHED))
+
+    assert not error
+    named = Counter(line["what"] for line in lines)
+    roles = ("pre_projection", "lm_head", "post_projection", "final_norm", "layers.0.q_norm", "layers.3.down_proj")
+    assert {role: named[role] for role in roles} == dict.fromkeys(roles, 1)
+    taken = {line["read_as"] for line in lines}
+    assert {"norm", "stream", "product", "cache", "rotated query", "score", "weights", "mixed", "position"} <= taken
+
+
+def test_the_trace_ends_at_the_operator_that_the_error_names(tmp_path: Path) -> None:
+    graph, file = sound("jax"), tmp_path / "drafter.tflite"
+    softmax = next(op for op in graph.ops if graph.kind(op) == "SOFTMAX")
+    graph.insert(softmax.inputs[0], lambda x: graph.call("TANH", x), into=[softmax])
+    file.write_bytes(graph.data())
+
+    lines, error = traced(file)
+
+    assert [line["read_as"] for line in lines].count("refused") == 1
+    assert (lines[-1]["kind"], lines[-1]["read_as"]) == ("TANH", "refused")
+    assert f"op {lines[-1]['op']} TANH" in error
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_trace_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    shown = run_here("inspect", variant(PUBLISHED), "--graph").stdout.splitlines()
+
+    begin = next(at for at, line in enumerate(shown) if line.endswith("in the order of the graph"))
+    assert max(map(len, shown[begin : begin + 200])) <= columns
+    assert any("norm(" in line for line in shown[begin:])

@@ -1,0 +1,218 @@
+"""A drafter with an operator that nobody knows: extracted with ``--unproven``, and never called more than it is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.commands import run_here
+from helpers.surgery import Graph, sound
+from safetensors.numpy import load_file, save_file
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.errors import MtpExtractError, ProofError
+from mtp_extract.pipeline import unproven
+from mtp_extract.pipeline.extraction import extract
+
+WEIGHTS = "model.safetensors"
+
+
+def pass_through(graph: Graph, tensor: int, alpha: float = 1.0, into: list[Any] | None = None) -> None:
+    """Put LEAKY_RELU, which no drafter has, behind ``tensor``: with an ``alpha`` of 1 it does nothing."""
+    graph.insert(tensor, lambda x: graph.call("LEAKY_RELU", x, alpha=alpha), into)
+
+
+def in_soft_cap(graph: Graph) -> None:
+    tanh = next(op for op in graph.ops if graph.kind(op) == "TANH" and graph.shape(op.outputs[0])[-1] == 512)
+    pass_through(graph, int(tanh.inputs[0]), into=[tanh])
+
+
+def in_attention(graph: Graph) -> None:
+    pass_through(graph, graph.layer(0).scores)
+
+
+def in_mask(graph: Graph) -> None:
+    """Positions are never negative."""
+    compared = next(op for op in graph.ops if graph.kind(op) in ("GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL"))
+    position = next(int(i) for i in compared.inputs if not graph.is_constant(int(i)))
+    graph.insert(position, lambda x: graph.call("RELU", x), into=[compared])
+
+
+EDITS: dict[str, Callable[[Graph], None]] = {
+    "LEAKY_RELU in the soft cap": in_soft_cap,
+    "LEAKY_RELU in an attention": in_attention,
+    "RELU in a mask": in_mask,
+}
+
+
+def edited(place: Path, edit: Callable[[Graph], object], style: str = "torch") -> Path:
+    graph = sound(style)
+    edit(graph)
+    place.write_bytes(graph.data())
+    return place
+
+
+def words_of(done: Any, directory: Path) -> str:
+    """All that was printed and written for people."""
+    files = [directory / name for name in ("README.md", "extraction.json") if (directory / name).exists()]
+    return "\n".join([done.stdout, done.stderr, *(file.read_text() for file in files)])
+
+
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """By style, the weights of the drafter that is proven."""
+    place = tmp_path_factory.mktemp("proven")
+    for style in ("torch", "jax"):
+        extract(edited(place / f"{style}.tflite", lambda _: None, style), place / style)
+    return {style: (place / style / WEIGHTS).read_bytes() for style in ("torch", "jax")}
+
+
+@pytest.mark.parametrize("style", ["torch", "jax"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_the_weights_are_those_of_the_proven_drafter_and_nothing_calls_it_verified(
+    tmp_path: Path, proven: dict[str, bytes], edit: Callable[[Graph], None], style: str
+) -> None:
+    file, made = edited(tmp_path / "odd.tflite", edit, style), tmp_path / "made"
+
+    refused = run_here("extract", file, "-o", made)
+    done = run_here("extract", file, "-o", made, "--unproven")
+
+    assert refused.returncode == 1 and str(file) in refused.stderr and "(--unproven)" in refused.stderr
+    assert done.returncode == 0, done.stderr
+    assert (made / WEIGHTS).read_bytes() == proven[style]
+    record = json.loads((made / "extraction.json").read_text())
+    assert record["proof"] is None
+    assert re.search(r"op \d+ (LEAKY_)?RELU", record["not_proven"][0])
+    assert re.search(r"(\d+) of \1 matrices by place, (\d+) of \2 vectors by place", record["not_proven"][-1])
+    words = words_of(done, made)
+    assert "Not proven, named" in words and "is not proven" in words
+    assert not re.search(r"(?i)\bverified\b|^proven", words, re.MULTILINE)
+
+
+def test_every_command_keeps_the_word(tmp_path: Path) -> None:
+    file, made = edited(tmp_path / "odd.tflite", in_attention), tmp_path / "made"
+    run_here("extract", file, "-o", made, "--unproven")
+
+    shown = run_here("inspect", made)
+    compared = run_here("inspect", made, "--against", file)
+    converted = run_here("convert", made, "--for", "llama.cpp", "-o", tmp_path / "gguf")
+    sent = run_here("upload", made, "me/drafter", "--dry-run")
+
+    assert {done.returncode for done in (shown, compared, converted, sent)} == {0}
+    assert all("ot proven" in done.stdout for done in (shown, compared, converted, sent))
+    assert not any("erified" in done.stdout for done in (shown, compared, converted, sent))
+    assert "derived from the file's, every bit" in compared.stdout
+    assert json.loads((tmp_path / "gguf" / "extraction.json").read_text())["not_proven"]
+
+
+def test_a_graph_that_can_be_proven_is_proven_all_the_same(tmp_path: Path) -> None:
+    file = edited(tmp_path / "whole.tflite", lambda _: None)
+
+    asked, usual = (extract(file, tmp_path / name, unproven=name == "asked") for name in ("asked", "usual"))
+
+    assert asked.record == usual.record
+    assert asked.record["proof"] and "not_proven" not in asked.record
+
+
+def test_what_is_known_to_be_another_function_is_refused_all_the_same(tmp_path: Path) -> None:
+    def halve_scores(graph: Graph) -> None:
+        graph.insert(graph.layer(0).scores, lambda x: graph.call("MUL", x, 0.5))
+
+    file = edited(tmp_path / "other.tflite", halve_scores)
+
+    with pytest.raises(ProofError, match=r"scores are 0\.5 times"):
+        extract(file, tmp_path / "made", unproven=True)
+    assert not (tmp_path / "made").exists()
+
+
+def hide_an_attention(graph: Graph) -> None:
+    """Two values of an activation in one operator: neither is handed on."""
+    graph.insert(graph.layer(0).scores, lambda x: graph.call("MAXIMUM", x, graph.call("MUL", x, 0.5)))
+
+
+def test_where_attentions_cannot_be_read_place_name_and_the_known_geometry_decide(
+    tmp_path: Path, proven: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_bundle(edited(tmp_path / "whole.tflite", lambda _: None, "jax")) as opened:
+        shape = opened.drafter().config.as_json()
+    numbers = {name: shape.pop(name) for name in ("final_logit_softcap", "rms_norm_eps", "hidden_activation")}
+    published = {"layer_types": shape.pop("layer_types"), "rope": shape.pop("rope"), "numbers": numbers}
+    known = {"name": "a small one", "base_model": "org/base", **shape, "published": published}
+    file = edited(tmp_path / "odd.tflite", hide_an_attention, "jax")
+
+    with pytest.raises(MtpExtractError, match="those of no geometry that is known"):
+        extract(file, tmp_path / "unknown", unproven=True)
+    monkeypatch.setattr(unproven, "load_mapping", lambda _: {"geometries": [known]})
+    made = extract(file, tmp_path / "made", unproven=True)
+
+    assert (tmp_path / "made" / WEIGHTS).read_bytes() == proven["jax"]
+    assert "types of layers are those of a small one" in made.record["not_proven"][-2]
+    assert "by place" in made.record["not_proven"][-1] and "by name" not in made.record["not_proven"][-1]
+
+    def break_the_stream(graph: Graph) -> None:
+        hide_an_attention(graph)
+        norm = graph.normed("final_norm")
+        graph.insert(norm, lambda x: graph.call("MAXIMUM", x, graph.call("MUL", x, 0.5)))
+
+    def name_scalars(graph: Graph) -> None:
+        break_the_stream(graph)
+        for tensor in graph.main.tensors:
+            tensor.name = tensor.name.replace(b"post_qkv/mul", b"post_qkv/_maybe_apply_skip_scale/mul")
+
+    with pytest.raises(MtpExtractError, match=r"MUL may be a layer's scalar, and has the name of none"):
+        extract(edited(tmp_path / "unnamed.tflite", break_the_stream, "jax"), tmp_path / "unnamed", unproven=True)
+    named = extract(edited(tmp_path / "named.tflite", name_scalars, "jax"), tmp_path / "named", unproven=True)
+
+    assert (tmp_path / "named" / WEIGHTS).read_bytes() == proven["jax"]
+    assert "matrices by name" in named.record["not_proven"][-1] and "by place" not in named.record["not_proven"][-1]
+
+
+@pytest.mark.torch
+def test_googles_interpreter_measures_what_is_not_proven(tmp_path: Path) -> None:
+    file, made = edited(tmp_path / "odd.tflite", in_attention), tmp_path / "made"
+    run_here("extract", file, "-o", made, "--unproven")
+
+    done = run_here("validate", made, "--source", file, "--report", tmp_path / "report")
+
+    assert done.returncode == 0
+    assert done.stdout.startswith("Measured, not proven: Google's interpreter computes the same of")
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (report["evidence"], report["inputs"], report["verified"]) == ("measured", 16, False)
+
+
+@pytest.mark.torch
+def test_an_operator_that_does_something_is_found_by_the_interpreter(tmp_path: Path) -> None:
+    file, made = (
+        edited(tmp_path / "odd.tflite", lambda g: pass_through(g, g.normed("final_norm"), 0.3)),
+        tmp_path / "made",
+    )
+    assert run_here("extract", file, "-o", made, "--unproven").returncode == 0
+
+    done = run_here("validate", made, "--source", file)
+
+    assert done.returncode == 1
+    assert done.stdout.startswith("Refuted: interpreter")
+
+
+@pytest.mark.torch
+def test_weights_that_were_swapped_by_hand_are_found(tmp_path: Path) -> None:
+    file, made = edited(tmp_path / "odd.tflite", in_attention), tmp_path / "made"
+    run_here("extract", file, "-o", made, "--unproven", "--dtype", "f32")
+    weights = load_file(made / WEIGHTS)
+    first, second = (f"model.layers.{index}.mlp.up_proj.weight" for index in (0, 1))
+    assert not np.array_equal(weights[first], weights[second])
+    weights[first], weights[second] = weights[second], weights[first]
+    shutil.copytree(made, tmp_path / "swapped")
+    (tmp_path / "swapped" / "extraction.json").unlink()
+    save_file(weights, tmp_path / "swapped" / WEIGHTS, {"format": "pt"})
+
+    done = run_here("validate", tmp_path / "swapped", "--source", file)
+
+    assert done.returncode == 1
+    assert done.stdout.startswith("Refuted: tensors")
