@@ -9,7 +9,7 @@ import typer
 
 from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
-from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
+from mtp_extract.cli.terminal import progress, say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
+    say_notes(report["notes"])
     if "tensors" in holds:
         _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
 
