@@ -14,7 +14,7 @@ from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
+from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few, several
 from mtp_extract.io.typed import read
 
 FLOATS = tuple(FLOAT_NAMES)
@@ -198,9 +198,9 @@ def check_tensors(path: Path, expected: Expected, found: Tensors, more: Expected
         for name in found.keys() - expected.keys() - more.keys()
     ]
     if types and not problems:
-        raise CheckpointError(
-            f"{escape(path)}: {few(types, 2, '; ')}, which is not read. Ask for the drafter in BF16, F16 or F32."
-        )
+        others = f" (and {several(len(types) - 1, 'tensor')} more)" if len(types) > 1 else ""
+        advice = "which is not read. Ask for the drafter in such a type"
+        raise CheckpointError(f"{escape(path)}: {types[0]}{others}, {advice}.")
     if problems:
         raise mismatch(path, [*problems, *types])
 
