@@ -23,7 +23,7 @@ from mtp_extract.io.files import read_regular
 _LARGEST = 1 << 26
 """Bytes of a file."""
 
-_OFF = (None, False, 0, [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, [], {})
 """What is not there, in each of its forms."""
 
 _LABELS = ("architectures",)

@@ -275,7 +275,7 @@ def _contradicted(
     if not proven:
         return
     done = {step for chain in chains.values() for step in chain}
-    stated = {"dtype": CODES if record["dtype"] == CODES else written.dtype}
+    stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else written.dtype}
     # A directory of unknown origin came with what had been done to it.
     if record["source"]["kind"] != CHECKPOINT:
         geometry = original.mtp.as_json()
