@@ -91,35 +91,24 @@ def naming(path: Path) -> Iterator[None]:
 def weight_files(directory: Path, name: str) -> list[Path]:
     """The files in ``directory`` that hold what ``name``, such as ``model.safetensors``, does: it, or its parts.
 
-    As transformers looks for them: the file itself, else the files that ``NAME.index.json`` lists; without an index,
-    parts that count themselves (``model-00001-of-00002.safetensors``).
+    As transformers looks for them: the file itself, else the files that ``NAME.index.json`` lists; without an index, as
+    vLLM does, ``model-00001-of-00002.safetensors`` and so on.
 
     Raises:
-        CheckpointError: neither is there, a part is missing, or an index names what is no file beside it.
+        CheckpointError: neither is there, or an index names what is no file beside it.
     """
     single, index, stem = directory / name, directory / f"{name}{INDEX_ENDING}", name.removesuffix(_SAFETENSORS)
     if single.is_file():
         return [single]
     if index.is_file():
         return [directory / part for part in dict.fromkeys(_weight_map(index).values())]
-    parts = sorted(directory.glob(f"{stem}-?????-of-?????{_SAFETENSORS}"))
-    if not parts:
-        raise CheckpointError(
-            f"{escape(directory)}: expected {name} there, or its parts, found none. Fetch it again, or point to the "
-            "directory that has them."
-        )
-    count = parts[0].name[-len(_SAFETENSORS) - 5 : -len(_SAFETENSORS)]
-    expected = {f"{stem}-{number:05}-of-{count}{_SAFETENSORS}" for number in range(1, _number(count) + 1)}
-    if wrong := sorted(expected.symmetric_difference(part.name for part in parts)):
-        raise CheckpointError(
-            f"{escape(directory)}: expected {len(expected)} parts of {name}, and no others; {few(wrong)} is missing, "
-            "or belongs to another set. Fetch it again."
-        )
-    return parts
-
-
-def _number(digits: str) -> int:
-    return int(digits) if digits.isdecimal() else 0
+    # Where one is missing, so are its tensors.
+    if parts := sorted(directory.glob(f"{stem}-*-of-*{_SAFETENSORS}")):
+        return parts
+    raise CheckpointError(
+        f"{escape(directory)}: expected {name} there, or its parts, found none. Fetch it again, or name the directory "
+        "that has them."
+    )
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
