@@ -45,6 +45,7 @@ class Checkpoint:
         dtype: what its floats are stored in, "f32", "bf16" or "f16"; a bundle's are F32.
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
         activations: by role of a matrix, where a graph has static quantization there.
+        unread: what lies or stands beside it, and what is missing there, that changes none of it; each as a clause.
     """
 
     architecture: str
@@ -53,6 +54,12 @@ class Checkpoint:
     dtype: str
     provenance: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     activations: Mapping[str, Activations] = field(default_factory=lambda: MappingProxyType({}))
+    unread: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the user: what was passed over."""
+        return (f"Passed over: {few(self.unread, separator='; ')}.",) if self.unread else ()
 
     @property
     def mtp(self) -> DrafterConfig:
@@ -148,8 +155,8 @@ class Format(Protocol):
         """What the directory holds; weights are read when asked for.
 
         Raises:
-            CheckpointError: its configuration is damaged, incomplete, another model's, or not what would be written of
-                what was read from it; or a tensor is missing, unexpected or of another shape.
+            CheckpointError: its configuration is damaged, incomplete, another model's, or says what makes another
+                function of the drafter; or a tensor is missing, unexpected or of another shape.
         """
 
 

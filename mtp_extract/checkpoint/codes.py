@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct, convert, to_builtins
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.documents import HEADER, TEXT, parse_json, refused, require_keys
+from mtp_extract.checkpoint.documents import parse_json, refused
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows, read_safetensors
 from mtp_extract.checkpoint.rounding import narrowed
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
@@ -71,7 +71,6 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
     if not os.path.lexists(path):
         return weights
     stored, metadata = read_safetensors(path)
-    require_keys(path, metadata, {}, {**HEADER, _SCHEMES: TEXT})
     tensors = dict(weights)
     with refused(path, "not the codes of its matrices, or damaged: {}"):
         for name, scheme in convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme]).items():

@@ -1,15 +1,17 @@
 """JSON objects in files that may be anything, and what a file says compared with what we would write there.
 
-Every key is compared with ``made``, which a format's own writer made of what was read. The few keys that may differ,
-because no engine computes another function for it, are data: :data:`AllowedKeys`.
+A format reads the keys that count, writes of them what it would write, and compares: :func:`compare_document`. What
+makes another function of the drafter is refused; every other difference is told, and refuted only where a proof is
+asked for.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -21,24 +23,72 @@ from mtp_extract.io.files import read_regular
 _LARGEST = 1 << 26
 """Bytes of a file."""
 
-Allowed = tuple[Any, ...]
-"""What a value may be for nothing to change: values, and types of values, where a truth value is no ``int``."""
-
-AllowedKeys = Mapping[str, Allowed]
-"""Key, with dots where it lies deeper and wildcards as in file names → what it may be."""
-
-ANYTHING: Allowed = (object,)
-"""The key is read in full elsewhere, or by nothing that computes."""
-
-TEXT: Allowed = (str, None)
-NUMBER: Allowed = (int, float, None)
-WHOLE: Allowed = (int, list, None)
-FLAG: Allowed = (bool, None)
-OFF: Allowed = (None, False, 0, [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, [], {})
 """What is not there, in each of its forms."""
 
-HEADER: AllowedKeys = MappingProxyType({"format": ("pt", "mlx"), "mtp_extract": TEXT})
-"""What the header of a safetensors file may say beside its tensors."""
+_LABELS = ("architectures",)
+"""Keys that we write, by which engines find a class and from which nothing is computed."""
+
+_FLOATS = "floats in BF16, F16 or F32"
+_WITHOUT = "a drafter without it"
+
+DANGEROUS: Mapping[str, tuple[str, tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "quantization_config": ("weights quantized by another method", _OFF, _FLOATS),
+        "quantization": ("weights quantized by another method", _OFF, _FLOATS),
+        "kv_cache_scheme": ("quantized K and V", _OFF, _WITHOUT),
+        "sparsity_config": ("sparse weights", _OFF, _FLOATS),
+        "transform_config": ("transformed weights", _OFF, _FLOATS),
+        "*put_activations": ("quantized activations", _OFF, _WITHOUT),
+        "split.*": ("a file in several parts", _OFF, "one file"),
+        "auto_map": ("code of its own", _OFF, _WITHOUT),
+        "rope_scaling": ("scaled RoPE", _OFF, _WITHOUT),
+        "rope.scal*": ("scaled RoPE", (*_OFF, 1, "none"), _WITHOUT),
+        "rope_theta": ("another RoPE than what is said of it elsewhere", _OFF, "a config that says it once"),
+        "partial_rotary_factor": ("another RoPE than what is said of it elsewhere", (None, 1), "a config of one RoPE"),
+        "sliding_window": ("sliding attention", _OFF, _WITHOUT),
+        "attn_logit_softcapping": ("a soft cap on attention scores", _OFF, _WITHOUT),
+        "query_pre_attn_scalar": ("another scale of attention", _OFF, _WITHOUT),
+        "attention.scale": ("another scale of attention", (None, 1), _WITHOUT),
+        "*_scale": ("a factor on embeddings or logits", (None, 1), _WITHOUT),
+        "is_causal": ("attention to later tokens", (None, True), _WITHOUT),
+        "attention.causal": ("attention to later tokens", (None, True), _WITHOUT),
+        "use_bidirectional_attention": ("attention to later tokens", (None, False, "vision"), _WITHOUT),
+        "attention_bias": ("biases", _OFF, _WITHOUT),
+        "mlp_bias": ("biases", _OFF, _WITHOUT),
+        "enable_moe_block": ("experts", _OFF, _WITHOUT),
+        "*expert*_count": ("experts", _OFF, _WITHOUT),
+        "hidden_act": ("a gate that is no SiLU, which neither vLLM nor SGLang serves", (None, "silu"), "one with silu"),
+        "hidden_size_per_layer_input": ("embeddings for every layer", (0,), _WITHOUT),
+        "vocab_size_per_layer_input": ("embeddings for every layer", (0,), _WITHOUT),
+    }
+)
+"""Keys that change the function, where no format reads them: what each is, the values that change nothing, and what to
+ask for instead. A ``*`` stands for anything, and what stands before a dot is any place."""
+
+HARMLESS = (
+    # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
+    *("dtype", "torch_dtype", "*_token_id", "*_token_index", "max_position_embeddings", "initializer_range"),
+    *("attention_dropout", "transformers_version", "_name_or_path", "problem_type", "use_cache", "_from_model_config"),
+    # What a model gives beside its result, of which a drafter has none.
+    *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "id2label"),
+    *("label2id", "return_dict"),
+)
+"""Keys from which nothing is computed, of any value."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place at which a document is not as expected: keys joined by dots, and both values; None for what is absent."""
+
+    place: str
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"says nothing of {escape(self.place)}"
+        return f"says {escape(self.place)} {escape(self.found)}"
 
 
 @contextmanager
@@ -90,49 +140,69 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
     return content
 
 
-def allow(values: Allowed, *keys: str) -> AllowedKeys:
-    """Every one of ``keys``, which spaces part, may be ``values``."""
-    return dict.fromkeys(" ".join(keys).split(), values)
+def differences(expected: Any, found: Any, place: str = "") -> Iterator[Difference]:
+    """Where ``found`` is not ``expected``, key by key; a key that is absent counts as one that is None.
+
+    >>> list(differences({"a": {"b": 1}}, {"a": {"b": 2}}))
+    [Difference(place='a.b', expected=1, found=2)]
+    """
+    if _is_list_of_objects(expected) and _is_list_of_objects(found):
+        expected, found = ({str(index): value for index, value in enumerate(values)} for values in (expected, found))
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for key in {**expected, **found}:
+            yield from differences(expected.get(key), found.get(key), f"{place}.{key}" if place else key)
+    elif expected != found:
+        yield Difference(place, expected, found)
 
 
-def at(places: Iterable[str], keys: AllowedKeys) -> AllowedKeys:
-    """``keys`` below each of ``places``."""
-    return {f"{place}{key}": values for place in places for key, values in keys.items()}
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value)
 
 
-def require_keys(path: Path, found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys) -> None:
-    """Check that ``found``, what the file at ``path`` says, is what we would write there, ``made``, or ``tolerated``.
+def compare_document(
+    path: Path,
+    document: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    harmless: Sequence[str] = (),
+    means_the_same: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    computes: bool = True,
+) -> tuple[str, ...]:
+    """Compare what the file at ``path`` says with what we would write there of the drafter that was read of it.
+
+    Args:
+        harmless: keys of any value, besides :data:`HARMLESS`, as :data:`DANGEROUS` names keys.
+        means_the_same: by key, values that mean the same as what we would write.
+        computes: whether a key of that file may change what the drafter computes; else nothing is refused.
+
+    Returns:
+        What it says that nothing here reads, or leaves out, as at most one clause that names the file.
 
     Raises:
-        CheckpointError: it says something else; the message names up to five keys.
+        CheckpointError: it says what makes another function of the drafter: a key of :data:`DANGEROUS`, or another
+            value of a key that we would write.
     """
-    if wrong := list(_unexpected_keys(found, made, tolerated)):
-        raise CheckpointError(
-            f"{escape(path)}: expected what would be written of the drafter that it describes, found that it "
-            f"{few(wrong, separator='; ')}. Undo that, or extract the drafter again."
-        )
-
-
-def _unexpected_keys(
-    found: Mapping[str, Any], made: Mapping[str, Any], tolerated: AllowedKeys, place: str = ""
-) -> Iterator[str]:
-    """What ``found`` says, at ``place``, that differs from ``made`` and is not ``tolerated``, each as a clause; a key
-    that is not there counts as one that is null."""
-    for key in dict.fromkeys([*found, *made]):
-        name, value, expected = f"{place}{key}", found.get(key), made.get(key)
-        allowed = (one for pattern, values in tolerated.items() if fnmatchcase(name, pattern) for one in values)
-        if value == expected or any(_is(value, one) for one in allowed):
+    unread = list[Difference]()
+    for difference in differences(expected, document):
+        place, value = difference.place, difference.found
+        row = DANGEROUS.get(_matching(place, DANGEROUS))
+        same = means_the_same.get(_matching(place, means_the_same), ())
+        if value in same or _matching(place, (*HARMLESS, *harmless)):
             continue
-        if isinstance(value, Mapping) and isinstance(expected, Mapping):
-            yield from _unexpected_keys(value, expected, tolerated, f"{name}.")
-        else:
-            yield f"says {escape(name)} {escape(value)}" if key in found else f"says nothing of {escape(name)}"
+        if value in row[1] if row else (difference.expected in _OFF and value in _OFF):
+            continue
+        known = row is not None or (difference.expected is not None and place not in _LABELS)
+        if value is None or not computes or not known:
+            unread.append(difference)
+            continue
+        what, _, advice = row or (f"not {escape(difference.expected)}, as its other keys and tensors have it", (), "")
+        raise CheckpointError(
+            f"{escape(path)}: {difference}: {what}; it is not read. "
+            + (f"Ask for {advice}." if advice else "Fetch it again, or ask whoever made it which is right.")
+        )
+    return (f"{escape(path.name)} {few(unread, separator=' and ')}",) if unread else ()
 
 
-def _is(value: Any, allowed: Any) -> bool:
-    """Whether ``value`` is what ``allowed`` is, or of that type; a list is one of whole numbers."""
-    if not isinstance(allowed, type):
-        return bool(value == allowed)
-    if allowed is list:
-        return isinstance(value, list) and all(type(one) is int for one in value)
-    return allowed is object or (isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool)))
+def _matching(place: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+    """The first of ``names`` that means the key at ``place``; empty for none."""
+    return next((name for name in names if fnmatchcase(f".{place}", f"*.{name}")), "")

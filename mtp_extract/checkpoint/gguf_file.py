@@ -20,7 +20,7 @@ import numpy as np
 from mtp_extract.checkpoint.documents import refused
 from mtp_extract.checkpoint.dtypes import BLOCKS
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import either, escape
+from mtp_extract.errors import escape
 from mtp_extract.io.files import aligned, open_regular
 
 ARCHITECTURE = "general.architecture"
@@ -33,7 +33,7 @@ _MOST_ENTRIES = 1 << 16
 _LONGEST_HEADER = 1 << 26
 
 _TYPES = MappingProxyType({0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"})
-"""Types of tensors by number (``ggml_type``): those that a drafter may have."""
+"""Types of tensors by number (``ggml_type``): those that are read."""
 
 _TEXT, _ARRAY = 8, 9
 _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))) | {10: "u8", 11: "i8", 12: "f8"}
@@ -150,16 +150,26 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         _require(1 <= dimensions <= 4, f"expected {said} to have 1 to 4 dimensions, found {dimensions}")
         shape = tuple(header.number() for _ in range(dimensions))[::-1]
         kind, offset = header.number(4), header.number()
-        _require(kind in _TYPES, f"{said}: expected {either(_TYPES.values())}, found type {kind}")
-        elements, bytes_of = BLOCKS[_TYPES[kind]]
+        dtype, elements, bytes_of = _type(said, kind)
         # No tensor has more elements than eight a byte of its file.
         possible = max(*shape, math.prod(shape)) <= 8 * header.size and shape[-1] % elements == 0
-        _require(possible, f"{said}: a shape of {list(shape)} in {_TYPES[kind]} cannot be")
+        _require(possible, f"{said}: a shape of {list(shape)} in {dtype} cannot be")
         _require(offset == at, f"expected {said} to begin at byte {at}, found {offset}")
         end = at + math.prod(shape) // elements * bytes_of
-        places[name] = StoredTensor(_TYPES[kind], shape, at, end - at)
+        places[name] = StoredTensor(dtype, shape, at, end - at)
         at = aligned(end, ALIGNMENT)
     begin, size = aligned(header.at, ALIGNMENT), header.size
     _require(begin + end <= size, f"its tensors would end at byte {begin + end} of {size}; it was cut short")
     _require(not places or begin + at >= size, f"its header describes {begin + at} bytes, it has {size}")
     return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
+
+
+def _type(tensor: str, number: int) -> tuple[str, int, int]:
+    """Name of a type of tensors, and elements and bytes of its least piece; one that is not read has a name too."""
+    if (name := _TYPES.get(number)) is not None:
+        return (name, *BLOCKS[name])
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    known = {kind.value: kind for kind in GGMLQuantizationType}
+    _require(number in known, f"{tensor}: expected a type of tensors that GGUF has, found type {number}")
+    return (known[number].name, *GGML_QUANT_SIZES[known[number]])

@@ -11,7 +11,7 @@ import typer
 
 from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
-from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
+from mtp_extract.cli.terminal import progress, say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
 from mtp_extract.report.card import NAMED
 
@@ -127,6 +127,7 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
+    say_notes(report["notes"])
     if "tensors" in holds:
         _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
 

@@ -22,7 +22,7 @@ from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, silent
 from mtp_extract.evaluation.prompts import read_prompts
-from mtp_extract.formats import format_of
+from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.litertlm.published import base_model_of
 from mtp_extract.pipeline.check import read_record
@@ -61,7 +61,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
     checks = check_fit(place, identity, drafter, loaded)
     found = Diagnosis(drafter=identity, base=public_name(plan.base), settings=settings, serving=serving, checks=checks)
-    found.notes += loaded.notes
+    found.notes += (*read_checkpoint(place).notes, *loaded.notes)
     if any(check.passed is False for check in checks):
         return judge(found)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
@@ -147,8 +147,10 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
         checks = [_same(what.removesuffix(" of"), *both) for what, *both in compared(base, drafter.needs)]
     if isinstance(drafter.config, DrafterConfig):
         checks += _attention(drafter.config, base)
-    size = len(loaded.tokenizer)
-    checks.append(Check("tokenizer's size", size <= base.vocab_size, f"{size} tokens, {base.vocab_size} in the base"))
+    # Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit.
+    size, fits = len(loaded.tokenizer), len(loaded.tokenizer) <= base.vocab_size
+    beyond = "" if fits else "; a text with a token beyond these is refused"
+    checks.append(Check("tokenizer's size", fits or None, f"{size} tokens, {base.vocab_size} in the base{beyond}"))
     if (file := place / "tokenizer.json").is_file():
         checks.append(_tokenizer(file, loaded.tokenizer.get_vocab()))
     named = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]

@@ -51,6 +51,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     placed = _placed(device)
     room = int(free_memory(placed) / _HEADROOM)
     directory = Path(checkpoint_here(name, largest=room))
+    require_base(directory, name)
     size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if size > room:  # before the machine starts to swap
         raise MtpExtractError(
@@ -72,6 +73,15 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     embedding = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
+
+
+def require_base(directory: Path, name: str) -> None:
+    """Raise PairError where ``directory``, given as ``name``, holds an adapter instead of a base; nothing is loaded."""
+    if (directory / "adapter_config.json").is_file() and not any(directory.glob("model*.safetensors")):
+        raise PairError(
+            f"{escape(name)}: a LoRA adapter, not a base (adapter_config.json). Merge it into its base first, and give "
+            "the merged model's directory."
+        )
 
 
 def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:

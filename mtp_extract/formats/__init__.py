@@ -179,6 +179,20 @@ def weights_of(format_: Format, names: Iterable[str]) -> str | None:
     return next((name for name in sorted(names) if is_called(name, format_.weights_file)), None)
 
 
+def own_files(directory: Path, format_: Format) -> set[str]:
+    """Names of the files in ``directory`` that a drafter in ``format_`` is read from; of several GGUF the first.
+
+    Raises:
+        CheckpointError: its weights are in no file, or not in all that they should be in.
+    """
+    from mtp_extract.formats.reading import INDEX_ENDING, weight_files
+
+    if "*" in format_.weights_file:
+        return {min((path.name for path in directory.glob(format_.weights_file)), default=format_.weights_file)}
+    weights = {path.name for path in weight_files(directory, format_.weights_file)}
+    return {format_.marker, f"{format_.weights_file}{INDEX_ENDING}", *weights, *format_.further_files}
+
+
 def is_called(name: str, pattern: str) -> bool:
     """Whether a file at the top of a directory is called by ``pattern``; what lies deeper is named in full."""
     return name == pattern or ("/" not in name and fnmatchcase(name, pattern))

@@ -8,7 +8,7 @@ configuration is made of the tensors and compared with the one that lies beside 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -21,19 +21,19 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Activations, Arranged, Checkpoint, Kept, keep_floats
-from mtp_extract.checkpoint.documents import AllowedKeys, at, read_object
+from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES, pack, row_bytes, unpack
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, json_text, plan_array, plan_rows
-from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array, read_rows
+from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_array, read_rows
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.transformers import (
     GENERATION,
     GENERATION_FILE,
+    compare_documents,
     config_document,
     parse_config,
-    require_documents,
 )
 from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Floats, Packing
@@ -77,7 +77,10 @@ class DirectoryFormat:
     unties: bool = True  # whether a packed head is a module of its own; else it is the embedding
     floats_head_for: str = ""  # an engine that takes a head of floats only
     header: str = "pt"  # what the weights file calls its tensors' format
-    tolerated: AllowedKeys = field(default_factory=dict)  # what the entry may say otherwise than it is written here
+    # The configuration's entry in full, of one as other programs write it and of the modules that are packed.
+    in_full: Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]] = lambda entry, packed: entry
+    # What stands there for what is added to every group, where other programs make zero points of it that are no codes.
+    offsets: str = ""
     marker: str = "config.json"
     weights_file: str = "model.safetensors"
     further_files: tuple[str, ...] = (GENERATION_FILE,)
@@ -176,7 +179,10 @@ class DirectoryFormat:
         planned = {name: plan_array(name, array) for name, array in arrays.items()}
         return {
             suffix: ((rows, row_bytes(columns, how.bits, size) // size), (dtype,)),
-            **{name: (tensor.shape, (tensor.dtype,)) for name, tensor in planned.items()},
+            **{
+                name: (tensor.shape, reading.FLOATS if self.offsets and tensor.dtype == "F32" else (tensor.dtype,))
+                for name, tensor in planned.items()
+            },
         }
 
     def _plan_matrix(
@@ -197,26 +203,18 @@ class DirectoryFormat:
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
-        packed: dict[str, Packed] = {}
         with reading.naming(path):
             config = parse_config(document)
-            shapes = shapes_of(config)
-            if self.key:
-                own_head = (HEAD,) if any(name.startswith(f"{HEAD}.") for name in stored) else ()
-                for role, name in self._names(config, own_head).items():
-                    how = self._found(name.removesuffix(_WEIGHT), shapes[role], stored) if role.kind == MATRIX else None
-                    packed |= {role.name: how} if how else {}
-            made = self._document(config, packed, "")
-        names = self._names(config, packed)
-        expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-        for role, name in names.items():
-            if how := packed.get(role.name):
-                expected |= {name.removesuffix(_WEIGHT) + suffix: part for suffix, part in self._parts(how).items()}
-            else:
-                floats = ("F32",) if self.key else reading.FLOATS
-                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else floats
-        reading.check_tensors(expected, stored)
-        require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
+            packed = self._packed(config, stored)
+            written = self._document(config, packed, "")
+        names, expected = self._names(config, packed), self._expected(config, packed)
+        # What a quantization is called says more than the tensors that are not as expected; codes say more than names.
+        if packed:
+            reading.check_tensors(directory / self.weights_file, expected, stored)
+        unread = compare_documents(directory, self._comparable(document, packed, names), config, written)
+        unread += reading.unread_index(directory, self.weights_file, stored)
+        if not packed:
+            reading.check_tensors(directory / self.weights_file, expected, stored)
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
         for role, name in names.items():
@@ -227,8 +225,48 @@ class DirectoryFormat:
                 tensors[role.name] = Stored(*stored[name], name)
         dtype = "f32" if self.key else common_dtype(tensors.values())
         return Checkpoint(
-            GEMMA4_MTP, config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations)
+            GEMMA4_MTP,
+            config,
+            MappingProxyType(tensors),
+            dtype,
+            activations=MappingProxyType(activations),
+            unread=unread,
         )
+
+    def _packed(self, config: DrafterConfig, stored: reading.Tensors) -> dict[str, Packed]:
+        """How each matrix that is packed is, by role."""
+        if not self.key:
+            return {}
+        shapes = shapes_of(config)
+        own_head = (HEAD,) if any(name.startswith(f"{HEAD}.") for name in stored) else ()
+        matrices = {role: name for role, name in self._names(config, own_head).items() if role.kind == MATRIX}
+        packed = {r.name: self._found(name.removesuffix(_WEIGHT), shapes[r], stored) for r, name in matrices.items()}
+        return {role: how for role, how in packed.items() if how is not None}
+
+    def _comparable(
+        self, document: Mapping[str, Any], packed: Mapping[str, Packed], names: Mapping[Role, str]
+    ) -> dict[str, Any]:
+        """``document`` with its entry of packed modules in the form in which it is written here."""
+        entry = document.get(self.key)
+        if not isinstance(entry, Mapping) or not packed:
+            return dict(document)
+        modules = [name.removesuffix(_WEIGHT) for role, name in names.items() if role.name in packed]
+        in_full = {**document, self.key: self.in_full(entry, modules)}
+        # MLX's converters write the same entry under both names.
+        if in_full.get("quantization_config") == entry and self.key != "quantization_config":
+            del in_full["quantization_config"]
+        return in_full
+
+    def _expected(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> reading.Expected:
+        """Every tensor of a drafter, some of whose roles are ``packed``."""
+        shapes = shapes_of(config)
+        expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        for role, name in self._names(config, packed).items():
+            if how := packed.get(role.name):
+                expected |= {name.removesuffix(_WEIGHT) + suffix: part for suffix, part in self._parts(how).items()}
+            else:
+                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOATS
+        return expected
 
     def _found(self, module: str, shape: tuple[int, ...], stored: reading.Tensors) -> Packed | None:
         """How ``module``, a matrix of this ``shape`` [out, in], is packed, by the shapes of its codes and scales; None
@@ -251,7 +289,7 @@ class DirectoryFormat:
         """
         first, *others = self._parts(how)
         path, codes = stored[module + first]
-        found = {name: read_array(*stored[module + name]) for name in others}
+        found = {name: _array(*stored[module + name]) for name in others}
 
         def require(sound: bool, what: str) -> None:
             if not sound:
@@ -262,6 +300,9 @@ class DirectoryFormat:
             return some.view(np.int8) if codes.dtype == "I8" else unpack(some, how.bits, how.shape[1])
 
         scales = found[others[0]]
+        if self.offsets and not np.array_equal(found[self.offsets], self.arrays(how, scales)[self.offsets]):
+            require(all(np.isfinite(array).all() for array in found.values()), "finite scales and biases, found others")
+            return self._affine(how, rows, scales, found[self.offsets]), (None, None)
         with np.errstate(over="ignore", invalid="ignore"):
             sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
         require(bool(sound.all()), "scales that are finite and not negative, found others")
@@ -275,9 +316,30 @@ class DirectoryFormat:
         weight = Weight(how.shape, rows, Packing(how.bits, True), steps, origin=(path, codes.offset))
         return weight, (static[0], static[1]) if static else (None, None)
 
+    @staticmethod
+    def _affine(how: Packed, rows: Callable[[int, int], Rows], scales: Floats, offsets: Floats) -> Weight:
+        """A packed matrix as floats: what is stored times its scale, plus its offset.
+
+        MLX's own quantization rounds both, so that 0 is no code.
+        """
+
+        def floats(first: int, last: int) -> Rows:
+            half = 1 << how.bits - 1
+            stored = (rows(first, last).astype(np.float32) + half).reshape(last - first, -1, how.group)
+            numbers = stored * scales[first:last, :, None] + offsets[first:last, :, None]
+            return numbers.reshape(last - first, -1)
+
+        return Weight(how.shape, floats)
+
 
 FORMAT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
+
+
+def _array(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
+    """All of a small tensor, in float32 where it is of floats."""
+    is_narrow = tensor.dtype in reading.FLOATS and tensor.dtype != "F32"
+    return Stored(path, tensor).array() if is_narrow else read_array(path, tensor)
 
 
 def static_scale(activation: Activation | None) -> float:

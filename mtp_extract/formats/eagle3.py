@@ -28,17 +28,7 @@ from msgspec import Meta, Struct
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import INDICES, Arranged, Checkpoint, Kept, keep_floats
-from mtp_extract.checkpoint.documents import (
-    ANYTHING,
-    OFF,
-    TEXT,
-    WHOLE,
-    AllowedKeys,
-    allow,
-    at,
-    read_object,
-    require_keys,
-)
+from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import OutputFile, json_text, plan_array
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
@@ -46,7 +36,7 @@ from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import format_of, reading
 from mtp_extract.formats.reading import Number, Size
-from mtp_extract.formats.transformers import MAX_POSITIONS, UNCOMPUTED
+from mtp_extract.formats.transformers import MAX_POSITIONS
 
 WEIGHTS_FILE = "model.safetensors"
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -106,7 +96,6 @@ class HeadFormat:
     document: Callable[[Eagle3Config, str], Mapping[str, Any]]  # of a head whose weights have this transformers dtype
     # What a parsed configuration says, all keys that are read at the top level; CheckpointError where one is missing.
     flat: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    tolerated: AllowedKeys  # what the configuration may say otherwise than it is written here
     marker: str = "config.json"
     weights_file: str = WEIGHTS_FILE
     further_files: tuple[str, ...] = ()
@@ -140,16 +129,18 @@ class HeadFormat:
         document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
         with reading.naming(path):
             config = _config(self.flat(document), own_embedding=_EMBED in stored)
-        require_keys(path, document, self.document(config, ""), self.tolerated)
+        written = self.document(config, "")
+        unread = compare_document(path, document, written, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
+        unread += reading.unread_index(directory, self.weights_file, stored)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         types = {role: ("I64",) if role.kind == INDEX else reading.FLOATS for role in names}
         # A map of all tokens to themselves says nothing.
         more = {_T2D: ((config.vocab_size,), ("BOOL",)), _D2T: ((config.draft_vocab_size,), ("I64",))}
         expected = {names[role]: (shape, types[role]) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(expected, stored, more)
-        _check_vocabulary(config, stored)
+        reading.check_tensors(directory / self.weights_file, expected, stored, more)
+        _check_vocabulary(directory / self.weights_file, config, stored)
         tensors: dict[str, Weight] = {role.name: Stored(*stored[name], name) for role, name in names.items()}
-        return Checkpoint(EAGLE3, config, MappingProxyType(tensors), common_dtype(tensors.values()))
+        return Checkpoint(EAGLE3, config, MappingProxyType(tensors), common_dtype(tensors.values()), unread=unread)
 
     def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
@@ -343,52 +334,30 @@ _OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
-_TOLERATED: AllowedKeys = at(
-    ("", f"{_LLAMA}."),
+_HARMLESS = (
+    # Which base it is for, and how many tokens to propose.
+    *(_BASE, "speculators_version", "speculators_config.verifier*", "speculators_config.*proposal_method*"),
+    # What is read in full, in whatever form it stands, and what is off without a window.
+    *("rope_parameters", f"{_LLAMA}.architectures", "max_window_layers", "eagle_config.norm_before_fc"),
+)
+_MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        **UNCOMPUTED,
-        # What a head has not, in other words.
-        **allow((False, None), "attention_bias mlp_bias bias use_aux_norm"),
-        **allow((1,), "logit_scale partial_rotary_factor pretraining_tp"),
-        **allow(OFF, "sliding_window use_sliding_window"),
+        "pretraining_tp": (1,),
         "layer_types": (["full_attention"],),
         # Implied where they are missing.
-        **allow((None,), "head_dim num_key_value_heads rope_theta tie_word_embeddings"),
-        **allow((None,), *_FLAGS),
-        "rope_parameters": ANYTHING,  # which is read in full
-        "max_window_layers": WHOLE,
-    },
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "tie_word_embeddings", *_FLAGS), (None,)),
+        **dict.fromkeys(("eagle_config", "eagle_config.use_aux_hidden_state", _IDS), (None,)),
+        "architectures": (["Eagle3LlamaForCausalLM"],),
+    }
 )
 """What the Llama configuration and the keys beside it may say otherwise than they are written here."""
 
-EAGLE = HeadFormat(
-    "eagle3",
-    _eagle3_document,
-    dict,
-    {
-        **_TOLERATED,
-        _BASE: TEXT,
-        "architectures": (["Eagle3LlamaForCausalLM"],),
-        "eagle_config.norm_before_fc": (True, False),
-        **allow((None,), "eagle_config eagle_config.use_aux_hidden_state", _IDS, f"eagle_config.{_IDS}"),
-    },
-)
+EAGLE = HeadFormat("eagle3", _eagle3_document, dict)
 
-SPECULATORS = HeadFormat(
-    "speculators",
-    _speculators_document,
-    _flat_speculators,
-    {
-        **_TOLERATED,
-        "speculators_version": TEXT,
-        f"{_LLAMA}.architectures": ANYTHING,
-        # Which base it is for, and how many tokens to propose.
-        **allow(ANYTHING, "speculators_config.verifier* speculators_config.*proposal_method*"),
-    },
-)
+SPECULATORS = HeadFormat("speculators", _speculators_document, _flat_speculators)
 
 
-def _check_vocabulary(config: Eagle3Config, stored: reading.Tensors) -> None:
+def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
     """Check the two maps between the base's tokens and the head's.
 
     Raises:
@@ -400,11 +369,11 @@ def _check_vocabulary(config: Eagle3Config, stored: reading.Tensors) -> None:
     if not each_once or (mapping.any() and not config.reduced):
         what = f"differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, no two for one"
         raise reading.mismatch(
-            [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
+            path, [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
         )
     marks = _marks(config, targets)
     if config.reduced and _T2D in stored and (read_array(*stored[_T2D]) != marks).any():
-        raise reading.mismatch([f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"])
+        raise reading.mismatch(path, [f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"])
 
 
 def _marks(config: Eagle3Config, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

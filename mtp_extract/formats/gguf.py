@@ -25,7 +25,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint, Kept, keep_floats
-from mtp_extract.checkpoint.documents import ANYTHING, NUMBER, TEXT, WHOLE, AllowedKeys, allow, at, require_keys
+from mtp_extract.checkpoint.documents import compare_document
 from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, DTYPES
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
@@ -65,33 +65,23 @@ _NUMBERS = (
 )
 """What is stored in FP32."""
 
-_TOLERATED: AllowedKeys = MappingProxyType(
-    {
-        ARCHITECTURE: (ARCH,),
-        "general.type": ("model",),
-        # What it is called, who made it, and how one samples from a model that is no drafter.
-        **at(
-            ["general."],
-            allow(
-                ANYTHING,
-                "name author version organization finetune basename description quantized_by size_label license* url",
-                "doi uuid repo_url source.* base_model.* dataset.* tags languages sampling.* file_type alignment",
-                "quantization_version",
-            ),
-        ),
-        # Drafts are tokens of the base, whatever a file calls them; that they are as many is read.
-        **allow(ANYTHING, "tokenizer.* quantize.imatrix.*"),
-        f"{ARCH}.context_length": WHOLE,
-        f"{ARCH}.attention.head_count_kv": ANYTHING,  # which is read in full
-        # Implied where they are missing.
-        **allow((None,), f"{ARCH}.vocab_size", f"{OWN}hidden_activation"),
-        **at([f"{ARCH}."], allow((1,), "attention.scale rope.scaling.factor")),
-        **at([f"{ARCH}."], allow((0,), "expert_count expert_used_count")),
-        **at([OWN], allow(TEXT, "version source.* section.*")),
-        **at([OWN], allow(NUMBER, "rope.* attention.* final_logit_softcapping")),
-    }
+_HARMLESS = (
+    # What it is called, who made it, and how one samples from a model that is no drafter.
+    *("general.name", "general.author", "general.version", "general.organization", "general.finetune", "general.url"),
+    *("general.basename", "general.description", "general.quantized_by", "general.size_label", "general.license*"),
+    *("general.doi", "general.uuid", "general.repo_url", "general.source.*", "general.base_model.*", "general.tags"),
+    *("general.dataset.*", "general.languages", "general.sampling.*", "general.file_type", "general.alignment"),
+    "general.quantization_version",
+    # Drafts are tokens of the base, whatever a file calls them; that they are as many is read.
+    *("tokenizer.*", "quantize.imatrix.*"),
+    # What is read in full, and where it came from.
+    *(ARCHITECTURE, f"{ARCH}.context_length", f"{ARCH}.attention.head_count_kv"),
+    *(f"{OWN}{key}" for key in ("version", "source.*", "section.*", "rope.*", "attention.*")),
+    f"{OWN}final_logit_softcapping",
 )
-"""What a file may say otherwise than it is written here: by whom, of what, and for which tokens."""
+_MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"general.type": (None, "model"), f"{ARCH}.vocab_size": (None,), f"{OWN}hidden_activation": (None,)}
+)
 
 
 class GgufFormat:
@@ -174,9 +164,7 @@ class GgufFormat:
         rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
         with reading.naming(path):
             if (arch := metadata.get(ARCHITECTURE)) != ARCH:
-                raise CheckpointError(
-                    f"expected {ARCHITECTURE} {ARCH}, found {escape(arch)}; point to the drafter, not the base model"
-                )
+                raise CheckpointError(_another_architecture(arch))
             if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
                 raise CheckpointError(
                     f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
@@ -189,17 +177,33 @@ class GgufFormat:
                     "others; it is not supported"
                 )
         # Plain floats are FP32 there.
-        stated = {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
-        require_keys(path, metadata, stated, _TOLERATED)
+        written: dict[str, Any] = {"general.type": "model"}
+        written |= {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
+        documents = [
+            {key: value.item() if isinstance(value, np.generic) else value for key, value in document.items()}
+            for document in (metadata, written)
+        ]
+        unread = compare_document(path, *documents, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
         names, known = {role: role.names[self.name] for role in shapes_of(config)}, (*reading.FLOATS, *_QUANTIZED)
         expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(expected, found, more={_ROPE: (factors.shape, reading.FLOATS)})
+        reading.check_tensors(path, expected, found, more={_ROPE: (factors.shape, reading.FLOATS)})
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
         floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats))
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats), unread=unread)
 
 
 FORMAT = GgufFormat()
+
+
+def _another_architecture(name: object) -> str:
+    """What a file of the architecture ``name`` is, that it is not read, and what to ask for."""
+    ask = f"Ask for one that llama.cpp's own converter wrote ({ARCH})"
+    text = str(name)
+    if "assistant" in text or "mtp" in text:
+        return f"a drafter for another program than llama.cpp ({ARCHITECTURE} {escape(name)}); it is not read. {ask}."
+    what = "the base model's, or another model's"
+    return f"expected {ARCHITECTURE} {ARCH}, found {escape(name)}: {what}. Point to the drafter. {ask}."
+
 
 _ENDINGS = (".litertlm", ".tflite", ".gguf", "-assistant", "-mtp-drafter")
 """Of the name of a source, what is not of its base's."""

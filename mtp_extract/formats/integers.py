@@ -16,12 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from mtp_extract.checkpoint.documents import ANYTHING, NUMBER, OFF, TEXT, allow
 from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed
 
 GROUPS = (128, 64, 32)
@@ -32,6 +30,14 @@ def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[s
     entries = {module: {"group_size": how.group, "bits": how.bits, "mode": "affine"} for module, how in packed.items()}
     # What counts for modules without an entry of their own, of which there are none.
     return {**next(iter(entries.values())), **entries}
+
+
+def _mlx_in_full(entry: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
+    """What the entry says of every packed module: its own, or what counts for those without one; affine by default."""
+    default = {key: entry.get(key) for key in ("group_size", "bits")} | {"mode": entry.get("mode") or "affine"}
+    own = {module: entry[module] for module in packed if isinstance(entry.get(module), Mapping)}
+    modules = {module: {**default, **own.get(module, {})} for module in packed}
+    return {**entry, **next(iter(modules.values())), **modules}
 
 
 MLX = DirectoryFormat(
@@ -45,7 +51,8 @@ MLX = DirectoryFormat(
     "format keeps whole rows of any length",
     unties=False,
     header="mlx",
-    tolerated=allow((None,), "mode *.mode"),  # affine where nothing is said
+    in_full=_mlx_in_full,
+    offsets=".biases",
 )
 
 
@@ -102,16 +109,6 @@ COMPRESSED_TENSORS = DirectoryFormat(
     groups=GROUPS,
     rows=True,
     unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
-    tolerated=MappingProxyType(
-        {
-            # What would change the numbers that an engine computes.
-            **allow(OFF, "kv_cache_scheme sparsity_config transform_config config_groups.*.*_activations"),
-            "config_groups.*.format": ("pack-quantized",),
-            "config_groups.*.weights.observer*": ANYTHING,
-            "version": TEXT,
-            "global_compression_ratio": NUMBER,
-        }
-    ),
 )
 
 SGLANG = replace(COMPRESSED_TENSORS, name="compressed-tensors-sglang", floats_head_for="SGLang")

@@ -16,7 +16,7 @@ from msgspec import Struct
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint, Kept, keep_floats
-from mtp_extract.checkpoint.documents import WHOLE, read_object, require_keys
+from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.files import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, filled
@@ -68,16 +68,16 @@ class LitertFormat:
             for role in shapes
             if role.name in found.tensors or not role.optional
         }
-        require_keys(path, document, _document(config, names), {"max_position_embeddings": WHOLE})
+        unread = compare_document(path, document, _document(config, names))
         stored = reading.read_weights(directory, self.weights_file)
         held = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
-        reading.check_tensors(held, stored)
+        reading.check_tensors(directory / self.weights_file, held, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors = {
             role.name: Stored(*stored[names[role.name]], names[role.name]) if role.name in names else filled(shape)
             for role, shape in shapes.items()
         }
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32", unread=unread)
 
 
 FORMAT = LitertFormat()

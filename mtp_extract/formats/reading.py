@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
-from mtp_extract.checkpoint.documents import HEADER, read_object, require_keys
+from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.files import read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few
+from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few, several
 from mtp_extract.io.typed import read
 
 FLOATS = tuple(FLOAT_NAMES)
@@ -34,6 +34,10 @@ Share = Annotated[float, Meta(ge=1e-30, le=1.0)]
 Activation = Literal["gelu_pytorch_tanh", "gelu"]
 """transformers' name of a gate's function."""
 
+INDEX_ENDING = ".index.json"
+"""Behind the name of a file of tensors: where the parts that stand for it are listed."""
+
+_SAFETENSORS = ".safetensors"
 _QUANTIZED = ("compressed-tensors", "gemma")
 _EAGLE3 = "eagle3"
 
@@ -84,24 +88,85 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{escape(path)}: {error}") from error
 
 
-def read_weights(directory: Path, name: str) -> Tensors:
-    """The tensors of the safetensors file ``name`` in ``directory``.
+def weight_files(directory: Path, name: str) -> list[Path]:
+    """The files in ``directory`` that hold what ``name``, such as ``model.safetensors``, does: it, or its parts.
+
+    As transformers looks for them: the file itself, else the files that ``NAME.index.json`` lists; without an index, as
+    vLLM does, ``model-00001-of-00002.safetensors`` and so on.
 
     Raises:
-        CheckpointError: it is not there or damaged, or says more beside its tensors than engines pass over.
+        CheckpointError: neither is there, or an index names what is no file beside it.
     """
-    path = directory / name
-    if not path.is_file():
-        raise CheckpointError(
-            f"{escape(directory)}: expected {name} there, found none. Extract the drafter anew, or save it as one file."
-        )
-    stored, metadata = read_safetensors(path)
-    require_keys(path, metadata, {}, HEADER)
-    return {tensor: (path, found) for tensor, found in stored.items()}
+    single, index, stem = directory / name, directory / f"{name}{INDEX_ENDING}", name.removesuffix(_SAFETENSORS)
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return [directory / part for part in dict.fromkeys(_weight_map(index).values())]
+    # Where one is missing, so are its tensors.
+    if parts := sorted(directory.glob(f"{stem}-*-of-*{_SAFETENSORS}")):
+        return parts
+    raise CheckpointError(
+        f"{escape(directory)}: expected {name} there, or its parts, found none. Fetch it again, or name the directory "
+        "that has them."
+    )
 
 
-def check_tensors(expected: Expected, found: Tensors, more: Expected = MappingProxyType({})) -> None:
-    """Hold the tensors of a file against what its config asks for.
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """Tensor → file, as the index at ``index`` says; every file lies beside it."""
+    weight_map = read_object(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    for name in names or [None]:
+        # Nothing in a file that was fetched may point out of its directory.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(_SAFETENSORS):
+            raise CheckpointError(
+                f"{escape(index)}: expected a weight_map of tensors and {_SAFETENSORS} files beside it, found "
+                f"{escape(name)}. Fetch it again."
+            )
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{escape(index)}: names {escape(name)}, which is not there. Fetch it again.")
+    assert weight_map is not None
+    return MappingProxyType(weight_map)
+
+
+def read_weights(directory: Path, name: str) -> Tensors:
+    """The tensors in ``directory`` of the safetensors file ``name``, or of its parts (:func:`weight_files`).
+
+    Raises:
+        CheckpointError: a file is missing or damaged, a tensor lies in two, or not where an index says.
+    """
+    tensors: dict[str, tuple[Path, StoredTensor]] = {}
+    for path in weight_files(directory, name):
+        stored, _ = read_safetensors(path)
+        if twice := sorted(tensors.keys() & stored.keys()):
+            raise CheckpointError(f"{escape(path)}: holds {few(twice)}, as another part does. Fetch it again.")
+        tensors |= {tensor: (path, place) for tensor, place in stored.items()}
+    return tensors
+
+
+def unread_index(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...]:
+    """Why an engine that goes by the index of ``name`` would read other tensors, as a clause; none where it would not.
+
+    Raises:
+        CheckpointError: the index is the only way to the tensors, and names a tensor that is not where it says.
+    """
+    index = directory / f"{name}{INDEX_ENDING}"
+    if not index.is_file():
+        return ()
+    is_needed = not (directory / name).is_file()
+    files = {tensor: path.name for tensor, (path, _) in tensors.items()}
+    try:
+        misplaced = few(sorted(tensor for tensor, file in _weight_map(index).items() if files.get(tensor) != file))
+        if misplaced and is_needed:
+            raise CheckpointError(f"{escape(index)}: {misplaced} is not in the file that it names. Fetch it again.")
+    except CheckpointError:
+        if is_needed:
+            raise
+        misplaced = "another file"
+    return (f"{escape(index.name)} names {misplaced}",) if misplaced else ()
+
+
+def check_tensors(path: Path, expected: Expected, found: Tensors, more: Expected = MappingProxyType({})) -> None:
+    """Hold the tensors of the file at ``path``, or of its parts, against what its config asks for.
 
     Args:
         more: tensors that may be there as well.
@@ -109,25 +174,30 @@ def check_tensors(expected: Expected, found: Tensors, more: Expected = MappingPr
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
-    problems = []
+    problems, types = list[str](), list[str]()
     for name, (shape, dtypes) in {**more, **expected}.items():
         if name not in found:
             problems += [f"{escape(name)}: expected a tensor, found none"] if name in expected else []
         elif (tensor := found[name][1]).shape != shape:
             problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(tensor.shape)}")
         elif tensor.dtype not in dtypes:
-            problems.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(tensor.dtype)}")
+            types.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(tensor.dtype)}")
     problems += [
         f"{escape(name)}: expected no such tensor, found {list(found[name][1].shape)}"
         for name in found.keys() - expected.keys() - more.keys()
     ]
+    if types and not problems:
+        others = f" (and {several(len(types) - 1, 'tensor')} more)" if len(types) > 1 else ""
+        advice = "which is not read. Ask for the drafter in such a type"
+        raise CheckpointError(f"{escape(path)}: {types[0]}{others}, {advice}.")
     if problems:
-        raise mismatch(problems)
+        raise mismatch(path, [*problems, *types])
 
 
-def mismatch(problems: Iterable[str]) -> CheckpointError:
-    """The error that lists ``problems`` of a checkpoint."""
+def mismatch(path: Path, problems: Iterable[str]) -> CheckpointError:
+    """The error that lists ``problems`` of the tensors in the file at ``path``."""
+    named = few(sorted(problems), separator="; ")
     return CheckpointError(
-        f"the checkpoint does not match its config: {few(sorted(problems), separator='; ')}. Extract the drafter anew, "
+        f"{escape(path)}: the checkpoint does not match its config: {named}. Extract the drafter anew, "
         "or check which model the config describes."
     )

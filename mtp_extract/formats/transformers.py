@@ -15,20 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.checkpoint.documents import (
-    ANYTHING,
-    FLAG,
-    NUMBER,
-    OFF,
-    TEXT,
-    WHOLE,
-    AllowedKeys,
-    allow,
-    at,
-    read_object,
-    require_keys,
-)
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
 from mtp_extract.formats.reading import Activation, Number, Share, Size, fields_of
@@ -41,6 +28,10 @@ UNUSED_WINDOW = 512
 """Written of a drafter without sliding layers."""
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+_TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
+"""Of the text model of an assistant: of Google's for the 12B the second."""
+
+_PER_LAYER = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 _TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
     {
         **{key: key for key in ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_activation")},
@@ -85,7 +76,7 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
         "initializer_range": 0.02,
         "layer_types": list(config.layer_types),
         "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
-        "model_type": "gemma4_text",
+        "model_type": _TEXT_TYPES[0],
         "num_global_key_value_heads": full.num_kv_heads if two_kv_heads else None,
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": sliding.num_kv_heads,
@@ -136,85 +127,72 @@ GENERATION: Mapping[str, Any] = {
 }
 """``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
 
-UNCOMPUTED: AllowedKeys = MappingProxyType(
-    {
-        # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
-        **allow((None, *(dtype.transformers for dtype in DTYPES.values())), "dtype torch_dtype"),
-        **allow(WHOLE, "*_token_id *_token_index max_position_embeddings"),
-        **allow(NUMBER, "initializer_range attention_dropout"),
-        **allow(TEXT, "transformers_version _name_or_path problem_type"),
-        # What a model gives beside its result, of which a drafter has none.
-        **allow(OFF, "output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder"),
-        **allow(ANYTHING, "id2label label2id"),
-        **allow(FLAG, "use_cache return_dict"),
-    }
+_HARMLESS = (
+    # How many drafts a round has, and how tokens are drawn: not what is drafted from.
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "do_sample"),
+    *("temperature", "top_k", "top_p"),
+    # Of an ordered head that is not there, of experts that no block has, and what is read by layer.
+    *("num_centroids", "centroid_intermediate_top_k", "num_experts", "top_k_experts", "moe_intermediate_size"),
+    *("text_config.per_layer_config", "text_config.attention_k_eq_v"),
+    # How compressed-tensors came by its codes.
+    *("quantization_config.version", "quantization_config.global_compression_ratio", "weights.observer*"),
 )
-"""Keys of transformers' configurations from which nothing is computed."""
-
-_TOLERATED: AllowedKeys = MappingProxyType(
+_MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        **at(("", "text_config."), UNCOMPUTED),
-        # What a drafter has not, in other words. In the base "vision" is said of images, of which a drafter sees none.
-        **at(("", "text_config."), allow((False, None), "attention_bias enable_moe_block use_double_wide_mlp")),
-        **at(("", "text_config."), {"use_bidirectional_attention": (False, "vision")}),
-        **at(
-            ("text_config.",),
-            {
-                # What transformers takes where they are missing is what is read.
-                **allow((None,), "hidden_activation rms_norm_eps global_head_dim model_type"),
-                **allow((None,), "rope_parameters.*.rope_type"),
-                # Of experts, of which there is no block.
-                **allow(WHOLE, "num_experts top_k_experts moe_intermediate_size"),
-                # 0 is what transformers takes for all, before it is filled in.
-                "num_kv_shared_layers": (0, None),
-                "attention_k_eq_v": FLAG,
-                # In other words, all of which are read: by layer, or as what is on or off.
-                "per_layer_config": ANYTHING,
-                **allow((1, None), "rope_parameters.*.factor rope_parameters.*.partial_rotary_factor"),
-            },
-        ),
-        "hidden_size_per_layer_input": (0,),
+        # What transformers takes where they are missing is what is read.
+        **dict.fromkeys(("hidden_activation", "rms_norm_eps", "global_head_dim", "rope_type"), (None,)),
+        **dict.fromkeys(("use_ordered_embeddings", "is_assistant", "tie_word_embeddings"), (None,)),
+        "rope_parameters.*.factor": (1, None),
+        "config_groups.*.format": ("pack-quantized",),
+        # 0 is what transformers takes for all, before it is filled in.
+        "num_kv_shared_layers": (0, None),
         "architectures": (None, ["Gemma4UnifiedAssistantForCausalLM"]),
+        "text_config.model_type": (None, *_TEXT_TYPES),
         "model_type": _TYPES,
-        **allow(WHOLE, "num_centroids centroid_intermediate_top_k"),
-        **allow((None,), "use_ordered_embeddings is_assistant"),
-        # How many drafts a round has, and how tokens are drawn: not what is drafted from.
-        **allow(NUMBER, "num_assistant_tokens assistant_confidence_threshold temperature top_k top_p"),
-        "num_assistant_tokens_schedule": TEXT,
-        **allow(FLAG, "_from_model_config do_sample"),
     }
 )
 """What ``config.json`` and ``generation_config.json`` may say otherwise than they are written here."""
 
 
-def require_documents(
+def compare_documents(
     directory: Path,
     document: Mapping[str, Any],
     config: DrafterConfig,
-    made: Mapping[str, Any],
-    more: AllowedKeys = MappingProxyType({}),
-) -> None:
-    """Check that both configurations in ``directory`` say what would be written there, or what changes nothing.
+    expected: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Compare both configurations in ``directory`` with what would be written there.
 
     Args:
         document: ``config.json`` as it lies there.
         config: as it was read from that.
-        made: what would be written of it.
-        more: what ``config.json`` may say besides.
+        expected: what would be written of it.
+
+    Returns:
+        What they say that nothing here reads, or leave out, each as a clause.
 
     Raises:
-        CheckpointError: one of them says something else.
+        CheckpointError: ``config.json`` says what makes another function of the drafter.
     """
-    tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": (None, config.full.num_kv_heads), **more}
+    same: dict[str, tuple[Any, ...]] = {"num_global_key_value_heads": (None, config.full.num_kv_heads)}
+    harmless = list(_HARMLESS)
     if SLIDING not in config.rope:  # what is said of them is not read
-        tolerated |= allow(ANYTHING, f"text_config.rope_parameters.{SLIDING}")
-        tolerated |= allow(WHOLE, "text_config.sliding_window text_config.head_dim")
-    if made["tie_word_embeddings"]:  # which is what engines take where nothing is said
-        tolerated |= allow((None,), "tie_word_embeddings text_config.tie_word_embeddings")
-    require_keys(directory / "config.json", document, made, tolerated)
+        sliding = (f"rope_parameters.{SLIDING}*", "sliding_window", "head_dim")
+        harmless += [f"text_config.{key}" for key in sliding]
+    if not expected["tie_word_embeddings"]:  # engines take what is missing for tied
+        same["tie_word_embeddings"] = ()
+    if document["text_config"].get("model_type") == _TEXT_TYPES[1]:  # whose layers have no embeddings of their own
+        text = {key: value for key, value in expected["text_config"].items() if key not in _PER_LAYER}
+        expected = {**expected, "text_config": text}
+    unread = compare_document(
+        directory / "config.json", document, expected, harmless=harmless, means_the_same={**_MEANS_THE_SAME, **same}
+    )
     path = directory / GENERATION_FILE
-    if path.is_file():
-        require_keys(path, read_object(path), GENERATION, _TOLERATED)
+    if not path.is_file():
+        return unread
+    generation = read_object(path)
+    return unread + compare_document(
+        path, generation, GENERATION, harmless=harmless, means_the_same=_MEANS_THE_SAME, computes=False
+    )
 
 
 LayerTypes = Annotated[list[Literal["sliding_attention", "full_attention"]], Meta(min_length=1, max_length=1024)]

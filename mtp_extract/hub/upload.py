@@ -96,6 +96,11 @@ def plan_upload(
         raise CheckpointError(
             f"{escape(folder)}: expected a directory that mtp-extract wrote, with {RECORD} in it. Convert it first."
         )
+    if found.checkpoint.unread:
+        raise CheckpointError(
+            f"{escape(folder)}: expected nothing but what mtp-extract wrote there, found that "
+            f"{few(found.checkpoint.unread, separator='; ')}. Move it elsewhere, or extract the drafter again."
+        )
     contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
     ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
     if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:

@@ -119,7 +119,8 @@ def _plan_drafter(
     added: bool,
 ) -> InsertionPlan:
     opened, source = drafter.opened, drafter.opened.source
-    notes = [*opened.remarks, *check_drafter(checkpoint.mtp, drafter.config, source.name)]
+    notes = [*checkpoint.notes, *opened.remarks]
+    notes += check_drafter(checkpoint.mtp, drafter.config, source.name)
     if not added and (problems := "; ".join(base_misfits(drafter))):
         # What was there before stays, fit or not.
         notes.append(f"In this bundle the drafter could not run before: {problems}.")

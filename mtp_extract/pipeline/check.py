@@ -15,14 +15,15 @@ from msgspec import convert as typed
 from msgspec import to_builtins
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.architecture.roles import Config
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.documents import read_object
+from mtp_extract.checkpoint.documents import differences, read_object
 from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
 from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, provenance
 from mtp_extract.checkpoint.weight import same_weight
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
-from mtp_extract.formats import EVERY, format_named, format_of, is_called, weights_of
+from mtp_extract.formats import EVERY, format_named, format_of, is_called, own_files, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.address import is_cached, name_of
 from mtp_extract.io.place import listing
@@ -36,8 +37,11 @@ CARD = "README.md"
 """The model card. It is for people, who may change it."""
 
 LEGAL = tuple(f"{name}{ending}" for name in ("LICENSE", "NOTICE") for ending in ("", "*.txt", "*.md"))
-_HARMLESS = (*LEGAL, "CITATION.cff", *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "webp", "pdf")))
-"""What no engine reads: it is for people."""
+_FOR_PEOPLE = (
+    *LEGAL,
+    "CITATION.cff",
+    *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "webp", "pdf")),
+)
 
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -110,22 +114,23 @@ def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
     return card.is_file() and sha256_of_file(card) != record["files"].get(CARD, {}).get("sha256")
 
 
-def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
-    """Which files in ``folder``, the card left out, are not as ``record`` lists them, each as a clause."""
-    present, layout, wrong = set(files_in(folder)), record["layout"], list[str]()
+def changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
+    """Which files in ``folder``, the card left out, are not as ``record`` lists them: name → a clause."""
+    present, layout, changed = set(files_in(folder)), record["layout"], dict[str, str]()
+    weights_file = format_named(layout).weights_file
     if weights_of(format_named(layout), record["files"]) is None:
-        wrong.append(f"{format_named(layout).weights_file} is not listed")
+        changed[weights_file] = f"{weights_file} is not listed"
     for name, expected in sorted(record["files"].items()):
         path = folder / name
         if name == CARD:
             continue
         if name not in present:
-            wrong.append(f"{escape(name)} is missing, or a link")
+            changed[name] = f"{escape(name)} is missing, or a link"
         elif path.stat().st_size != expected["size"] or sha256_of_file(path) != expected["sha256"]:
-            wrong.append(f"{escape(name)} has other content")
-    if not wrong and (found := format_of(folder).name) not in (layout, EVERY[layout].read_as):
-        wrong.append(f"the layout is {found}, not {layout}")
-    return wrong
+            changed[name] = f"{escape(name)} has other content"
+    if not changed and (found := format_of(folder).name) not in (layout, EVERY[layout].read_as):
+        changed[weights_file] = f"the layout is {found}, not {layout}"
+    return changed
 
 
 def files_in(folder: Path) -> Iterator[str]:
@@ -139,23 +144,27 @@ def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
     """What an engine may read at ``place``, a drafter in ``format_``, and is not its own, each as a clause that names a
     file.
 
-    What the drafter's own files say is checked where they are read; those of a validation's report may be there.
+    What the drafter's own files say is compared where they are read; those of a validation's report may be there.
     """
     if place.is_file():
         return
-    own = {
-        min((path.name for path in place.glob(pattern)), default=pattern)
-        for pattern in (format_.marker, format_.weights_file, *format_.further_files)
-    }
-    own |= {RECORD, CODES_FILE, *REPORT_FILES}
+    own = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
     for path in _entries(place):
         name = path.relative_to(place).as_posix()
         if not _is_file(path):
-            yield f"{escape(name)} is a link, or no file (put the file itself there)"
-        elif name not in own and not _is_harmless(name):
-            yield f"{escape(name)} belongs neither to the checkpoint nor to a report (move it elsewhere)"
-    configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    yield from (f"{path.name} names code" for path in configs if "auto_map" in read_object(path))
+            yield f"{escape(name)} is a link, or no file"
+        elif name not in own and not _is_unused(name):
+            yield f"{escape(name)} belongs neither to the checkpoint nor to a report"
+        elif name in _TOKENIZER and name.endswith("_config.json") and _names_code(path):
+            yield f"{escape(name)} names code, or cannot be read"
+
+
+def _names_code(path: Path) -> bool:
+    """Whether the configuration of a tokenizer at ``path`` names code of its own, or may for all that can be read."""
+    try:
+        return "auto_map" in read_object(path)
+    except CheckpointError:
+        return True
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -177,12 +186,12 @@ def _is_file(path: Path) -> bool:
     return is_cached(path) or (path.is_file() and not path.is_symlink())
 
 
-def _is_harmless(name: str) -> bool:
+def _is_unused(name: str) -> bool:
     """Whether a file of that name, relative to the directory, is read by no engine or changes nothing."""
     base = name.rpartition("/")[2]
     if base.startswith("."):
         return not base.endswith(_FOUND_BY_ENDING)
-    return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _HARMLESS)
+    return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _FOR_PEOPLE)
 
 
 @dataclass(frozen=True)
@@ -193,10 +202,11 @@ class ReadDirectory:
         directory: or a file that is a checkpoint by itself.
         layout: name of its format.
         written: what its files of that format hold.
-        checkpoint: the same with the codes that lie beside its floats.
+        checkpoint: the same with the codes that lie beside its floats, and all that was not read.
         known_as: the name of its geometry; None for one that is not listed.
         record: its own; where it has none, what would stand there.
         is_recorded: whether it has one.
+        changed: names of files that are not as it lists them; none of them holds tensors.
     """
 
     directory: Path
@@ -206,24 +216,39 @@ class ReadDirectory:
     known_as: str | None
     record: Mapping[str, Any]
     is_recorded: bool
+    changed: frozenset[str]
 
     @classmethod
     def of(cls, place: str | os.PathLike[str]) -> ReadDirectory:
-        """The drafter in ``place``, beside which nothing lies that an engine may read; and where it has a record, every
-        file but the card has the size and SHA-256 that stand there. Where it came from takes the bundle to check.
+        """The drafter in ``place``. What lies beside it, and what its files say that nothing here reads, is listed in
+        ``checkpoint.unread``: who asks for a proof wants none. Where it came from takes the bundle to check.
 
         Raises:
-            CheckpointError: something differs, is missing or does not belong there; the message lists what.
+            CheckpointError: it is damaged or no drafter's; or, where it has a record, its tensors are not those that
+                were written, or its config describes another drafter.
         """
         folder = with_record(Path(place))
         record = read_record(folder)
-        wrong = changed_files(folder, record) if record else []
-        if wrong := wrong or list(unexpected_in(folder, format_ := format_of(folder))):
+        changed = changed_files(folder, record) if record else {}
+        weights = format_named(record["layout"]).weights_file if record else ""
+        if wrong := [what for name, what in changed.items() if name == CODES_FILE or is_called(name, weights)]:
             raise CheckpointError(
-                f"{escape(folder)}: expected a drafter{f', as its {RECORD} lists it,' if record else ''} and nothing "
-                f"else that an engine may read, found that {few(wrong, separator='; ')}. {AGAIN}"
+                f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
+                f"{few(wrong, separator='; ')}. {AGAIN}"
             )
-        written = format_.read(folder)
+        format_ = format_of(folder)
+        try:
+            written = format_.read(folder)
+        except CheckpointError as error:
+            if not changed:
+                raise
+            raise CheckpointError(f"{error} By its {RECORD}, {few(changed.values(), separator='; ')}.") from error
+        if changed and (wrong := [*_another_geometry(written.config, record)]):
+            raise CheckpointError(
+                f"{escape(folder / format_.marker)}: describes another drafter than its {RECORD}: "
+                f"{few(wrong, separator='; ')}. {AGAIN}"
+            )
+        unread = (*written.unread, *changed.values(), *unexpected_in(folder, format_))
         tensors = dict(with_codes(folder, written.tensors))
         known = known_drafter(written.config) if isinstance(written.config, DrafterConfig) else None
         known_as = known["name"] if known else None
@@ -238,8 +263,9 @@ class ReadDirectory:
             tensors=MappingProxyType(tensors),
             activations=MappingProxyType(typed(told["activations"], Pairs)),
             provenance=provenance(told["source"]),
+            unread=unread,
         )
-        return cls(folder, format_.name, written, checkpoint, known_as, told, bool(record))
+        return cls(folder, format_.name, written, checkpoint, known_as, told, bool(record), frozenset(changed))
 
     @property
     def extra_codes(self) -> frozenset[str]:
@@ -255,9 +281,21 @@ class ReadDirectory:
         return {name: sha256_of_file(path) for name, path in _files_of_tensors(self.directory).items()}
 
 
+def _another_geometry(config: Config, record: Mapping[str, Any]) -> Iterator[str]:
+    """Where ``config`` is not the shape that ``record`` states, each as a clause."""
+    for difference in differences(record["geometry"], to_builtins(config.as_json())):
+        if difference.place not in ("max_position_embeddings", "base"):
+            where, stated = escape(difference.place), escape(difference.expected)
+            yield f"{where} is {escape(difference.found)}, not {stated}"
+
+
 def _files_of_tensors(place: Path) -> dict[str, Path]:
-    folder, names = (place, files_in(place)) if place.is_dir() else (place.parent, [place.name])
-    return {name: folder / name for name in names if name.endswith(TENSOR_FILES)}
+    """By name: the files that the tensors at ``place`` lie in, those of codes beside floats too."""
+    if place.is_file():
+        return {place.name: place}
+    own = sorted(own_files(place, format_of(place)))
+    names = [name for name in (*own, CODES_FILE) if name.endswith(TENSOR_FILES) and (place / name).is_file()]
+    return {name: place / name for name in names}
 
 
 def _implied(place: Path, checkpoint: Checkpoint) -> dict[str, Any]:

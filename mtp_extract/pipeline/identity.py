@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.documents import differences
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
@@ -163,8 +164,8 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
     written = read.written if read else format_.read(directory)
     numbers, said = (asdict(replace(one.mtp, max_position_embeddings=None)) for one in (original, written))
     config = _check("config", _apart(numbers, said), ["every number agrees"])
-    unexpected = () if read else unexpected_in(directory, format_)
-    files = _check("files", unexpected, ["nothing that would make an engine load something else"])
+    unread = read.checkpoint.unread if read else (*written.unread, *unexpected_in(directory, format_))
+    files = _check("files", unread, ["nothing that would make an engine load something else"])
     wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
     tensors = _check("tensors", wrong, _summary(written, chains) if config.passed else ["not of the file's config"])
     proven, refuted, why = list[str](), list[str](), "not of the file's config and tensors"
@@ -180,8 +181,9 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
     function = _check("function", refuted if proven or refuted else None, proven or [why])
     record = _check("record", None, [f"there is no {RECORD}"])
     if (directory / RECORD).exists():
-        wrong = _contradicted(directory, read, written, source, original, chains, proven)
-        record = _check("record", wrong, ["every file is as recorded"])
+        of_file, evidence = of_bundle(source, original), ["every file is as recorded"]
+        wrong = _contradicted(directory, read, of_file, written, original, chains, proven, source.not_proven, evidence)
+        record = _check("record", wrong, evidence)
     return [config, files, tensors, function, record]
 
 
@@ -197,15 +199,10 @@ def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> 
     return Check(name, _WHAT[name], not evidence, evidence or "; ".join(otherwise))
 
 
-def _apart(made: Any, said: Any, place: str = "") -> Iterator[str]:
+def _apart(made: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[str]:
     """Where what is ``said`` in a directory is not what is ``made`` of the bundle."""
-    if isinstance(made, (list, tuple)) and isinstance(said, (list, tuple)):
-        made, said = ({str(index): value for index, value in enumerate(one)} for one in (made, said))
-    if isinstance(made, dict) and isinstance(said, dict):
-        for key in {**made, **said}:
-            yield from _apart(made.get(key), said.get(key), f"{place}.{key}" if place else key)
-    elif made != said:
-        yield f"{escape(place)} is {escape(made)}, not {escape(said)}"
+    for place, expected, found in map(astuple, differences(made, said)):
+        yield f"{escape(place)} is {escape(expected)}, not {escape(found)}"
 
 
 def _differing(
@@ -262,38 +259,50 @@ def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
 def _contradicted(
     directory: Path,
     read: ReadDirectory | None,
+    of_file: Mapping[str, Any],
     written: Checkpoint,
-    source: Shard,
     original: Checkpoint,
     chains: Mapping[str, Chain],
     proven: list[str],
+    not_proven: Sequence[str],
+    evidence: list[str],
 ) -> Iterator[str]:
     """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
 
-    What the file was called and where it lay, which directories there were in between, which release wrote them, and
-    the card are no matter of the bundle. Of a directory that is not ``proven``, its files alone are compared; of one
-    that was ``read``, they have been.
+    Its past is no matter of the bundle: which file it came from and where that lay, which directories there were in
+    between, whether it was tuned, which release wrote it, and the card. What was found in the section that it came
+    from is compared where the bundle holds that section. Of a directory that is not ``proven``, its files alone are
+    compared; of one that was ``read``, they have been.
+
+    Args:
+        of_file: what a record of the bundle would say of it.
+        evidence: is added to where the record names another file as its origin.
     """
     record = read_record(directory)
     if read is None:
-        yield from changed_files(directory, record)
-    if not proven and not source.not_proven:
+        yield from changed_files(directory, record).values()
+    if not proven and not not_proven:
         return
     done = {step for chain in chains.values() for step in chain}
-    # What the weights decide. They are the file's, and so neither tuned nor given another head.
-    made = {key: value for key, value in record.items() if key not in ("tuning", "ordered_head")}
-    made |= {"rule": record["rule"] if record["rule"] in done else None}
-    made |= {"dtype": CODES if record["dtype"] == CODES else written.dtype}
+    stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else written.dtype}
     # A directory of unknown origin came with what had been done to it.
     if record["source"]["kind"] != CHECKPOINT:
-        made |= {**of_bundle(source, original), "geometry": original.mtp.as_json()}
-        made["source"] |= {key: record["source"][key] for key in ("name", "provenance")}
-        made["geometry"]["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
+        geometry = original.mtp.as_json()
+        geometry["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
+        stated["geometry"] = geometry
+    section, own = record["source"]["section"], of_file["source"]["section"]
+    if section not in (None, own):
+        name = escape(record["source"]["name"])
+        evidence.append(f"it came from another file ({name}), with which nothing was compared")
+    if section is not None and section["sha256"] == own["sha256"]:
+        stated |= {key: of_file[key] for key in ("known_as", "shared", "activations")}
+        stated["rule"] = record["rule"] if record["rule"] in done else None
         # Another release may say the same in other words.
         if record["tool"]["version"] == __version__:
-            made["proof"] = proven if record["proof"] is not None and proven else None
-            if source.not_proven:
-                made["not_proven"] = list(source.not_proven)
+            if record["proof"] is not None:
+                stated["proof"] = proven or None
+            if not_proven:
+                stated["not_proven"] = list(not_proven)
         if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
             yield f"does not say that weights were rounded ({', '.join(untold)})"
-    yield from _apart(made, record)
+    yield from _apart(stated, {key: record[key] for key in stated})

@@ -198,10 +198,11 @@ def inspect_checkpoint(
         )
     report = {
         "directory": str(read.directory),
-        "files": len({*read.record["files"]} - {CARD}) if read.is_recorded else None,
+        "files": len({*read.record["files"]} - {CARD, *read.changed}) if read.is_recorded else None,
         "against": against,
         "against_published": published,
         "checks": [asdict(check) for check in checks],
+        "notes": list(read.checkpoint.notes),
         "ok": problem is None,
         "extraction": read.record if read.is_recorded else None,
         "holds": {

@@ -212,7 +212,8 @@ def convert(
     before = roundings(*read.record["converted_from"], read.record)
     lost = ", ".join(word for word in before if word not in _rounded(made))
     note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
-    return write(made, target, origin_of(read, made), [note] if lost else [], **to, progress=progress)
+    notes = [*read.checkpoint.notes, *([note] if lost else [])]
+    return write(made, target, origin_of(read, made), notes, **to, progress=progress)
 
 
 def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:

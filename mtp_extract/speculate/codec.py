@@ -76,6 +76,7 @@ class Codec:
         tokens = tuple(map(index, ids))
         if odd := [token for token in tokens if not 0 <= token < self._vocab_size]:
             raise PairError(
-                f"expected tokens below {self._vocab_size}, found {odd[0]}; tokenize with the base's own tokenizer"
+                f"expected tokens below {self._vocab_size}, found {odd[0]}, which the base does not embed. Leave out "
+                "text with that token, or give the base's own tokenizer."
             )
         return tokens

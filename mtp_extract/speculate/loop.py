@@ -86,7 +86,7 @@ class SpeculativeGenerator:
     def __init__(self, base: Any, drafter: Drafter, tokenizer: Any = None) -> None:
         self.base = base if isinstance(base, Base) else Base(base)
         self.drafter, self.codec = drafter, Codec(tokenizer, self.base.vocab_size)
-        check_pair(self.base, drafter, tokenizer)
+        check_pair(self.base, drafter)
 
     @torch.inference_mode()
     def generate(

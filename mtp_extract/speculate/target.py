@@ -158,22 +158,17 @@ class Base:
 
 
 @torch.inference_mode()
-def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
+def check_pair(base: Base, drafter: Drafter) -> None:
     """Check that ``base`` can give what ``drafter`` needs.
 
     Raises:
-        PairError: vocabulary, width, layers or K and V differ, or the tokenizer has more tokens than the base.
+        PairError: vocabulary, width, layers or K and V differ.
     """
     for what, expected, found in compared(base, drafter.needs):
         if expected != found:
             raise PairError(
                 f"expected a base with {what} {expected}, found {found}. Give the base model this drafter was made for."
             )
-    if tokenizer is not None and len(tokenizer) > base.vocab_size:
-        raise PairError(
-            f"expected a tokenizer of at most {base.vocab_size} tokens, found {len(tokenizer)}. Give the base model's "
-            "own tokenizer."
-        )
 
 
 def compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from xxhash import xxh3_128
 
+from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import UnsupportedError, escape
@@ -48,6 +49,9 @@ class Pair:
         self.accelerator = Accelerator(cpu=plan.device == "cpu")
         self.say = say if self.accelerator.is_main_process else lambda line: None
         origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
+        # What is cheap to see is seen before the base is loaded, which may take minutes.
+        if origin is not None and plan.mode == "qat":
+            require_codes(origin, idle_roles(plan))
         self.say(f"loading the base {plan.base}")
         several = self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
@@ -61,7 +65,7 @@ class Pair:
         self.origin = origin
         with memory_guard("loading the drafter"):
             self.drafter = self.drafter_of(origin.checkpoint)
-            check_pair(self.base, self.drafter, self.loaded.tokenizer)
+            check_pair(self.base, self.drafter)
 
     @cached_property
     def base_fingerprint(self) -> str:
@@ -76,6 +80,24 @@ class Pair:
         """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
         written = as_written(self.origin, checkpoint)
         return load_any(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+
+
+def idle_roles(plan: TuningPlan) -> tuple[str, ...]:
+    """Roles that are not trained: a round of one step never reads the state that the step hands on."""
+    return ("post_projection",) if plan.draft_steps == 1 else ()
+
+
+def require_codes(origin: ReadDirectory, idle: Sequence[str] = ()) -> None:
+    """Raise UnsupportedError where a matrix of ``origin`` that is not ``idle`` has no codes, on whose grid to train."""
+    tensors = origin.checkpoint.tensors
+    for role in shapes_of(origin.checkpoint.config):
+        if role.kind == MATRIX and role.name not in (*HEAD_ROLES, *idle) and tensors[role.name].scheme is None:
+            raise UnsupportedError(
+                f"{escape(origin.directory)}: {role.name} is in floats, and the mode qat trains the stored integers of "
+                "every matrix. Extract the drafter again with `mtp-extract --codes`, or "
+                "train norms or floats.",
+                remedies=("mode=norms", "mode=float"),
+            )
 
 
 def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:

@@ -96,7 +96,7 @@ def run_tuning(
     if keep and first:
         write_made(pair.origin, made, plan, "ordered_head" if ordered else "tuning", about)
     pair.accelerator.wait_for_everyone()
-    notes = [*pair.loaded.notes, *comparisons.undecided()]
+    notes = [*pair.origin.checkpoint.notes, *pair.loaded.notes, *comparisons.undecided()]
     if wrote := corpus.text_from:
         of = f"{wrote['positions']} tokens of {wrote['texts']} texts that {escape(wrote['kind'])} wrote"
         notes.append(f"The base at hand would have written {wrote['agreement']:.1%} of {of}.")

@@ -37,7 +37,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, gradient_of, objective_for
-from mtp_extract.tuning.pair import Pair, check_writable
+from mtp_extract.tuning.pair import Pair, check_writable, idle_roles
 from mtp_extract.tuning.work import kept_at
 
 EVALUATIONS = 10
@@ -281,9 +281,7 @@ class Progress:
 def latents_of(pair: Pair) -> Latents:
     """What the pair's plan trains; raises MtpExtractError where the drafter's format does not hold that."""
     plan = pair.plan
-    # A round of one step never reads the state that the step hands on.
-    idle = ("post_projection",) if plan.draft_steps == 1 else ()
-    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle_roles(plan))
     # Another number for each that is trained: what can hold it can hold what comes out.
     changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
     check_writable(pair.origin, changed, plan.mode)

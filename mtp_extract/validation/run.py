@@ -58,14 +58,17 @@ def run_validation(plan: ValidationPlan) -> Validation:
         else:
             directory = Path(checkpoint_here(plan.directory))
             name = public_name(str(directory))
+        # What is cheap to see is seen before a bundle is fetched or a base is loaded.
+        checkpoint = read_checkpoint(directory)
         found = Validation(
             tool=Tool("mtp-extract", __version__), drafter=name, source=plan.source and Path(plan.source).name
         )
+        found.notes += checkpoint.notes
         if plan.source is not None:
             plan.say("deriving every tensor from the file again, and reading its graph")
             opened = stack.enter_context(open_bundle(plan.source))
             opened.prefetch()
-            source = drafter_for(opened, read_checkpoint(directory).mtp)
+            source = drafter_for(opened, checkpoint.mtp)
             found.checks = check_identity(directory, source)
             if any(check.passed is False for check in found.checks):
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
@@ -90,6 +93,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     places = {found.drafter: directory}
     if plan.beside is not None:
         beside = Path(checkpoint_here(plan.beside))
+        read_checkpoint(beside)
         name = public_name(str(beside))
         places[name if name not in places else f"{name} (2)"] = beside
     plan.say(f"loading the base {base}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.bases import base_with
 from helpers.commands import run_here
 from helpers.first_pair import first_base, first_bundle
@@ -27,8 +29,8 @@ from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.run import check_fit, diagnose, identify
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.evaluation.base_model import LoadedBase, load_base
 from mtp_extract.report.page import plain_json
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
@@ -227,3 +229,22 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     assert checks["soft cap"] is checks["made for this base"] is None
     assert checks["a vocabulary"] is checks["the drafter's backbone width"] is True
     assert checks["full_attention: K and V"] is checks["layers with K and V of type"] is True
+
+
+def test_a_tokenizer_longer_than_its_base_is_a_note_and_a_token_beyond_is_refused(
+    directory: Path, drafter: MtpDrafter, generator: SpeculativeGenerator
+) -> None:
+    """transformers drafts with such a pair: many a tokenizer lists tokens that its base has no row for."""
+    tokenizer = copy.deepcopy(generator.codec.tokenizer)
+    tokenizer.add_tokens([f"<beyond {number}>" for number in range(600)])
+    loaded = LoadedBase("base", generator.base.model, tokenizer, torch.device("cpu"), ("cpu",), "float32", ())
+    (found,) = (
+        check
+        for check in check_fit(directory, identify(directory, "drafter"), drafter, loaded)
+        if check.name == "tokenizer's size"
+    )
+    assert found.passed is None and "a text with a token beyond these is refused" in found.found
+    longer = SpeculativeGenerator(generator.base.model, drafter, tokenizer)
+    assert longer.codec.encode("abc") == generator.codec.encode("abc")
+    with pytest.raises(PairError, match="which the base does not embed"):
+        longer.codec.encode("abc <beyond 599>")

@@ -20,7 +20,6 @@ from mtp_extract.formats.transformers import parse_config
 from mtp_extract.pipeline.check import unexpected_in
 
 Save = Callable[..., Path]
-NEEDED = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_hidden_layers")
 
 
 def edit(directory: Path, **changes: torch.Tensor | None) -> None:
@@ -106,13 +105,11 @@ def test_litert_shared_constants_and_absent_scalars(litert: Path) -> None:
     [
         ({"format_version": 2}, "says format_version 2"),
         ({"tensors": None}, "tensors"),
-        ({"tensors": {"pre_projection": "x", "layers.0.k_proj": "y"}}, r"says tensors\.layers\.0\.k_proj y"),
-        ({"tensors": {"pre_projection": "x"}}, r"says nothing of tensors\.[a-z0-9_.]+; "),
+        ({"tensors": {"pre_projection": "x"}}, r"expected no such tensor"),
         ({"head_dims": [32, 32]}, "expected head_dims"),
         ({"sliding_windows": [16, 16, 16, 16]}, "windows of sliding layers alone"),
         ({"kv_bank_ids": [0, 0, 1, 1]}, "says kv_bank_ids"),
         ({"hidden_activation": "relu"}, "hidden_activation"),
-        ({"attention_scale": None}, "says nothing of attention_scale"),
         ({"num_heads": 3}, "layer 0: expected num_kv_heads to divide the 3 query heads"),
         ({"hidden_size": "64"}, "hidden_size"),
     ],
@@ -129,12 +126,10 @@ def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: st
         ({"model_type": "gemma4"}, {}, "found gemma4. Give the drafter's directory, not the base model's"),
         ({}, {"attention_bias": True}, "says text_config.attention_bias True"),
         ({}, {"layer_types": None}, "text_config: Object missing required field `layer_types`"),
-        ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "does not match its config"),
+        ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "says text_config.num_hidden_layers 3"),
         ({}, {"layer_types": ["linear", "linear", "linear"]}, "text_config.layer_types"),
         ({}, {"hidden_size": 0}, "text_config.hidden_size"),
         ({}, {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "text_config.rope_parameters"),
-        # For each of these transformers takes a number that is not the drafter's.
-        *(({}, {key: None}, f"says nothing of text_config.{key}") for key in NEEDED),
         ({"use_ordered_embeddings": True, "num_centroids": 7}, {}, "num_centroids to divide the vocabulary of 60"),
     ],
 )
@@ -157,7 +152,7 @@ def test_the_12b_type_is_accepted(saved: Save) -> None:
     ("file", "content", "message"),
     [
         ("config.json", None, r"expected config\.json, .* there, found none of them"),
-        ("model.safetensors", None, "expected model.safetensors there, found none"),
+        ("model.safetensors", None, "expected model.safetensors there, or its parts, found none"),
         ("model.safetensors", b"\x10\0\0\0\0\0\0\0{}", "not a safetensors file"),
     ],
 )
@@ -179,11 +174,3 @@ def test_what_transformers_saves_is_read(name: str, tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(CheckpointError, match="says rope_scaling"):
         read_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(("key", "value"), [("custom_generate", "org/repo"), ("is_assistant", False)])
-def test_a_generation_config_that_says_more(saved: Save, key: str, value: object) -> None:
-    directory = saved(GEOMETRIES["dense"])
-    (directory / "generation_config.json").write_text(json.dumps({"is_assistant": True, key: value}))
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*says {key}"):
-        load_drafter(directory)

@@ -36,7 +36,18 @@ def test_a_file_that_is_not_as_recorded(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json has other content"):
         verify(checkpoint)
     config.unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"expected config\.json"):
+        verify(checkpoint)
+
+
+def test_a_config_that_describes_another_drafter_than_the_record(checkpoint: Path) -> None:
+    """What does not count may be changed; of what counts, the record keeps a copy."""
+    config = checkpoint / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"initializer_range": 0.02', '"initializer_range": 0.03'))
+    assert verify(checkpoint)
+    config.write_text(text.replace('"final_logit_softcapping": 30.0', '"final_logit_softcapping": 25.0'))
+    with pytest.raises(CheckpointError, match=r"another drafter than its extraction\.json: final_logit_softcap is 25"):
         verify(checkpoint)
 
 

@@ -106,6 +106,10 @@ def test_from_every_format(plan: Plans, extracted: Path, tmp_path: Path, format_
 
 def test_floats_have_no_grid(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     convert(extracted, tmp_path / "origin", format="transformers", dtype="bf16", codes=False)
-    with pytest.raises(MtpExtractError, match="pre_projection: expected the stored integers") as found:
-        run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"))
+    said = list[str]()
+    with pytest.raises(
+        MtpExtractError, match=r"pre_projection is in floats.*again with `mtp-extract --codes`"
+    ) as found:
+        run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"), said.append)
+    assert said == [], "no base is loaded for it"
     assert found.value.remedies == ("mode=norms", "mode=float")

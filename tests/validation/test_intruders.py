@@ -1,4 +1,5 @@
-"""Directories that an engine would load as something else, and records that lie: none is proven, each is refused."""
+"""Directories that an engine would load as something else, and records that lie: none is proven. Where no proof is
+asked for, what does not count is passed over with a note, and what changes the function is refused."""
 
 from __future__ import annotations
 
@@ -14,17 +15,16 @@ from typing import Any
 import pytest
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
 from helpers.record_document import TUNING, forge
-from seam import verify
 
-from mtp_extract import extract
-from mtp_extract.bundle import Shard
+from mtp_extract import extract, insert
+from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.files import read_header, write_file
-from mtp_extract.errors import MtpExtractError
-from mtp_extract.formats import FORMATS, format_named, format_of, read_checkpoint
+from mtp_extract.errors import CheckpointError, MtpExtractError
+from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import ReadDirectory, unexpected_in
+from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.identity import NEEDED, check_identity
 from mtp_extract.pipeline.writing import convert
@@ -54,28 +54,32 @@ FILES: Mapping[str, object] = {
 }
 """Name → content: text, JSON, or None for a copy of the weights."""
 
-ENGINES_READ: Mapping[str, object] = {
+CHANGES: Mapping[str, object] = {
     "auto_map": {"AutoModelForCausalLM": "modeling.Drafter"},
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "rope_theta": 5e5,
     "partial_rotary_factor": 0.5,
     "quantization_config": {"quant_method": "fp8"},
-    "eagle_config": {"use_aux_hidden_state": True},
     "attn_logit_softcapping": 50.0,
     "query_pre_attn_scalar": 256,
     "is_causal": False,
     "embedding_scale": 2.0,
     "logit_scale": 2.0,
-    "suppress_tokens": [1, 2],
 }
-"""Keys that engines read and none of our configurations has; whoever adds one makes another drafter of it."""
+"""Keys that change the function and none of our configurations has."""
+
+UNKNOWN: Mapping[str, object] = {"eagle_config": {"x": 1}, "suppress_tokens": [1, 2], "rope_scaling_hint": "x"}
+"""Keys of which nobody here knows what they do."""
 
 HARMLESS = (
     *("num_centroids", "centroid_intermediate_top_k", "attention_dropout", "attention_k_eq_v", "bos_token_id"),
     *("eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings", "use_cache"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "transformers_version"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "transformers_version", "dtype"),
 )
 """Keys of ours whose value changes no draft of such a drafter; training, the tokenizer and the engine read them."""
+
+OF_NO_MODULE = [("quantization", key) for key in ("group_size", "bits", "mode")]
+"""What counts in MLX for modules without an entry of their own, of which we write none."""
 
 GONE = "attention.sliding_window_pattern attention.shared_kv_layers rope.dimension_count_swa nextn_predict_layers"
 GGUF_KEYS: Mapping[str, object] = {
@@ -105,11 +109,6 @@ GGUF_KEYS: Mapping[str, object] = {
 
 SHA = "0" * 64
 LIES: Mapping[str, object] = {
-    **{f"source.{key}": value for key, value in {"size": 1, "kind": "tflite", "version": "9.9.9"}.items()},
-    **dict.fromkeys(("source.section.index", "source.section.begin", "source.section.end"), 1),
-    "source.section.sha256": SHA,
-    "source.section.found_by": "bare model",
-    "source.section.signature": "decode",
     "known_as": "Gemma 4 E4B",
     "dtype": "f16",
     "layout": "litert",
@@ -124,9 +123,23 @@ LIES: Mapping[str, object] = {
     "shared": [["lm_head", "pre_projection"]],
     "activations": {"lm_head": [{"type": "int8", "scale": 1.0, "zero_point": 0}, None]},
     "proof": ["RoPE at all 4096 positions"],
-    "tuning": TUNING,
 }
 """Key of ``extraction.json`` → what it may say instead; each is refuted where the bundle is at hand."""
+
+PAST: Mapping[str, object] = {
+    **{f"source.{key}": value for key, value in {"size": 1, "kind": "tflite", "version": "9.9.9", "name": "x"}.items()},
+    **dict.fromkeys(("source.section.index", "source.section.begin", "source.section.end"), 1),
+    "source.section.sha256": SHA,
+    "source.section.found_by": "bare model",
+    "source.section.signature": "decode",
+    "source.provenance": {"url": "x"},
+    "tool.version": "0",
+    "converted_from": [
+        {"layout": "litert", "dtype": "f32", "rounded": [], "rule": None, "version": None, "files": {}},
+    ],
+    "tuning": TUNING,
+}
+"""What it says of where the directory came from and what was done to it: no property of a bundle."""
 
 
 def put(document: dict[str, Any], key: str, value: object) -> None:
@@ -150,7 +163,7 @@ def altered(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             holder = holder[step]
         if isinstance(value, dict):
             (holder[path[-1]] if path else holder)["more"] = 1
-        elif path[-1] in HARMLESS:
+        elif path[-1] in HARMLESS or path in OF_NO_MODULE:
             continue
         else:
             holder[path[-1]] = another(value)
@@ -219,6 +232,11 @@ def refused(directory: Path) -> bool:
     return False
 
 
+def passed_over(directory: Path) -> str:
+    """What a user is told of it where no proof is asked for."""
+    return " ".join(ReadDirectory.of(directory).checkpoint.unread)
+
+
 def test_sound_ones_are_proven(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     """What the faults are planted into is proven, with what is harmless beside it, with its record and without."""
     for name, directory in written.items():
@@ -229,26 +247,28 @@ def test_sound_ones_are_proven(written: dict[str, Path], source: Shard, tmp_path
         ):
             (bare / file).parent.mkdir(exist_ok=True)
             (bare / file).write_text("{}")
-        assert proven(bare, source) and not refused(bare), name
+        assert proven(bare, source) and not passed_over(bare), name
         (bare / "extraction.json").unlink()
-        assert proven(bare, source) and not refused(bare), name
+        assert proven(bare, source) and not passed_over(bare), name
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_beside(written: dict[str, Path], source: Shard, tmp_path: Path, name: str) -> None:
+def test_a_file_beside_is_passed_over_and_proves_nothing(
+    written: dict[str, Path], source: Shard, tmp_path: Path, name: str
+) -> None:
     directory = copied(written[name], tmp_path / "d", record=True)
     weights, record = next(directory.glob(format_named(name).weights_file)), directory / "extraction.json"
     sound = record.read_bytes()
     for file, content in FILES.items():
         add_file(directory, file, content, weights)
         forge(directory)
-        named = [*unexpected_in(directory, format_of(directory))]
-        assert named and file.rpartition("/")[2] in " ".join(named), file
-        assert refused(directory), file
+        assert file.rpartition("/")[2] in passed_over(directory), file
         (directory / file).unlink()
         record.write_bytes(sound)
     add_file(directory, file, content, weights)
     assert not proven(directory, source)
+    with pytest.raises(MtpExtractError, match="expected nothing but what mtp-extract wrote"):
+        plan_upload(directory)
 
 
 def test_what_is_no_file(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
@@ -258,10 +278,10 @@ def test_what_is_no_file(written: dict[str, Path], source: Shard, tmp_path: Path
     shutil.copy(directory / "model.safetensors", tmp_path / "elsewhere")
     for name in ("sub", "tokenizer.json"):
         (directory / name).symlink_to(tmp_path / "elsewhere")
-        assert not proven(directory, source) and refused(directory), name
+        assert not proven(directory, source) and f"{name} is a link" in passed_over(directory)
         (directory / name).unlink()
     os.mkfifo(directory / "tokenizer.json")
-    assert not proven(directory, source) and refused(directory)
+    assert not proven(directory, source) and "tokenizer.json is a link, or no file" in passed_over(directory)
 
 
 def test_a_tensor_that_the_header_names_twice(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
@@ -284,7 +304,7 @@ def test_a_key_of_a_configuration(written: dict[str, Path], source: Shard, tmp_p
     for path in sorted(directory.glob("*.json")):
         sound, places = path.read_text(), [()] if name == "litert" or "gen" in path.name else [(), ("text_config",)]
         cases = [*altered(json.loads(sound))]
-        for key, value in ENGINES_READ.items():
+        for key, value in {**CHANGES, **UNKNOWN}.items():
             for place in places:
                 document: dict[str, Any] = json.loads(sound)
                 holder = document[place[0]] if place else document
@@ -313,26 +333,35 @@ def test_a_key_of_a_gguf(source: Shard, tmp_path: Path) -> None:
         assert refused(tmp_path) or read_checkpoint(tmp_path).config != original.config, key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head(tmp_path: Path, layout: str) -> None:
-    """No bundle holds one, so that nothing is proven; converting refuses what engines would take for another head."""
-    directory = write_head(tmp_path / "d", random_head(head_config()), layout)
-    assert not refused(directory)
-    add_file(directory, "a.safetensors", None, directory / "model.safetensors")
-    assert refused(directory)
-    (directory / "a.safetensors").unlink()
+@pytest.mark.parametrize("name", ["transformers", "mlx", *LAYOUTS])
+def test_a_key_that_changes_the_function_is_refused_and_any_other_passed_over(
+    written: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """In every configuration, at every place where engines look for it."""
+    if name in LAYOUTS:
+        directory = write_head(tmp_path / "d", random_head(head_config()), name)
+        inner = {"sliding_window": 16, "hidden_act": "gelu", "mlp_bias": True, "tie_word_embeddings": True}
+    else:
+        directory = copied(written[name], tmp_path / "d")
+        inner = {"enable_moe_block": True, "hidden_size_per_layer_input": 8, "use_bidirectional_attention": "all"}
+    place = {"speculators": "transformer_layer_config", "eagle3": ""}.get(name, "text_config")
     sound = (directory / "config.json").read_text()
-    inner = {"sliding_window": 16, "num_experts": 8, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True}
-    for key, value in {**ENGINES_READ, **inner, "tie_word_embeddings": True}.items():
+
+    def changed(key: str, value: object) -> None:
         document = json.loads(sound)
-        if key in ("rope_theta", "eagle_config"):  # which heads have
-            continue
-        if layout == "speculators" and key in inner:
-            document["transformer_layer_config"][key] = value
-        else:
-            document[key] = value
+        (document[place] if place else document)[key] = value
         (directory / "config.json").write_text(json.dumps(document))
-        assert refused(directory), key
+
+    for key, value in {**CHANGES, **inner, "attention_bias": True}.items():
+        if name in LAYOUTS and key == "rope_theta":  # which heads have
+            continue
+        changed(key, value)
+        with pytest.raises(CheckpointError, match=rf"config\.json: says .*{key}.*it is not read\. "):
+            ReadDirectory.of(directory)
+    for key, value in UNKNOWN.items():
+        if (name, key) != ("eagle3", "eagle_config"):
+            changed(key, value)
+            assert key in passed_over(directory), key
 
 
 @pytest.mark.parametrize("name", ["transformers", "litert"])
@@ -353,23 +382,23 @@ def test_edited_codes(written: dict[str, Path], source: Shard, tmp_path: Path, n
             assert not proven(directory, source)
 
 
-@pytest.mark.parametrize("command", ["convert", "insert", "upload"])
-def test_no_command_takes_an_intruder(written: dict[str, Path], sample: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["convert", "insert"])
+def test_what_was_passed_over_is_said(written: dict[str, Path], sample: Path, tmp_path: Path, command: str) -> None:
     directory = copied(written["transformers"], tmp_path / "d", record=True)
     shutil.copy(directory / "model.safetensors", directory / "a.safetensors")
-    for record in ("as it was", "re-summed", "none"):
-        if record == "re-summed":
-            forge(directory)
-        elif record == "none":
-            (directory / "extraction.json").unlink()
-        with pytest.raises(MtpExtractError, match=r"a\.safetensors belongs|extraction\.json"):
-            if command == "convert":
-                convert(directory, tmp_path / "out", format="litert")
-            elif command == "upload":
-                plan_upload(directory)
-            else:
-                with planned_insertion(directory, sample):
-                    raise AssertionError
+    (directory / "runs").mkdir()
+    (directory / "runs/events.out").touch()
+    (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
+    if command == "convert":
+        notes = convert(directory, tmp_path / "out", format="litert").notes
+        assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".safetensors") == [
+            "mtp_drafter.safetensors"
+        ]
+    else:
+        with planned_insertion(directory, sample) as plan:
+            notes = plan.notes
+    told = " ".join(notes)
+    assert all(name in told for name in ("a.safetensors", "runs/events.out", "config.json has other content")), told
 
 
 def says(directory: Path, key: str, value: object, source: Shard) -> str:
@@ -387,13 +416,11 @@ def says(directory: Path, key: str, value: object, source: Shard) -> str:
 
 
 def test_a_record_that_lies(written: dict[str, Path], source: Shard, sample: Path, tmp_path: Path) -> None:
-    """Each statement of it, where the bundle is at hand; what no bundle decides passes."""
+    """Each statement of it that a bundle decides, where the bundle is at hand; its past refutes nothing."""
     extract(sample, tmp_path / "d")
     for key, value in LIES.items():
         assert says(tmp_path / "d", key, value, source), key
-    step = {"layout": "litert", "dtype": "f32", "rounded": [], "rule": None, "version": None, "files": {}}
-    untold = {"tool.version": "0", "source.name": "x", "source.provenance": {"url": "x"}, "converted_from": [step]}
-    for key, value in untold.items():
+    for key, value in PAST.items():
         assert not says(tmp_path / "d", key, value, source), key
     # The proof is made anew; in which words another release told it refutes nothing.
     of_another = json.loads((tmp_path / "d/extraction.json").read_text())
@@ -402,15 +429,24 @@ def test_a_record_that_lies(written: dict[str, Path], source: Shard, sample: Pat
     assert not says(tmp_path / "d", "proof", LIES["proof"], source)
     # The steps in between are taken from the record; what the bundle says of the weights is not.
     convert(written["litert"], tmp_path / "converted", format="gguf")
-    for key in ("source.section.sha256", "known_as", "rounded", "shared", "proof"):
+    for key in ("known_as", "rounded", "shared", "proof"):
         assert says(tmp_path / "converted", key, LIES[key], source), key
 
 
-def test_weights_that_are_the_files_are_not_tuned(sample: Path, source: Shard, tmp_path: Path) -> None:
-    """A card that says so would be made of nothing but the record: the bundle decides."""
-    made = extract(sample, tmp_path / "d")
-    tuned = {**made.record, "tuning": LIES["tuning"]}
-    (tmp_path / "d/extraction.json").write_text(json.dumps(tuned))
-    assert verify(tmp_path / "d") == tuned
-    (wrong,) = (check.evidence for check in check_identity(tmp_path / "d", source) if not check.passed)
-    assert wrong.startswith("tuning is None, not ")
+def test_a_tuned_drafter_that_was_put_into_a_bundle_is_its_drafter(sample: Path, tmp_path: Path) -> None:
+    """Its record says that it was tuned, and names the bundle it came from: that is past, and refutes nothing."""
+    extract(sample, tmp_path / "d", format="gguf")
+    path = next((tmp_path / "d").glob("*.gguf"))
+    stored, data = read_header(path)["blk.1.ffn_norm.weight"], bytearray(path.read_bytes())
+    data[stored.offset + 2] ^= 1
+    path.write_bytes(data)
+    record = json.loads((tmp_path / "d/extraction.json").read_text())
+    (tmp_path / "d/extraction.json").write_text(json.dumps({**record, "tuning": TUNING, "proof": None}))
+    forge(tmp_path / "d")
+    insert(tmp_path / "d", sample, tmp_path / "new.litertlm")
+    with open_bundle(tmp_path / "new.litertlm") as opened:
+        checks = check_identity(tmp_path / "d", opened.drafter())
+    assert all(check.passed for check in checks), checks
+    assert checks[-1].evidence == (
+        "every file is as recorded; it came from another file (sample.litertlm), with which nothing was compared"
+    )

@@ -278,8 +278,10 @@ def test_what_does_not_fit_is_said_before_anything_is_measured(
     with pytest.raises(PairError, match=r"expected at most the base's \d+ tokens, found"):
         run_validation(dataclasses.replace(wanted, beside=None, new_tokens=1 << 20))
     assert said == [f"loading the base {plan.base}"] * 2
-    with pytest.raises(CheckpointError, match="/absent: expected a checkpoint's directory"):
-        run_validation(dataclasses.replace(wanted, beside=Path("/absent")))
+    for absent in ({"beside": Path("/absent")}, {"directory": Path("/absent")}, {"directory": Path(str(plan.base))}):
+        with pytest.raises(CheckpointError, match=r"/absent: expected a checkpoint's directory|expected model_type"):
+            run_validation(dataclasses.replace(wanted, **absent))
+    assert len(said) == 2, "nothing is loaded for a directory that is none"
 
 
 def test_a_tree_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
