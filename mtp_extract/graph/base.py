@@ -23,13 +23,15 @@ same constants; there a weight is known by the bytes that it shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.blocks import Blocks, close
+from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.errors import RoleError, UnsupportedError, escape, few
+from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, handed_on
@@ -52,6 +54,8 @@ _MOST_TABLES = 1024
 _UPDATE = "DYNAMIC_UPDATE_SLICE"
 _LARGEST_NUMBER = 1 << 11
 """Elements of the largest constant between the weights: a table of RoPE, a vector of ones."""
+_MOST_COMPARED = 1 << 14
+"""Elements of the largest constant that is known by its numbers: a norm, as wide as the stream."""
 
 
 @dataclass(frozen=True)
@@ -260,23 +264,87 @@ def _writers(graph: FlatGraph) -> dict[str, Node]:
 def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
     """The roles of ``known`` in the graph of another signature, by the bytes that their constants share.
 
+    A signature computes the first layers of ``known``, or all of them. Roles of these that share no bytes are looked
+    for by their numbers: converters may store norms once a signature. Where several roles hold the same numbers, a
+    constant plays each of them, so that they can only be changed together.
+
     Raises:
-        UnsupportedError: the graph has weights of its own.
+        UnsupportedError: the graph has weights of its own, or lacks some, or one that may as well be no weight.
     """
-    roles = {_stored(graph, role.tensor): role for role in known.roles if role.tensor is not None}
-    found = []
-    for value in graph.constants.values():
-        role = roles.get(_stored(graph, value.tensor))
-        if role is not None and value.tensor.type in NUMBER_TYPES:
-            found.append(replace(role, tensor=value.tensor, result=None))
-        elif value.tensor.type in NUMBER_TYPES and value.tensor.elements > _LARGEST_NUMBER:
+    by_place: dict[tuple[int, tuple[int, ...]], list[FoundRole]] = defaultdict(list)
+    for role in known.roles:
+        if role.tensor is not None:
+            by_place[_stored(graph, role.tensor)].append(role)
+    numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
+    matched, strangers, computed = list[FoundRole](), list[Value](), set[str]()
+    for value in numbers:
+        playing = by_place.get(_stored(graph, value.tensor), [])
+        matched += [replace(role, tensor=value.tensor, result=None) for role in playing]
+        strangers += [] if playing else [value]
+        # A constant of several roles may be there for one of them alone.
+        computed |= {role.role for role in playing if len(playing) == 1}
+    present = {role.role for role in matched}
+    missing = [role for role in _expected(known, computed) if role.role not in present]
+    matched += _match_by_numbers(graph, known, missing, strangers)
+    keys = {role.key for role in matched}
+    for value in strangers:
+        tensor = value.tensor
+        if tensor.elements > _LARGEST_NUMBER and (tensor.subgraph, tensor.index) not in keys:
             raise UnsupportedError(f"{value.label} is a weight that no other signature has.")
-    kept = in_order(found)
-    return BaseWalk(kept, set_aside(graph, kept), 0, known.width, None, None)
+    roles = in_order(matched)
+    return BaseWalk(roles, set_aside(graph, roles), 0, known.width, None, None)
 
 
 def _stored(graph: FlatGraph, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return graph.model.locate(tensor).begin, tuple(tensor.shape)
+
+
+def _match_by_numbers(
+    graph: FlatGraph, known: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
+) -> Iterator[FoundRole]:
+    """The roles that are ``missing``, in those of the constants ``strangers`` that hold their numbers."""
+    by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
+    for role in missing:
+        if role.tensor is not None:
+            by_numbers[_numbers(graph, role.tensor)].append(role)
+    if not by_numbers:
+        return
+    no_weights = {_numbers(graph, entry.tensor) for entry in known.aside if entry.tensor.type in NUMBER_TYPES}
+    present = set[object]()
+    for value in strangers:
+        content = _numbers(graph, value.tensor)
+        roles = by_numbers.get(content, [])
+        if roles and content in no_weights:
+            names = " or ".join(role.role for role in roles)
+            raise UnsupportedError(
+                f"{value.label} may be {names}, or no weight: a constant that is none holds the same numbers."
+            )
+        present.add(content)
+        for role in roles:
+            yield replace(role, tensor=value.tensor, result=None)
+    if absent := [role.role for content, roles in by_numbers.items() if content not in present for role in roles]:
+        raise UnsupportedError(
+            f"{few(absent)}: expected the numbers with which the logits are computed, found others or none. Signatures "
+            "that compute with different weights are no base; take the bundle as it was published."
+        )
+
+
+def _expected(known: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
+    """The roles of ``known`` up to the last that is ``computed``, in the order of execution; a signature that fills the
+    caches ends with K and V of a layer, whose query it does not compute.
+    """
+    by_name = {role.role: role for role in known.roles}
+    names = [role.name for role in roles_of(known.layers, architecture=GEMMA4) if role.name in by_name]
+    last = max((index for index, name in enumerate(names) if name in computed), default=-1)
+    query = {f"{names[last].rpartition('.')[0]}.{part}" for part in ("q_proj", "q_norm")} if last >= 0 else set()
+    return (by_name[name] for name in names[: last + 1] if name not in query or query & computed)
+
+
+def _numbers(graph: FlatGraph, tensor: Tensor) -> object:
+    """What ``tensor`` holds; of a large one where, as it would have to be read."""
+    if tensor.elements > _MOST_COMPARED:
+        return _stored(graph, tensor)
+    return tuple(tensor.shape), graph.floats(Value([tensor])).tobytes()
 
 
 # Embedders.
@@ -286,7 +354,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     """Find the table of an embedder: one lookup, or one a layer; ``role`` is what the table is called.
 
     Several tables become roles ``role.0``, ``role.1``, … in the order in which their rows are joined. Rows are to be
-    multiplied by the root of the output's width: here, by the factor ``later`` of the decoder, or in the table's scales.
+    multiplied by the root of the output's width: in this graph, in the decoder (by ``later``), or by their scales.
 
     Raises:
         RoleError: the result is no lookup, or it is multiplied by something else.
