@@ -83,6 +83,7 @@ def insert(
     base: str | None = None,
     section: int | None = None,
     overwrite: bool = False,
+    force: bool = False,
     say: Say = silent,
     show: Show = silent,
     progress: Progress = nothing_shown,
@@ -98,6 +99,7 @@ def insert(
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
         base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts.
         section: index of the drafter's in ``bundle``, where there are several.
+        force: write although rounding to the bundle's types loses more than a tenth of a role of a base.
         say, show: told what is measured, and how far it is.
 
     Raises:
@@ -120,7 +122,7 @@ def insert(
     with planned_insertion(
         source, bundle, measure=measure, graph_from=graph_from, section=section, progress=progress
     ) as plan:
-        return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
+        return plan if out is None else plan.write(out, overwrite=overwrite, force=force, progress=progress)
 
 
 def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:

@@ -7,19 +7,20 @@ Everything is planned, and checked, before a byte is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
+from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, UnsupportedError, escape, few
 from mtp_extract.insertion.activations import Ranges, calibrated
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode
 from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
+from mtp_extract.insertion.loss import Losses
 from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Place, Slot, match_roles
 from mtp_extract.io.opening import checkpoint_here, is_checkpoint
@@ -148,6 +149,8 @@ def _plan_base(
     slots, notes = _slots_of_base(opened, checkpoint), []
     encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
     written = tuple(overlays(encoding for own in encodings.values() for encoding in own))
+    if warning := Losses.of(encodings).warning:
+        notes.append(warning)
     if written and any(place.found.input is not None for slot in slots for place in slot.places):
         notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
     if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
@@ -155,7 +158,10 @@ def _plan_base(
 
     def check(path: Path) -> None:
         with open_bundle(path) as new:
-            check_written(path, _slots_of_base(new, checkpoint))
+            after = _slots_of_base(new, checkpoint)
+            check_written(path, after)
+        if _constants_of(after) != _constants_of(slots):
+            raise OutputError(f"{path}: a signature would compute with other weights. Nothing was kept.")
 
     return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
 
@@ -166,6 +172,11 @@ def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
     weights = checkpoint.whole().tensors
     own = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
     return [slot for match in match_roles(places, own, checkpoint.dtype) for slot in match.required()]
+
+
+def _constants_of(slots: Sequence[Slot]) -> set[tuple[str, int, tuple[int, int] | None]]:
+    """Every role with every constant that plays it, by section, subgraph and index."""
+    return {(slot.role, place.model.region.begin, place.found.key) for slot in slots for place in slot.places}
 
 
 def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:
