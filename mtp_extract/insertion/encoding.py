@@ -49,7 +49,7 @@ class Sums(NamedTuple):
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:
         """The sums over several parts."""
-        return cls(*map(math.fsum, zip(*parts, strict=True)))
+        return cls(*map(math.fsum, zip(_NOTHING, *parts, strict=True)))
 
 
 _NOTHING = Sums(0.0, 0.0, 0.0)

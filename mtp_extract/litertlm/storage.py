@@ -259,7 +259,7 @@ class Storage:
         codes: npt.NDArray[Any] = self.by_scale(values) / scale[:, None]
         if not self.symmetric:
             codes += zero_point[:, None].astype(np.float32)
-        np.clip(np.rint(codes, out=codes), *self._bounds, out=codes)
+        np.clip(np.rint(codes, out=codes), *self.bounds, out=codes)
         return codes.reshape(values.shape)
 
     def by_scale(self, values: Floats) -> npt.NDArray[Any]:
@@ -267,7 +267,7 @@ class Storage:
         return values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
 
     @property
-    def _bounds(self) -> tuple[int, int]:
+    def bounds(self) -> tuple[int, int]:
         """The lowest and the highest code that the rule uses."""
         assert self.packing is not None
         is_narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
@@ -296,7 +296,7 @@ class Storage:
 
     def _scales(self, rows: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points for ``[repeats, groups, columns]``."""
-        lowest, highest = self._bounds
+        lowest, highest = self.bounds
         low, high = (np.minimum(rows.min(axis=(0, 2)), np.float32(0)), np.maximum(rows.max(axis=(0, 2)), np.float32(0)))
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
         scale = bound / np.float32(highest if self.symmetric else highest - lowest)
