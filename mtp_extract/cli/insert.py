@@ -37,7 +37,8 @@ def command(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Base with which the scales of static activations are calibrated again, if the graph has such.",
+            help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
+            "measure what their grids cut off.",
             metavar="MODEL",
         ),
     ] = None,

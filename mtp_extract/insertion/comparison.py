@@ -169,8 +169,10 @@ def _verdict(match: Match, looks: Sequence[_Look], differ: AbstractSet[Slot]) ->
     outside, wrong = sum(look.outside for look in looks), sum(look.wrong for look in looks)
     error = relative_error([look.difference for look in looks], [look.size for look in looks])
     most = max(look.steps for look in looks)
-    verdict, why = EQUAL if differ.isdisjoint(match.slots) else HALF_STEP, None
-    if outside and (wrong or not error <= MOST_LOST):
+    verdict, why = HALF_STEP, None
+    if differ.isdisjoint(match.slots):
+        verdict = EQUAL
+    elif outside and (wrong or not error <= MOST_LOST):
         verdict, why = DIFFERENT, f"{outside} weights differ" + (f", by up to {most:.3g} steps" if most >= 0 else "")
     elif outside:
         verdict, why = NEAREST, f"{outside} weights lie beyond the last code of their row"

@@ -273,9 +273,10 @@ def _least_lossy(storage: Storage, values: Floats, present: Scales) -> tuple[Flo
     """Scales, zero points and codes of ``values``: of each group the ``present`` ones, or the rule's where better."""
     scale, zero_point, codes = storage.quantized(values)
     by_present = storage.coded(values, *present)
-    stays = _losses(storage, values, by_present, present) <= _AS_GOOD * _losses(
-        storage, values, codes, Scales(scale, zero_point)
-    )
+    lost_by_rule = _losses(storage, values, codes, Scales(scale, zero_point))
+    stays = _losses(storage, values, by_present, present) <= _AS_GOOD * lost_by_rule
+    # The rule's own scale, a rounding apart: its codes are those that the rule made of the same numbers.
+    stays &= ~(np.isclose(scale, present.scale, rtol=_SCALES_ALIKE, atol=0) & (zero_point == present.zero_point))
     chosen = np.where(stays[:, None], storage.by_scale(by_present), storage.by_scale(codes))
     scale, zero_point = np.where(stays, present.scale, scale), np.where(stays, present.zero_point, zero_point)
     return scale, zero_point, chosen.reshape(values.shape)

@@ -15,7 +15,7 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, UnsupportedError, escape, few
-from mtp_extract.insertion.activations import Ranges, calibrated
+from mtp_extract.insertion.activations import Grids, Ranges, calibrated, remark_on_grids
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode
@@ -39,6 +39,7 @@ def planned_insertion(
     bundle: PathLike,
     *,
     measure: Callable[[], Ranges] | None = None,
+    cut_off: Callable[[Grids], tuple[float, float]] | None = None,
     graph_from: PathLike | None = None,
     section: int | None = None,
     progress: Progress = nothing_shown,
@@ -47,6 +48,7 @@ def planned_insertion(
 
     Args:
         measure: gives what the drafter's activations reach, for graphs that quantize them statically.
+        cut_off: gives what static grids cut off of the old base's activations, and of the new one's.
 
     Raises:
         PairError: the checkpoint does not fit what the bundle holds, or the drafter not the base.
@@ -61,7 +63,7 @@ def planned_insertion(
                 why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
                 raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
-            yield _plan_base(base, opened, (bundle, *files_of(source)), progress)
+            yield _plan_base(base, opened, (bundle, *files_of(source)), cut_off, progress)
             return
         template = None
         if is_checkpoint(source):
@@ -139,7 +141,11 @@ def _plan_drafter(
 
 
 def _plan_base(
-    checkpoint: BaseCheckpoint, opened: Opened, inputs: tuple[PathLike | None, ...], progress: Progress
+    checkpoint: BaseCheckpoint,
+    opened: Opened,
+    inputs: tuple[PathLike | None, ...],
+    cut_off: Callable[[Grids], tuple[float, float]] | None,
+    progress: Progress,
 ) -> InsertionPlan:
     if checkpoint.unknown:
         raise CheckpointError(
@@ -151,8 +157,12 @@ def _plan_base(
     written = tuple(overlays(encoding for own in encodings.values() for encoding in own))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)
-    if written and any(place.found.input is not None for slot in slots for place in slot.places):
-        notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
+    roles = [place.found for slot in slots for place in slot.places]
+    grids = {
+        role.role: (role.input, role.output) for role in roles if role.input is not None or role.output is not None
+    }
+    if written:
+        notes += remark_on_grids(grids, cut_off)
     if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
         notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
 
