@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.formats import reading
 
-_CONFIG = "config.json"
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Of the whole model, of the text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -72,13 +72,30 @@ def holds_base(directory: Path) -> bool:
     return config.is_file() and read_object(config, _AS_WRITTEN).get("model_type") in _MODEL_TYPES
 
 
+def check_merged(directory: Path) -> None:
+    """Check that ``directory`` holds weights, and no LoRA adapter, whose change is not in the weights beside it.
+
+    Raises:
+        CheckpointError: it does, or may.
+    """
+    if not (directory / _ADAPTER).exists():
+        return
+    beside = f" If the weights beside it are merged already, move {_ADAPTER} away." if holds_base(directory) else ""
+    raise CheckpointError(
+        f"{escape(directory)}: a LoRA adapter ({_ADAPTER}); merge it into its base first (PEFT's merge_and_unload), and "
+        f"give the merged model.{beside}"
+    )
+
+
 def read_base(directory: Path) -> BaseCheckpoint:
     """The base in ``directory``; headers are read, weights are not.
 
     Raises:
-        CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
+        CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself; or a LoRA
+            adapter lies there.
         UnsupportedError: it stores integers in another way than Google's mobile checkpoints.
     """
+    check_merged(directory)
     text = _text_config(directory)
     with reading.naming(directory / _CONFIG):
         sizes = reading.fields_of(text, _Layers)

@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, UnsupportedError, escape, few
 from mtp_extract.insertion.activations import Grids, Ranges, calibrated, remark_on_grids
 from mtp_extract.insertion.base import find_base
-from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, holds_base, read_base
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, check_merged, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode
 from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
 from mtp_extract.insertion.loss import Losses
@@ -56,6 +56,7 @@ def planned_insertion(
         MtpExtractError: a source that cannot be read.
     """
     source = checkpoint_here(source, or_bundle=True)
+    check_merged(Path(source))
     with ExitStack() as stack:
         if holds_base(Path(source)):
             of_drafter = {"graph_from": graph_from, "base": measure, "section": section}
