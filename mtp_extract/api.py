@@ -15,6 +15,8 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Say, Show, silent
+from mtp_extract.insertion.activations import Grids
+from mtp_extract.insertion.base_checkpoint import holds_base
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.insertion.run import planned_insertion
@@ -88,6 +90,7 @@ def insert(
     base: str | None = None,
     section: int | None = None,
     overwrite: bool = False,
+    force: bool = False,
     say: Say = silent,
     show: Show = silent,
     progress: Progress = nothing_shown,
@@ -101,8 +104,10 @@ def insert(
         out: the new bundle.
         dry_run: write nothing and return what would be done; ``out`` is then None.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
-        base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts.
+        base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts;
+            of a base that is put in the one that was there, to measure what their grids cut off of each.
         section: index of the drafter's in ``bundle``, where there are several.
+        force: write although rounding to the bundle's types loses more than a tenth of a role of a base.
         say, show: told what is measured, and how far it is.
 
     Raises:
@@ -113,19 +118,32 @@ def insert(
         raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
-    source, measure = checkpoint_here(source, or_bundle=True), None
+    source, measuring = checkpoint_here(source, or_bundle=True), dict[str, Any]()
     if base is not None:
         require("torch", "transformers")
-        from mtp_extract.validation.calibration import measure_ranges
-
         if not Path(source).is_dir():
             why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
             raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
-        measure = partial(measure_ranges, source, base, say=say, show=show)
+        measuring = _measuring(source, base, say, show)
     with planned_insertion(
-        source, bundle, measure=measure, graph_from=graph_from, section=section, progress=progress
+        source, bundle, **measuring, graph_from=graph_from, section=section, progress=progress
     ) as plan:
-        return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
+        return plan if out is None else plan.write(out, overwrite=overwrite, force=force, progress=progress)
+
+
+def _measuring(source: str, base: str, say: Say, show: Show) -> dict[str, Any]:
+    """What an insertion of ``source`` measures beside ``base``: the drafter's ranges, or what grids cut off."""
+    if holds_base(Path(source)):
+        from mtp_extract.validation.clipping import measure_cut_off
+
+        def cut_off(grids: Grids) -> tuple[float, float]:
+            before, after = (measure_cut_off(model, grids, say=say, show=show) for model in (base, source))
+            return before, after
+
+        return {"cut_off": cut_off}
+    from mtp_extract.validation.calibration import measure_ranges
+
+    return {"measure": partial(measure_ranges, source, base, say=say, show=show)}
 
 
 def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:

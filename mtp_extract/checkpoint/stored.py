@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterable
@@ -14,9 +15,13 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.documents import refused
 from mtp_extract.checkpoint.dtypes import ARRAYS, DTYPES, FLOAT_NAMES, Bytes, Dtype
-from mtp_extract.checkpoint.weight import Rows, Weight, rows_of
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.files import open_regular
+from mtp_extract.litertlm.storage import Floats, Packing, unpack_bytes
+
+_CODES = frozenset({("I8", 8), ("U8", 4), ("U8", 2)})
+"""In what type of tensor codes of so many bits lie."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,66 @@ class Stored(Weight):
             latest.read, latest.rows = read_rows(self.path, self.tensor, first, last, into), (first, last)
         part = latest.read.reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
         return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
+
+
+class StoredCodes(Stored):
+    """A matrix of codes in the file at ``path``, as Google's public mobile checkpoints have it (``quant_method: gemma``
+    of transformers 5.18): 8 bits as I8; 4 or 2 as U8, the first in the low bits, each code less the lowest of its type.
+
+    Args:
+        tensor: ``[out, bytes]``.
+        columns: of the matrix; they say how many bits a code has.
+        scale: float32 ``[out, blocks]``: each row has so many blocks of equal length.
+
+    Raises:
+        CheckpointError: these do not fit each other.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensor: StoredTensor,
+        name: str,
+        columns: int,
+        scale: Floats,
+        cut: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(path, tensor, name, cut)
+        bits, uneven = divmod(8 * tensor.shape[1], columns) if len(tensor.shape) == 2 and columns else (0, 1)
+        self.scheme = Packing(bits, True)
+        sound = scale.ndim == 2 and len(scale) == tensor.shape[0] and scale.shape[1] and not columns % scale.shape[1]
+        if uneven or (tensor.dtype, bits) not in _CODES or not sound or not (scale > 0).all():
+            raise CheckpointError(
+                f"{self.path}: expected {name} as codes of 2, 4 or 8 bits, {columns} a row, with a scale a row or for "
+                f"each block of it, found {tensor.dtype} {list(tensor.shape)} and scales {list(scale.shape)}. Fetch it "
+                "again."
+            )
+        self.scale, begin, end = scale, *(cut or (0, columns))
+        block = columns // scale.shape[1]
+        if cut is not None:
+            # Columns of a table may begin within a block.
+            shared = math.gcd(block, begin, end)
+            scale, block = np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared], shared
+        self.all_columns, self.columns, self.shape = columns, end - begin, (tensor.shape[0], end - begin)
+        self._steps = Steps.around_zero(block, scale)
+
+    def in_columns(self, begin: int, end: int) -> StoredCodes:
+        """As of other weights."""
+        part = StoredCodes(self.path, self.tensor, self.name, self.all_columns, self.scale, (begin, end))
+        part._latest = self._latest
+        return part
+
+    def _values(self, first: int, last: int) -> Rows:
+        latest, (begin, end) = self._latest, self.cut or (0, self.all_columns)
+        if getattr(latest, "rows", None) != (first, last):
+            latest.rows, into = None, getattr(latest, "read", None)
+            latest.read, latest.rows = read_rows(self.path, self.tensor, first, last, into), (first, last)
+        if self.bits == 8:
+            return latest.read[:, begin:end].view(np.int8)
+        each = 8 // self.bits
+        part = np.ascontiguousarray(latest.read[:, begin // each : -(-end // each)])
+        codes = unpack_bytes(part, self.bits).reshape(last - first, -1)[:, begin % each : begin % each + end - begin]
+        return (codes - np.uint8(1 << self.bits - 1)).view(np.int8)
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:

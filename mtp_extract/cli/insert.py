@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import doing_unless, progress, progress_lines, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
+
+if TYPE_CHECKING:
+    from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 
 
 def command(
@@ -34,12 +37,16 @@ def command(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Base with which the scales of static activations are calibrated again, if the graph has such.",
+            help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
+            "measure what their grids cut off.",
             metavar="MODEL",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would change; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write NEW.litertlm even if a base loses over a tenth of a weight.")
+    ] = False,
     print_json: AsJson = False,
 ) -> None:
     """Put the weights of a drafter, or of a base, into a LiteRT bundle, whose other sections stay as they are."""
@@ -48,7 +55,6 @@ def command(
 
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
-    from mtp_extract.proof.proof import in_words
 
     with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
         made = insert(
@@ -59,6 +65,7 @@ def command(
             graph_from=graph_from,
             base=base,
             overwrite=overwrite,
+            force=force,
             say=doing_unless(print_json),
             show=show,
             progress=tick,
@@ -66,7 +73,13 @@ def command(
     plan, result = (made.plan, made) if isinstance(made, InsertionResult) else (made, None)
     if print_json:
         write_json(plan.as_json(result))
-        return
+    else:
+        _show(plan, result)
+    if result is None and not force and plan.refusal is not None:
+        raise plan.refusal
+
+
+def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
     changed = [(role, one) for role, own in plan.encodings.items() for one in own if one.how != "kept"]
     every = sum(map(len, plan.encodings.values()))
     what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
@@ -75,6 +88,8 @@ def command(
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")
         rows = [[role, one.storage.type.name, one.how, f"{one.error:.2g}"] for role, one in changed]
         table(rows, ["role", "stored", "what", "error"])
+    if plan.losses.roles:
+        say(plan.losses.in_words)
     say_notes(plan.notes)
     if result is None:
         say("Nothing was written.")
@@ -82,6 +97,8 @@ def command(
     checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
     say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
     if result.proof is not None:
+        from mtp_extract.proof.proof import in_words
+
         say_proof("Verified", in_words(result.proof))
     say_notes(result.notes[len(plan.notes) :])
 

@@ -7,8 +7,13 @@
     h            ← feed-forward and attention, as in the drafter
     stream of the first layer ← embeddings
     ple          ← (projected + per_layer_embeddings) / √2
-    projected    ← per_layer_projection_norm(per_layer_model_projection(embeddings) / √width), the root folded or not
+    projected    ← per_layer_projection_norm(per_layer_model_projection(embeddings) / √width)
     caches       ← k_norm(k_proj(x)) with RoPE, v_proj(x) normed;  x is the normed stream of the layer that owns them
+
+Three roots belong to the per-layer embeddings: √P on the table's rows, 1/√width on what the model projection makes, and
+1/√2 on their sum. Exporters put √P into the embedder, the decoder or the table's scales: the graph says where. The
+other two are followed by a norm, which takes any factor away, so that they may as well be left out, or lie in a
+matrix's scales: what the graph cannot say is noted as :attr:`FoundRole.other_factors`.
 
 The signature that computes logits of the fewest tokens is read so. What an attention computes between its projections
 (RoPE, window, mask) is not looked at: weights are found here, not proven to be used alike. Other signatures read the
@@ -18,13 +23,15 @@ same constants; there a weight is known by the bytes that it shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.blocks import Blocks, close
+from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.errors import RoleError, UnsupportedError, escape, few
+from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, handed_on
@@ -41,10 +48,14 @@ _KEYS, _VALUES = "kv_cache_k_", "kv_cache_v_"
 
 _RELATIVE = 4e-3
 """How far factors such as √width may be off: exporters compute them in bfloat16 at the coarsest."""
+_HALF_ROOT = 2**-0.5
+"""Of the sum of two values, each of which is of ordinary size."""
 _MOST_TABLES = 1024
 _UPDATE = "DYNAMIC_UPDATE_SLICE"
 _LARGEST_NUMBER = 1 << 11
 """Elements of the largest constant between the weights: a table of RoPE, a vector of ones."""
+_MOST_COMPARED = 1 << 14
+"""Elements of the largest constant that is known by its numbers: a norm, as wide as the stream."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class BaseWalk:
     width: int  # of the residual stream
     soft_cap: float | None  # of the logits; None without one, or without logits
     rms_norm_eps: float | None  # of every norm; None in an embedder
+    per_layer_factor: float = 1.0  # by which a decoder multiplies the per-layer embeddings, beside their projection
 
 
 def read_first(model: TfliteModel) -> Signature:
@@ -90,11 +102,13 @@ class _Base(Blocks):
         super().__init__(Reading(graph, whole=False).read_all((*outputs, *_caches(graph))))
         self.first_readers: dict[str, int] = {}
         self.normed: dict[Expr, int] = {}
+        self.per_layer_factor = 1.0
         self.writers = _writers(graph)
         terms = {key: form for key, form in self.reading.forms.items() if isinstance(form, Term)}
         origins = {key: self.expressions.origin(term.expr, term.ids)[0] for key, term in terms.items()}
         self.norms = {key: expr for key, expr in origins.items() if self.match(expr) is not None}
-        updated = (value for node in graph.nodes if node.kind == _UPDATE for value in node.outputs)
+        # Caches alone: the scores of a window are written by the same operator.
+        updated = (value for node in self.writers.values() for value in node.outputs)
         self.stops = frozenset({*self.norms, *map(id, updated)})
 
     def walk(self) -> BaseWalk:
@@ -114,7 +128,8 @@ class _Base(Blocks):
             self._owner(key, first)
         roles = in_order(self.roles)
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
-        return BaseWalk(roles, set_aside(graph, roles), count, width, soft_cap, self.one_epsilon())
+        aside, eps = set_aside(graph, roles), self.one_epsilon()
+        return BaseWalk(roles, aside, count, width, soft_cap, eps, self.per_layer_factor)
 
     def _layer(self, index: int, out: Expr, factor: float, sources: list[Expr]) -> tuple[Expr, float]:
         """Take the roles of the layer whose result is ``factor × out``; the stream below it, and its factor."""
@@ -138,11 +153,13 @@ class _Base(Blocks):
             )
         gate, scale, up, share = self.gated(f"{name}.per_layer_gate", product.parts[1])
         root = up.parts[0] if up.kind == "part" else up
-        common = next((factor for e, factor in root.terms.items() if e.kind == "input"), 1.0)
-        if not math.isclose(abs(own * share * common), 2**-0.5, rel_tol=_RELATIVE):
-            found = f"{own * share * common:g}"
-            raise RoleError(f"the per-layer embeddings: expected the factor {2**-0.5:g} after it, found {found}.")
+        common = next((factor / self.scale_of(e) for e, factor in root.terms.items() if e.kind != "input"), 1.0)
+        after = abs(own * share * common)
+        if not any(math.isclose(after, known, rel_tol=_RELATIVE) for known in (_HALF_ROOT, 1.0)):
+            raise RoleError(f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} after it, found {after:g}.")
         self.linear(f"{name}.per_layer_projection", product, own, meant=own)
+        if not math.isclose(after, _HALF_ROOT, rel_tol=_RELATIVE):
+            self.roles[-1] = replace(self.roles[-1], other_factors=(_HALF_ROOT,))
         if self.linear(f"{name}.per_layer_gate", gate, scale) is not middle:
             raise RoleError(f"{name}.per_layer_gate: it does not read the residual stream.")
         sources.append(up)
@@ -162,8 +179,11 @@ class _Base(Blocks):
                 )
         other = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
         normed = next(e for e in root.terms if e is not other)
-        if other is None or not close(root.terms[normed], root.terms[other] * self.scale_of(normed)):
+        factor = 0.0 if other is None else root.terms[other] * self.scale_of(normed) / root.terms[normed]
+        known = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
+        if not any(math.isclose(factor, number, rel_tol=_RELATIVE) for number in known):
             raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
+        self.per_layer_factor = factor
         projected, own = self.norm("per_layer_projection_norm", normed)
         factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
         read = self.linear(role, projected, own, meant=factor)
@@ -171,6 +191,8 @@ class _Base(Blocks):
         # The exporter may have multiplied the weight, or its scales, by the factor.
         if not any(math.isclose(stored, known, rel_tol=_RELATIVE) for known in (1.0, factor)):
             raise RoleError(f"{role}: expected the factor {factor:g} after it, found {factor / stored:g}.")
+        if stored != 1.0:
+            self.roles[-1] = replace(self.roles[-1], other_factors=(1.0,))
         self.require_input(role, read, EMBEDDINGS)
 
     # Attentions, and the caches that they read.
@@ -242,56 +264,124 @@ def _writers(graph: FlatGraph) -> dict[str, Node]:
 def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
     """The roles of ``known`` in the graph of another signature, by the bytes that their constants share.
 
+    A signature computes the first layers of ``known``, or all of them. Roles of these that share no bytes are looked
+    for by their numbers: converters may store norms once a signature. Where several roles hold the same numbers, a
+    constant plays each of them, so that they can only be changed together.
+
     Raises:
-        UnsupportedError: the graph has weights of its own.
+        UnsupportedError: the graph has weights of its own, or lacks some, or one that may as well be no weight.
     """
-    roles = {_stored(graph, role.tensor): role for role in known.roles if role.tensor is not None}
-    found = []
-    for value in graph.constants.values():
-        role = roles.get(_stored(graph, value.tensor))
-        if role is not None and value.tensor.type in NUMBER_TYPES:
-            found.append(replace(role, tensor=value.tensor, result=None))
-        elif value.tensor.type in NUMBER_TYPES and value.tensor.elements > _LARGEST_NUMBER:
+    by_place: dict[tuple[int, tuple[int, ...]], list[FoundRole]] = defaultdict(list)
+    for role in known.roles:
+        if role.tensor is not None:
+            by_place[_stored(graph, role.tensor)].append(role)
+    numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
+    matched, strangers, computed = list[FoundRole](), list[Value](), set[str]()
+    for value in numbers:
+        playing = by_place.get(_stored(graph, value.tensor), [])
+        matched += [replace(role, tensor=value.tensor, result=None) for role in playing]
+        strangers += [] if playing else [value]
+        # A constant of several roles may be there for one of them alone.
+        computed |= {role.role for role in playing if len(playing) == 1}
+    present = {role.role for role in matched}
+    missing = [role for role in _expected(known, computed) if role.role not in present]
+    matched += _match_by_numbers(graph, known, missing, strangers)
+    keys = {role.key for role in matched}
+    for value in strangers:
+        tensor = value.tensor
+        if tensor.elements > _LARGEST_NUMBER and (tensor.subgraph, tensor.index) not in keys:
             raise UnsupportedError(f"{value.label} is a weight that no other signature has.")
-    kept = in_order(found)
-    return BaseWalk(kept, set_aside(graph, kept), 0, known.width, None, None)
+    roles = in_order(matched)
+    return BaseWalk(roles, set_aside(graph, roles), 0, known.width, None, None)
 
 
 def _stored(graph: FlatGraph, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return graph.model.locate(tensor).begin, tuple(tensor.shape)
 
 
+def _match_by_numbers(
+    graph: FlatGraph, known: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
+) -> Iterator[FoundRole]:
+    """The roles that are ``missing``, in those of the constants ``strangers`` that hold their numbers."""
+    by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
+    for role in missing:
+        if role.tensor is not None:
+            by_numbers[_numbers(graph, role.tensor)].append(role)
+    if not by_numbers:
+        return
+    no_weights = {_numbers(graph, entry.tensor) for entry in known.aside if entry.tensor.type in NUMBER_TYPES}
+    present = set[object]()
+    for value in strangers:
+        content = _numbers(graph, value.tensor)
+        roles = by_numbers.get(content, [])
+        if roles and content in no_weights:
+            names = " or ".join(role.role for role in roles)
+            raise UnsupportedError(
+                f"{value.label} may be {names}, or no weight: a constant that is none holds the same numbers."
+            )
+        present.add(content)
+        for role in roles:
+            yield replace(role, tensor=value.tensor, result=None)
+    if absent := [role.role for content, roles in by_numbers.items() if content not in present for role in roles]:
+        raise UnsupportedError(
+            f"{few(absent)}: expected the numbers with which the logits are computed, found others or none. Signatures "
+            "that compute with different weights are no base; take the bundle as it was published."
+        )
+
+
+def _expected(known: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
+    """The roles of ``known`` up to the last that is ``computed``, in the order of execution; a signature that fills the
+    caches ends with K and V of a layer, whose query it does not compute.
+    """
+    by_name = {role.role: role for role in known.roles}
+    names = [role.name for role in roles_of(known.layers, architecture=GEMMA4) if role.name in by_name]
+    last = max((index for index, name in enumerate(names) if name in computed), default=-1)
+    query = {f"{names[last].rpartition('.')[0]}.{part}" for part in ("q_proj", "q_norm")} if last >= 0 else set()
+    return (by_name[name] for name in names[: last + 1] if name not in query or query & computed)
+
+
+def _numbers(graph: FlatGraph, tensor: Tensor) -> object:
+    """What ``tensor`` holds; of a large one where, as it would have to be read."""
+    if tensor.elements > _MOST_COMPARED:
+        return _stored(graph, tensor)
+    return tuple(tensor.shape), graph.floats(Value([tensor])).tobytes()
+
+
 # Embedders.
 
 
-def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
+def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     """Find the table of an embedder: one lookup, or one a layer; ``role`` is what the table is called.
 
-    Several tables become roles ``role.0``, ``role.1``, … in the order in which their rows are joined.
+    Several tables become roles ``role.0``, ``role.1``, … in the order in which their rows are joined. Rows are to be
+    multiplied by the root of the output's width: in this graph, in the decoder (by ``later``), or by their scales.
 
     Raises:
-        RoleError: the result is no lookup times the root of its width.
+        RoleError: the result is no lookup, or it is multiplied by something else.
     """
     if len(graph.outputs) != 1:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
     ((name, output),) = graph.outputs.items()
     tables = list(_tables(Reading(graph, whole=False).read_all((name,)), output, 1.0, role))
     tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
+    root = width**0.5
     if len(tables) > 1 and tokens != 1:
         raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")
     roles = []
     for index, (node, factor) in enumerate(tables):
-        if not math.isclose(factor, width**0.5, rel_tol=_RELATIVE):
+        stored = root / (factor * later)
+        known = next((number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_RELATIVE)), None)
+        if known is None:
             raise RoleError(
-                f"{role}: expected the factor {width**0.5:g}, the root of the output's width, after {node.op.label}, "
-                f"found {factor:g}."
+                f"{role}: expected the factor {root / later:g} after {node.op.label} (the root of the output's width, "
+                f"less what the decoder multiplies by), or 1, found {factor:g}."
             )
         table = handed_on(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
         if not table.constant or len(table.tensor.shape) != 2:
             raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
         quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
         name, why = f"{role}.{index}" if len(tables) > 1 else role, f"the table of {node.op.label}"
-        roles.append(FoundRole(name, table.tensor, table.tensor.shape, 1.0, why, (), *quantized, node.outputs[0]))
+        roles.append(FoundRole(name, table.tensor, table.tensor.shape, known, why, (), *quantized, node.outputs[0]))
     return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
 
 

@@ -73,6 +73,8 @@ _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 """Operators and what their bound times this is at least, where no number of a drafter reaches it."""
 _MOST_ELEMENTS = 1 << 17
 _LARGEST_AXIS = 1 << 20
+_MOST_TOLD_APART = 1 << 20
+"""Elements of the largest value whose elements are looked at one by one where not all is read: no cache of a base."""
 
 
 class Reading:
@@ -128,6 +130,8 @@ class Reading:
                 raise UnsupportedError(f"The input {value.label} is empty, or larger than any of a drafter.")
             if name in caches and self.whole:
                 self.forms[id(value)] = Cache(name, View.whole(range(4), value.tensor.shape))
+            elif self._is_too_large(value):
+                self.forms[id(value)] = self._undivided("input", value, name)
             elif value.depends & Depends.DATA and value.consumers:
                 if has_few_bits(value.tensor):
                     self.rounded.append(value)
@@ -177,11 +181,24 @@ class Reading:
         if node.kind not in COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
             raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
 
+    def _is_too_large(self, value: Value) -> bool:
+        """Whether the elements of an activation or a cache are not looked at one by one, as time and memory have it."""
+        return not self.whole and bool(value.depends & Depends.DATA) and value.tensor.elements > _MOST_TOLD_APART
+
+    def _undivided(self, kind: str, value: Value, *parts: object) -> Term:
+        """A value whose elements are not told apart; no operator on it is read."""
+        expr = self.expressions.expr(kind, *parts, size=value.tensor.elements)
+        return Term(1.0, expr, np.broadcast_to(np.int64(-1), value.tensor.shape))
+
     def _unread(self, value: Value, why: str) -> Term:
+        if self._is_too_large(value):
+            return self._undivided("unread", value, value, why)
         made = self.expressions.whole("unread", value, why, size=value.tensor.elements)
         return replace(made, ids=made.ids.reshape(value.tensor.shape))
 
     def _read(self, node: Node) -> Form | tuple[Form, ...]:
+        if any(value is not None and self._is_too_large(value) for value in (*node.inputs, *node.outputs)):
+            raise UnreadableError(f"computes with more than {_MOST_TOLD_APART} elements at once")
         if node.kind == MATRIX and not node.operand(1).depends:
             if node.operand(0).tensor.type != node.outputs[0].tensor.type or len(node.inputs) > 3:
                 raise UnreadableError("makes numbers of another type, or of more than a matrix and a bias")
@@ -206,6 +223,9 @@ class Reading:
 
     def keep(self, value: Value, form: Form) -> None:
         """Note that ``value`` is ``form``."""
+        if self._is_too_large(value):
+            self.forms[id(value)] = form
+            return
         node, tensor = value.producer, value.tensor
         if node is not None and shape_of(form) != tuple(tensor.shape):
             raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")

@@ -38,6 +38,8 @@ class FoundRole:
     input: Activation | None = None  # static quantization of the op's activations; None where they are float
     output: Activation | None = None
     result: Value | None = field(default=None, repr=False, compare=False)  # the value of the graph it computes
+    # What the factor may be as well: a norm follows, which takes any away, so that the graph does not say.
+    other_factors: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[int, int] | None:

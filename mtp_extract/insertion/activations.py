@@ -8,6 +8,7 @@ import numpy as np
 
 from mtp_extract.bundle import Shard
 from mtp_extract.graph.flat import Value
+from mtp_extract.graph.roles import Activation
 from mtp_extract.insertion.plan import Overlay
 from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
@@ -17,6 +18,9 @@ _PRODUCTS = {"FULLY_CONNECTED", "BATCH_MATMUL"}
 
 Range = tuple[float, float]
 """The least and the largest value that was seen."""
+
+Grids = Mapping[str, tuple[Activation | None, Activation | None]]
+"""Role of a matrix → the static grids of what goes into it and what comes out; None where that is float."""
 
 Ranges = Mapping[str, tuple[Range, Range]]
 """Role of a matrix → what went into it and what came out."""
@@ -52,6 +56,24 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
     if left:
         notes.append(f"Shared with other operators, so left: {', '.join(dict.fromkeys(left))}.")
     return [*written.items()], notes
+
+
+def remark_on_grids(grids: Grids, measure: Callable[[Grids], tuple[float, float]] | None) -> list[str]:
+    """What to know of the grids of a base, which stay as they are.
+
+    Args:
+        measure: the share of numbers that they cut off, of the base that was there and of the one that is put in.
+    """
+    if not grids:
+        return [] if measure is None else ["The base has no static activations: nothing was measured."]
+    if measure is None:
+        note = "Activations are quantized statically, with scales that were calibrated for the old weights."
+        return [f"{note} What they cut off is measured where the old base is given."]
+    before, after = measure(grids)
+    return [
+        f"Static grids of activations stay, which were calibrated for the old weights: of what {len(grids)} matrices "
+        f"read and make they cut off {before:.3%} with the old base, {after:.3%} with the new one."
+    ]
 
 
 def _is_own(value: Value) -> bool:

@@ -67,7 +67,8 @@ def find_base(opened: Opened) -> BundledBase:
         for signature in model.signatures:
             # Several tables are columns of one role side by side.
             at = 0
-            for found in _walk(model, signature, partial(walk_table, role=role)).roles:
+            later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
+            for found in _walk(model, signature, partial(walk_table, role=role, later=later)).roles:
                 columns = None if found.role == role else (at, at + found.shape[1])
                 places[role] += (Place(model, replace(found, role=role, result=None), columns),)
                 at += found.shape[1]

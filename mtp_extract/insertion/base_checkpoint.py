@@ -1,6 +1,7 @@
 """A base's checkpoint as transformers writes it: its configuration, and the text model's weights by role.
 
-In one or several files, in BF16, F16 or F32. Towers for images and sound are counted and left alone. Shapes are not
+In one or several files, in BF16, F16 or F32, or as codes: Google's public mobile checkpoints (``quant_method: gemma``)
+hold what the bundles hold. Towers for images and sound are counted and left alone. Shapes are not
 checked here: whoever compares knows what they are to be.
 """
 
@@ -12,17 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta, Struct
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.files import read_safetensors
-from mtp_extract.checkpoint.stored import Stored, StoredTensor
+from mtp_extract.checkpoint.stored import Stored, StoredCodes, StoredTensor, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.formats import reading
 
-_CONFIG = "config.json"
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Of the whole model, of the text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -30,7 +32,15 @@ _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
 _HEAD = "lm_head.weight"
 _AS_WRITTEN = "Expected a checkpoint as transformers writes it."
-_GIVE_FLOATS = "Give the checkpoint in BF16, F16 or F32."
+_GIVE_FLOATS = "Give the checkpoint in BF16, F16 or F32, or Google's public mobile checkpoint."
+_READS = {
+    "o_proj": "q_proj",
+    "down_proj": "gate_proj",
+    "per_layer_projection": "per_layer_gate",
+    "embed_tokens_per_layer": "per_layer_model_projection",
+}
+"""Matrices that do not read the residual stream → the one that makes what they read, or as many numbers."""
+_Entry = tuple[Path, StoredTensor]
 _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
 
@@ -62,35 +72,47 @@ def holds_base(directory: Path) -> bool:
     return config.is_file() and read_object(config, _AS_WRITTEN).get("model_type") in _MODEL_TYPES
 
 
+def check_merged(directory: Path) -> None:
+    """Check that ``directory`` holds weights, and no LoRA adapter, whose change is not in the weights beside it.
+
+    Raises:
+        CheckpointError: it does, or may.
+    """
+    if not (directory / _ADAPTER).exists():
+        return
+    beside = f" If the weights beside it are merged already, move {_ADAPTER} away." if holds_base(directory) else ""
+    raise CheckpointError(
+        f"{escape(directory)}: a LoRA adapter ({_ADAPTER}); merge it into its base first (PEFT's merge_and_unload), and "
+        f"give the merged model.{beside}"
+    )
+
+
 def read_base(directory: Path) -> BaseCheckpoint:
     """The base in ``directory``; headers are read, weights are not.
 
     Raises:
-        CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
-        UnsupportedError: it stores integers.
+        CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself; or a LoRA
+            adapter lies there.
+        UnsupportedError: it stores integers in another way than Google's mobile checkpoints.
     """
+    check_merged(directory)
     text = _text_config(directory)
     with reading.naming(directory / _CONFIG):
         sizes = reading.fields_of(text, _Layers)
     layers, shared = sizes.num_hidden_layers, sizes.num_kv_shared_layers or 0
-    stored = dict[str, tuple[Path, StoredTensor]]()
-    for path in sorted(directory.glob("*.safetensors")):
-        own = read_safetensors(path)[0]
-        if twice := few(sorted(stored.keys() & own.keys())):
-            raise CheckpointError(
-                f"{escape(path)}: expected tensors in one file each, found {twice} in two. Leave one."
-            )
-        stored |= {name: (path, tensor) for name, tensor in own.items()}
+    stored = _tensors_in(directory)
+    scales = _take_scales(stored) if _is_mobile(directory) else {}
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
     if prefix is None:
         raise CheckpointError(f"{escape(directory)}: expected a tensor {_PREFIXES[0]}embed_tokens.weight, found none.")
     unused = {f"{prefix}layers.{i}.{part}" for i in range(layers - shared, layers) for part in _SHARED} & stored.keys()
     named = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
     names = {role: name for role, name in (named | {"lm_head": _HEAD}).items() if name in stored.keys() - unused}
-    for name in names.values():
-        if (kind := stored[name][1].dtype) not in reading.FLOATS:
-            raise UnsupportedError(f"{escape(name)}: expected weights in floats, found {escape(kind)}. {_GIVE_FLOATS}")
-    weights = {role: Stored(*stored[name], name) for role, name in names.items()}
+    rows = {role: stored[name][1].shape[0] for role, name in names.items() if stored[name][1].shape}
+    weights = {}
+    for role, name in names.items():
+        columns = rows.get(_columns_are_rows_of(role), sizes.hidden_size)
+        weights[role] = _weight(name, stored[name], scales.get(name), columns)
     rest = [name for name in stored if name not in unused.union(names.values())]
     unknown = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
     others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in unknown)
@@ -98,9 +120,61 @@ def read_base(directory: Path) -> BaseCheckpoint:
     return BaseCheckpoint(directory, text, weights, tuple(unknown), others)
 
 
+def _tensors_in(directory: Path) -> dict[str, _Entry]:
+    """Every tensor of its files, by name."""
+    stored = dict[str, _Entry]()
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors = read_safetensors(path)[0]
+        if twice := few(sorted(stored.keys() & tensors.keys())):
+            raise CheckpointError(
+                f"{escape(path)}: expected tensors in one file each, found {twice} in two. Leave one."
+            )
+        stored |= {name: (path, tensor) for name, tensor in tensors.items()}
+    return stored
+
+
+def _is_mobile(directory: Path) -> bool:
+    """Whether matrices lie there as codes, as in Google's public mobile checkpoints."""
+    quantization = read_object(directory / _CONFIG, _AS_WRITTEN).get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "gemma"
+
+
+def _take_scales(stored: dict[str, _Entry]) -> dict[str, _Entry]:
+    """Take the scales out of ``stored``: those of weights, by the weight's name, which a table gets as well; and those
+    of activations and caches, which a bundle has of its own.
+    """
+    scales = dict[str, _Entry]()
+    for name in list(stored):
+        module, _, last = name.rpartition(".")
+        if last in ("weight_scale", "embedding_scale"):
+            scales[f"{module}.weight"] = stored.pop(name)
+        elif last == "embedding_quantized":
+            stored[f"{module}.weight"] = stored.pop(name)
+        elif last.endswith(("_activation_scale", "_cache_scale")):
+            del stored[name]
+    return scales
+
+
+def _columns_are_rows_of(role: str) -> str:
+    """The role whose rows are the columns of ``role``; of what reads the residual stream none."""
+    layer, _, last = role.rpartition(".")
+    source = _READS.get(last, "")
+    return f"{layer}.{source}" if layer and source else source
+
+
+def _weight(name: str, entry: _Entry, scale: _Entry | None, columns: int) -> Stored:
+    """The weight that lies at ``entry``, floats, or codes with a ``scale``."""
+    if scale is not None:
+        return StoredCodes(*entry, name, columns, read_array(*scale).astype(np.float32))
+    if (kind := entry[1].dtype) not in reading.FLOATS:
+        raise UnsupportedError(f"{escape(name)}: expected weights in floats, found {escape(kind)}. {_GIVE_FLOATS}")
+    return Stored(*entry, name)
+
+
 class _Layers(Struct):
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
     num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
+    hidden_size: Annotated[int, Meta(ge=0)] = 0
 
 
 def _text_config(directory: Path) -> dict[str, Any]:

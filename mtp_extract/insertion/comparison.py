@@ -2,7 +2,7 @@
 
 Weights alone are compared, not what the graphs compute with them: whether what is stored, rounded to the checkpoint's
 type, is the weight; and whether every number lies within half a step of what is stored, so that it may have been
-rounded to it. One pass over the rows answers both.
+rounded to it, or beyond the last code, as where scales were trained. One pass over the rows answers all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,16 @@ from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.fit import check_base
+from mtp_extract.insertion.loss import MOST_LOST
 from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
 from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
-EQUAL, HALF_STEP, DIFFERENT, NOT_FOUND = VERDICTS = ("equal", "within half a step", "different", "not found")
+EQUAL, HALF_STEP, DIFFERENT, NOT_FOUND = "equal", "within half a step", "different", "not found"
+NEAREST = "nearest code"
+"""Some numbers lie beyond the last code of their row, which is what is stored; little of the weight is lost by it."""
+VERDICTS = (EQUAL, HALF_STEP, NEAREST, DIFFERENT, NOT_FOUND)
 
 # Rounding of float32 along the way, in steps: the largest code is 127.
 _HALF = 0.5 + 1e-4
@@ -103,7 +107,7 @@ def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[Ro
     tick = counter(progress, sum(math.prod(slot.new.shape) for slot in slots))
     differ = set[Slot]()
 
-    def look(slot: Slot, first: int, last: int) -> tuple[int, float, float, float]:
+    def look(slot: Slot, first: int, last: int) -> _Look:
         given, held = slot.new.floats(first, last), slot.held.floats(first, last)
         # After rows that differ no others are compared to the bit.
         if slot not in differ and not are_alike(held, given, slot.dtype):
@@ -111,21 +115,32 @@ def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[Ro
         tick(given.size)
         if np.isfinite(given).all():
             apart = given - held
-            return *_distance(slot, given, apart, first, last), squares(apart), squares(given)
-        return 1, math.inf, math.nan, 1.0
+            return _Look(*_distance(slot, given, apart, first, last), squares(apart), squares(given))
+        return _Look(1, 1, math.inf, math.nan, 1.0)
 
     looks = over_rows(slots, look, _ELEMENTS)
     return [_verdict(match, [one for slot in match.slots for one in looks[slot]], differ) for match in found]
 
 
-def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -> tuple[int, float]:
-    """How many of ``given``, rows of the weight, are ``apart`` from what is held by more than half a step and what
-    rounding to their type explains; and the largest difference in steps, −1 for floats.
+class _Look(NamedTuple):
+    """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
+    explains, and how many even where the row's codes end; the most in steps, −1 for floats; and sums of squares.
     """
+
+    outside: int
+    wrong: int
+    steps: float
+    difference: float
+    size: float
+
+
+def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -> tuple[int, int, float]:
+    """The first figures of :class:`_Look` of ``given``, rows of the weight, ``apart`` from what is held."""
     constant, apart = slot.constant, np.abs(apart)
     if constant is None or constant.source.packing is None or constant.folded:
         half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
-        return int(np.count_nonzero(~(apart <= half * np.abs(given)))), -1.0
+        outside = int(np.count_nonzero(~(apart <= half * np.abs(given))))
+        return outside, outside, -1.0
     storage = constant.source.storage
     scale = constant.source.scale.reshape(-1)[slot.part(storage.groups, first, last)] / np.float32(constant.factor)
     step, rows = np.abs(scale)[:, None], (-1, scale.size, storage.columns)
@@ -133,20 +148,33 @@ def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -
         distances = apart.reshape(rows) / step
         most = float(distances.max())
         slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(given.reshape(rows)) / step
-    return int(np.count_nonzero(~(distances <= slack))), most
+        outside = ~(distances <= slack)
+        if not outside.any():
+            return 0, 0, most
+        lowest, highest = storage.bounds
+        beyond = given.reshape(rows) / np.where(step > 0, step, np.inf) * math.copysign(1.0, constant.factor)
+        zeros = constant.source.zero_point.reshape(-1)[slot.part(storage.groups, first, last)][:, None]
+        past = np.maximum(lowest - zeros - beyond, beyond - (highest - zeros))
+        wrong = outside & ~((past > 0) & (np.abs(distances - past) <= slack))
+    return int(np.count_nonzero(outside)), int(np.count_nonzero(wrong)), most
 
 
-def _verdict(match: Match, looks: Sequence[tuple[int, float, float, float]], differ: AbstractSet[Slot]) -> RoleVerdict:
+def _verdict(match: Match, looks: Sequence[_Look], differ: AbstractSet[Slot]) -> RoleVerdict:
     """``looks``: of all rows of all constants that hold the role."""
     places = match.places
     types = tuple(sorted({place.found.tensor.type_name for place in places if place.found.tensor is not None}))
     if match.problem:
         verdict = DIFFERENT if places and match.name else NOT_FOUND
         return RoleVerdict(match.role, match.name, match.shape, verdict, types, why=match.problem)
-    outside, steps, difference, size = zip(*looks, strict=True)
-    error, most, same = relative_error(difference, size), max(steps), differ.isdisjoint(match.slots)
-    verdict, why = EQUAL if same else DIFFERENT if sum(outside) else HALF_STEP, None
-    if verdict == DIFFERENT:
-        why = f"{sum(outside)} weights differ" + (f", by up to {most:.3g} steps" if most >= 0 else "")
+    outside, wrong = sum(look.outside for look in looks), sum(look.wrong for look in looks)
+    error = relative_error([look.difference for look in looks], [look.size for look in looks])
+    most = max(look.steps for look in looks)
+    verdict, why = HALF_STEP, None
+    if differ.isdisjoint(match.slots):
+        verdict = EQUAL
+    elif outside and (wrong or not error <= MOST_LOST):
+        verdict, why = DIFFERENT, f"{outside} weights differ" + (f", by up to {most:.3g} steps" if most >= 0 else "")
+    elif outside:
+        verdict, why = NEAREST, f"{outside} weights lie beyond the last code of their row"
     measured = most if 0 <= most < math.inf else None, error if error < math.inf else None
     return RoleVerdict(match.role, match.name, match.shape, verdict, types, *measured, why)

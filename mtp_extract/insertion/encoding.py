@@ -1,9 +1,14 @@
-"""What becomes of each slot of a bundle: kept, the checkpoint's codes, its floats, or requantized; and its error."""
+"""What becomes of each slot of a bundle: kept, the checkpoint's codes, its floats, or requantized; and its error.
+
+Scales of quantization-aware training are no maxima: by the largest number of each row, a weight that two bits hold
+exactly would be stored with four fifths of it lost. So a row is requantized with the scale that the file has, or with
+the rule's where that loses less.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +28,8 @@ KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
+# Losses that differ by less are equal: sums of the same squares in another order.
+_AS_GOOD = 1 + 1e-6
 
 
 class Scales(NamedTuple):
@@ -32,14 +39,40 @@ class Scales(NamedTuple):
     zero_point: npt.NDArray[np.int64]
 
 
+class Sums(NamedTuple):
+    """Sums of squares over a slot, as it is stored; zeros where the file holds the weight, or takes its codes."""
+
+    lost: float  # of what the file will hold less the checkpoint's weight
+    changed: float  # of the checkpoint's weight less what the file holds
+    size: float  # of the checkpoint's weight
+
+    @classmethod
+    def total(cls, parts: Iterable[Sums]) -> Sums:
+        """The sums over several parts."""
+        return cls(*map(math.fsum, zip(_NOTHING, *parts, strict=True)))
+
+
+_NOTHING = Sums(0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True, eq=False)
 class Encoding:
     """What becomes of one slot."""
 
     slot: Slot
     how: str  # KEPT (the file holds it), CODES (the checkpoint's integers are taken as they are), FLOATS, REQUANTIZED
-    error: float  # root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's
     scales: Scales
+    sums: Sums = _NOTHING
+
+    @property
+    def error(self) -> float:
+        """Root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's."""
+        return relative_error([self.sums.lost], [self.sums.size])
+
+    @property
+    def weight_sums(self) -> Sums:
+        """The sums of the weight, without the factor with which it is stored."""
+        return Sums(*(number / self.slot.stored.factor**2 for number in self.sums))
 
     @property
     def storage(self) -> Storage:
@@ -61,7 +94,8 @@ class Encoding:
         values = slot.numbers(first, last)
         if self.how == FLOATS:
             return float_bytes(values, storage.type, slot.role)
-        return storage.stored(storage.quantized(values)[2])
+        groups = slot.part(storage.groups, first, last)
+        return storage.stored(storage.coded(values, self.scales.scale[groups], self.scales.zero_point[groups]))
 
 
 def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str, tuple[Encoding, ...]]:
@@ -72,6 +106,7 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         CheckpointError: values that are not finite, or too large for any scale.
     """
     changed, differ, left, found = set[Slot](), set[Slot](), list[Slot](), dict[Slot, Encoding]()
+    leaders = _leaders(slots)
 
     def compare(slot: Slot, first: int, last: int) -> None:
         # After rows that differ no others are read.
@@ -82,8 +117,8 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
                 changed.add(slot)
 
     def measure(slot: Slot, first: int, last: int) -> _Measured:
-        measured = _measure(slot, first, last, slot in differ)
-        if not measured[0]:
+        measured = _measure(slot, leaders[slot], first, last, slot in differ)
+        if not measured.is_stored:
             differ.add(slot)
         advance((last - first) * slot.new.columns)
         return measured
@@ -92,32 +127,31 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
     for slot in slots:
         if slot not in changed or _has_rounded_scales(slot):
             if slot.constant is not None:
-                found[slot] = _kept(slot, 0.0)
+                found[slot] = _kept(slot)
         elif slot.constant is None:
             raise UnsupportedError(
                 f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
                 "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
             )
         elif (scales := _scales_of_codes(slot)) is not None:
-            found[slot] = Encoding(slot, CODES, 0.0, scales)
+            found[slot] = Encoding(slot, CODES, scales)
         else:
             left.append(slot)
     advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in left))
     for slot, rows in over_rows(left, measure).items():
-        _, scales_of_rows, zeros_of_rows, difference, size = zip(*rows, strict=True)
-        error, storage = relative_error(difference, size), slot.stored.source.storage
-        scale = np.concatenate(scales_of_rows)
+        storage, sums = slot.stored.source.storage, Sums.total(r.sums for r in rows)
+        scale = np.concatenate([r.scale for r in rows])
         # Tables of a base have a row a token each: zero points that are all 0 are not kept.
         zeros = np.broadcast_to(np.int64(0), scale.shape)
-        new = Scales(scale, zeros if storage.symmetric else np.concatenate(zeros_of_rows))
+        new = Scales(scale, zeros if storage.symmetric else np.concatenate([r.zero_point for r in rows]))
         if slot not in differ:
-            found[slot] = _kept(slot, error)
+            found[slot] = _kept(slot, sums)
         elif storage.type in FLOAT_TYPES:
-            found[slot] = Encoding(slot, FLOATS, error, new)
+            found[slot] = Encoding(slot, FLOATS, new, sums)
         elif scale.max() > LARGEST_SCALE:
             raise CheckpointError(f"{slot.role}: holds values too large for integers and scales. Train it again.")
         else:
-            found[slot] = Encoding(slot, REQUANTIZED, error, new)
+            found[slot] = Encoding(slot, REQUANTIZED, new, sums)
     return {slot.role: tuple(found[own] for own in slots if own.role == slot.role and own in found) for slot in slots}
 
 
@@ -132,9 +166,24 @@ def check_written(path: Path, slots: Sequence[Slot]) -> None:
         raise OutputError(f"{path}: {few(wrong)} reads back differently. Nothing was kept.")
 
 
-def _kept(slot: Slot, error: float) -> Encoding:
-    source = slot.stored.source
-    return Encoding(slot, KEPT, error, Scales(source.scale.reshape(-1), source.zero_point.reshape(-1)))
+def _kept(slot: Slot, sums: Sums = _NOTHING) -> Encoding:
+    return Encoding(slot, KEPT, _present(slot), sums)
+
+
+def _present(slot: Slot) -> Scales:
+    """The scales and zero points that the file has."""
+    return Scales(slot.stored.source.scale.reshape(-1), slot.stored.source.zero_point.reshape(-1))
+
+
+def _leaders(slots: Sequence[Slot]) -> dict[Slot, Slot]:
+    """For each slot the one whose scales may stay: the first of its role, so that all signatures get the same."""
+    first: dict[object, Slot] = {}
+    leaders = {}
+    for slot in slots:
+        if slot.constant is not None:
+            key = slot.role, slot.places[0].columns, slot.stored.source.storage, slot.stored.factor
+            leaders[slot] = first.setdefault(key, slot)
+    return leaders
 
 
 def _has_rounded_scales(slot: Slot) -> bool:
@@ -184,27 +233,60 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
     return Scales(scale, zeros.reshape(-1)) if all(are_codes(*rows) for rows in slot.ranges()) else None
 
 
-_Measured = tuple[bool, Floats, npt.NDArray[np.int64], float, float]
-"""Whether the file stores some rows already; their scales and zero points; sums of squares of what storing them
-changes, and of the rows."""
+class _Measured(NamedTuple):
+    is_stored: bool  # whether the file stores these rows already
+    scale: Floats
+    zero_point: npt.NDArray[np.int64]
+    sums: Sums
 
 
-def _measure(slot: Slot, first: int, last: int, differs: bool) -> _Measured:
-    """``differs``: it is known that other rows are not alike, so that these need not be looked at."""
+def _measure(slot: Slot, leader: Slot, first: int, last: int, differs: bool) -> _Measured:
+    """What rows ``[first, last)`` of ``slot`` become, with the scales of ``leader`` or the rule's.
+
+    Args:
+        differs: it is known that other rows are not stored already, so that these need not be looked at.
+    """
     source, values = slot.stored.source, slot.numbers(first, last)
-    storage, scale, zero_point = source.storage, source.scale, source.zero_point
-    with np.errstate(over="ignore", invalid="ignore"):
+    storage = source.storage
+    elements = slot.part(storage.elements, first, last)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        before = source.floats(elements.start, elements.stop)
+        changed, size = squares(values - before), squares(values)
         if storage.type in FLOAT_TYPES:
             data, part = float_bytes(values, storage.type, slot.role), slot.part(storage.length, first, last)
-            alike = not differs and data == source.location.read(part.start, part.stop - part.start)
-            made = widened(data, storage.type)
-            return alike, scale, zero_point, squares(made - values), squares(values)
-        groups, part = slot.part(storage.groups, first, last), slot.part(storage.elements, first, last)
-        scale, zero_point, made = storage.quantized(values)
-        alike = not differs and (
+            is_stored = not differs and data == source.location.read(part.start, part.stop - part.start)
+            lost = squares(widened(data, storage.type) - values)
+            return _Measured(is_stored, source.scale, source.zero_point, Sums(lost, changed, size))
+        groups = slot.part(storage.groups, first, last)
+        own = Scales(*(array[groups] for array in _present(leader)))
+        scale, zero_point, codes = _least_lossy(storage, values, own)
+        is_stored = not differs and (
             np.allclose(scale, source.scale.reshape(-1)[groups], rtol=_SCALES_ALIKE, atol=0)
             and np.array_equal(zero_point, source.zero_point.reshape(-1)[groups])
-            and np.array_equal(made, source.codes(part.start, part.stop))
+            and np.array_equal(codes, source.codes(elements.start, elements.stop))
         )
-        storage.scale_codes(made, scale, zero_point)
-        return alike, scale, zero_point, squares(made - values), squares(values)
+        storage.scale_codes(codes, scale, zero_point)
+        return _Measured(is_stored, scale, zero_point, Sums(squares(codes - values), changed, size))
+
+
+def _least_lossy(storage: Storage, values: Floats, present: Scales) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
+    """Scales, zero points and codes of ``values``: of each group the ``present`` ones, or the rule's where better."""
+    scale, zero_point, codes = storage.quantized(values)
+    by_present = storage.coded(values, *present)
+    lost_by_rule = _losses(storage, values, codes, Scales(scale, zero_point))
+    stays = _losses(storage, values, by_present, present) <= _AS_GOOD * lost_by_rule
+    # The rule's own scale, a rounding apart: its codes are those that the rule made of the same numbers.
+    stays &= ~(np.isclose(scale, present.scale, rtol=_SCALES_ALIKE, atol=0) & (zero_point == present.zero_point))
+    chosen = np.where(stays[:, None], storage.by_scale(by_present), storage.by_scale(codes))
+    scale, zero_point = np.where(stays, present.scale, scale), np.where(stays, present.zero_point, zero_point)
+    return scale, zero_point, chosen.reshape(values.shape)
+
+
+def _losses(storage: Storage, values: Floats, codes: Floats, scales: Scales) -> npt.NDArray[np.float64]:
+    """Of each group the sum of squares of what ``codes`` lose of ``values``."""
+    numbers = storage.by_scale(codes)
+    if not storage.symmetric:
+        numbers = numbers - scales.zero_point[:, None].astype(np.float32)
+    lost = numbers * scales.scale[:, None]
+    lost -= storage.by_scale(values)
+    return np.asarray(np.einsum("rgc,rgc->g", lost, lost, dtype=np.float64))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.insertion.encoding import KEPT, Encoding
+from mtp_extract.insertion.loss import Losses
 from mtp_extract.insertion.slots import Place, Slot, over_rows
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
@@ -54,13 +56,31 @@ class InsertionPlan:
     of_base: bool = False  # whether it is a base that is put in, and no drafter
     added: bool = False  # whether the bundle has no drafter yet
 
-    def write(self, out: PathLike, *, overwrite: bool = False, progress: Progress = nothing_shown) -> InsertionResult:
+    @cached_property
+    def losses(self) -> Losses:
+        """What rounding to the file's types loses."""
+        return Losses.of(self.encodings)
+
+    @property
+    def refusal(self) -> UnsupportedError | None:
+        """Why it should not be written: a base that loses too much. A drafter's drafts are checked by its base."""
+        return self.losses.refusal(self.source.name) if self.of_base and self.overlays else None
+
+    def write(
+        self, out: PathLike, *, overwrite: bool = False, force: bool = False, progress: Progress = nothing_shown
+    ) -> InsertionResult:
         """Write it to the new file ``out``: beside its place first, where it is read again and compared, and proven.
 
+        Args:
+            force: write it although a base loses too much.
+
         Raises:
+            UnsupportedError: a base loses too much; see :attr:`refusal`.
             OutputError: it cannot be written there, or reads back differently; nothing is left behind.
             ProofError: what was written does not compute what it holds.
         """
+        if (refusal := self.refusal) is not None and not force:
+            raise refusal
         target = Path(out)
         with staged(target, overwrite=overwrite, inputs=self.inputs) as stage:
             write_copy(stage, self.source, counter(progress, self.source.size), self._fill)
@@ -98,6 +118,7 @@ class InsertionPlan:
             "size": self.source.size,
             "notes": (result or self).notes,
             "added": self.added,
+            "loss": asdict(self.losses),
             "roles": roles if self.of_base else {role: own[0] for role, own in roles.items() if own},
             "proof": result.proof if result else None,
         }

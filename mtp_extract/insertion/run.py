@@ -7,19 +7,20 @@ Everything is planned, and checked, before a byte is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
-from mtp_extract.insertion.activations import Ranges, calibrated
+from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, UnsupportedError, escape, few
+from mtp_extract.insertion.activations import Grids, Ranges, calibrated, remark_on_grids
 from mtp_extract.insertion.base import find_base
-from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, holds_base, read_base
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, check_merged, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode
 from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
+from mtp_extract.insertion.loss import Losses
 from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Place, Slot, match_roles
 from mtp_extract.io.opening import checkpoint_here, is_checkpoint
@@ -38,6 +39,7 @@ def planned_insertion(
     bundle: PathLike,
     *,
     measure: Callable[[], Ranges] | None = None,
+    cut_off: Callable[[Grids], tuple[float, float]] | None = None,
     graph_from: PathLike | None = None,
     section: int | None = None,
     progress: Progress = nothing_shown,
@@ -46,6 +48,7 @@ def planned_insertion(
 
     Args:
         measure: gives what the drafter's activations reach, for graphs that quantize them statically.
+        cut_off: gives what static grids cut off of the old base's activations, and of the new one's.
 
     Raises:
         PairError: the checkpoint does not fit what the bundle holds, or the drafter not the base.
@@ -53,6 +56,7 @@ def planned_insertion(
         MtpExtractError: a source that cannot be read.
     """
     source = checkpoint_here(source, or_bundle=True)
+    check_merged(Path(source))
     with ExitStack() as stack:
         if holds_base(Path(source)):
             of_drafter = {"graph_from": graph_from, "base": measure, "section": section}
@@ -60,7 +64,7 @@ def planned_insertion(
                 why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
                 raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
-            yield _plan_base(base, opened, (bundle, *files_of(source)), progress)
+            yield _plan_base(base, opened, (bundle, *files_of(source)), cut_off, progress)
             return
         template = None
         if is_checkpoint(source):
@@ -139,7 +143,11 @@ def _plan_drafter(
 
 
 def _plan_base(
-    checkpoint: BaseCheckpoint, opened: Opened, inputs: tuple[PathLike | None, ...], progress: Progress
+    checkpoint: BaseCheckpoint,
+    opened: Opened,
+    inputs: tuple[PathLike | None, ...],
+    cut_off: Callable[[Grids], tuple[float, float]] | None,
+    progress: Progress,
 ) -> InsertionPlan:
     if checkpoint.unknown:
         raise CheckpointError(
@@ -150,14 +158,23 @@ def _plan_base(
     notes = [*opened.remarks]
     encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
     written = tuple(overlays(encoding for own in encodings.values() for encoding in own))
-    if written and any(place.found.input is not None for slot in slots for place in slot.places):
-        notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
+    if warning := Losses.of(encodings).warning:
+        notes.append(warning)
+    roles = [place.found for slot in slots for place in slot.places]
+    grids = {
+        role.role: (role.input, role.output) for role in roles if role.input is not None or role.output is not None
+    }
+    if written:
+        notes += remark_on_grids(grids, cut_off)
     if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
         notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
 
     def check(path: Path) -> None:
         with open_bundle(path) as new:
-            check_written(path, _slots_of_base(new, checkpoint))
+            after = _slots_of_base(new, checkpoint)
+            check_written(path, after)
+        if _constants_of(after) != _constants_of(slots):
+            raise OutputError(f"{path}: a signature would compute with other weights. Nothing was kept.")
 
     return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
 
@@ -168,6 +185,11 @@ def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
     weights = checkpoint.whole().tensors
     own = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
     return [slot for match in match_roles(places, own, checkpoint.dtype) for slot in match.required()]
+
+
+def _constants_of(slots: Sequence[Slot]) -> set[tuple[str, int, tuple[int, int] | None]]:
+    """Every role with every constant that plays it, by section, subgraph and index."""
+    return {(slot.role, place.model.region.begin, place.found.key) for slot in slots for place in slot.places}
 
 
 def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -144,7 +144,8 @@ def match_roles(
     """
     for role in dict.fromkeys((*weights, *places)):
         own = "embed_tokens" if role == "lm_head" and role not in weights else role
-        weight, held = weights.get(own), places.get(role, ())
+        weight = weights.get(own)
+        held = _with_known_factor(places.get(role, ()), weight)
         name = weight.name if isinstance(weight, Stored) else None
         if weight is None and role.endswith(_LAYER_SCALAR):
             weight = filled((1,))
@@ -162,6 +163,25 @@ def match_roles(
         else:
             slots = _slots(role, held, weight, dtype or common_dtype([weight]))
         yield Match(role, name, weight.shape if weight else shape, held, slots, problem)
+
+
+def _with_known_factor(places: tuple[Place, ...], weight: Weight | None) -> tuple[Place, ...]:
+    """``places`` with the factor, of those that their graphs allow, with which they hold a weight as large as
+    ``weight``: where a norm follows, numbers alone tell whether a factor was folded in or left out.
+    """
+    constant = places[0].constant if places else None
+    if constant is None or weight is None or not places[0].found.other_factors or constant.shape != weight.shape:
+        return places
+    sums = [(squares(constant.floats(*rows)), squares(weight.floats(*rows))) for rows in row_ranges(weight)]
+    held, wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
+    if not 0 < held < math.inf or not 0 < wanted < math.inf:
+        return places
+
+    def distance(factor: float) -> float:
+        return abs(math.log(held * constant.factor / factor / wanted))
+
+    best = min((constant.factor, *places[0].found.other_factors), key=distance)
+    return tuple(replace(place, found=replace(place.found, factor=best)) for place in places)
 
 
 def _slots(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> list[Slot]:

@@ -251,16 +251,27 @@ class Storage:
         Raises:
             UnsupportedError: a scale of blocks leaves FP16.
         """
-        assert self.packing is not None
-        rows = values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
-        narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
-        lowest, highest = self.packing.lowest + narrow, self.packing.highest
-        scale, zero_point = self._scales(rows, lowest, highest)
-        codes: npt.NDArray[Any] = rows / scale[:, None]
+        scale, zero_point = self._scales(self.by_scale(values))
+        return scale, zero_point, self.coded(values, scale, zero_point)
+
+    def coded(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
+        """The codes of ``values`` with these scales and zero points, as :meth:`quantized` gives them."""
+        codes: npt.NDArray[Any] = self.by_scale(values) / scale[:, None]
         if not self.symmetric:
             codes += zero_point[:, None].astype(np.float32)
-        np.clip(np.rint(codes, out=codes), lowest, highest, out=codes)
-        return scale, zero_point, codes.reshape(values.shape)
+        np.clip(np.rint(codes, out=codes), *self.bounds, out=codes)
+        return codes.reshape(values.shape)
+
+    def by_scale(self, values: Floats) -> npt.NDArray[Any]:
+        """``values`` as ``[repeats, groups, columns]``."""
+        return values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The lowest and the highest code that the rule uses."""
+        assert self.packing is not None
+        is_narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
+        return self.packing.lowest + is_narrow, self.packing.highest
 
     def scale_codes(self, codes: Floats, scale: Floats, zero_point: npt.NDArray[np.int64], begin: int = 0) -> None:
         """Turn ``codes`` of elements from ``begin`` on, flat, into the numbers that they stand for, in place."""
@@ -283,8 +294,9 @@ class Storage:
         assert self.packing is not None
         return pack(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
 
-    def _scales(self, rows: npt.NDArray[Any], lowest: int, highest: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    def _scales(self, rows: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points for ``[repeats, groups, columns]``."""
+        lowest, highest = self.bounds
         low, high = (np.minimum(rows.min(axis=(0, 2)), np.float32(0)), np.maximum(rows.max(axis=(0, 2)), np.float32(0)))
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
         scale = bound / np.float32(highest if self.symmetric else highest - lowest)

@@ -132,7 +132,7 @@ def _relu(model: Any) -> None:
         ("embedder", _number(8, 4, 0), RoleError, "embed_tokens: expected the factor 8"),
         (
             "per_layer_embedder",
-            _number(32**0.5, 1, 0),
+            _number(32**0.5, 2, 0),
             RoleError,
             "embed_tokens_per_layer: expected the factor 5.65685",
         ),

@@ -22,7 +22,7 @@ from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, BaseComparison, compare_base
+from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, NEAREST, BaseComparison, compare_base
 from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
@@ -77,7 +77,8 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
         regions = {place.model.region.begin: place.model.region for each in written for place in each.places}
     found = compared(out, base)
     assert found.problem is None
-    assert found.counts == {EQUAL: 48, HALF_STEP: 54}
+    # The scales that were there lose less of some rows, of which they cut off a number.
+    assert found.counts == {EQUAL: 48, HALF_STEP: 30, NEAREST: 24}
     # Signatures agree, so that each role is stored in one way.
     assert {len(each.slots) for each in written} == {1}
     old, new = sample.read_bytes(), out.read_bytes()
@@ -231,6 +232,6 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:
     done = run_here("insert", other, sample, "-o", new)
     assert done.returncode == 0 and "requantized" in done.stdout and f"Wrote {new}" in done.stdout
     done = run_here("inspect", new, "--against", other)
-    assert done.returncode == 0 and "102 roles: 48 equal, 54 within half a step" in done.stdout
+    assert done.returncode == 0 and "102 roles: 48 equal, 30 within half a step, 24 nearest code" in done.stdout
     done = run_here("inspect", sample, "--against", sample)
     assert done.returncode == 1 and "found none" in done.stderr
