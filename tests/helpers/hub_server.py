@@ -64,7 +64,7 @@ class Repo:
 class Fault:
     """Something to go wrong with the next ``times`` requests that ``where`` names."""
 
-    where: str  # resolve, storage, put, commit, preupload, create, plain; of a repository: info, tree
+    where: str  # resolve, storage, put, batch, commit, preupload, create, plain; of a repository: info, tree
     status: int = 0  # answered instead of the real status, with ``headers`` and a body that quotes the token
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None  # the connection closes after so many bytes of the body
@@ -300,6 +300,8 @@ class _Handler(Handler):
             self.answer(302, **headers | self.state.linked)
 
     def batch(self, asked: dict[str, Any]) -> None:
+        if self.faulty(self.state.take("batch")):
+            return
         objects = []
         for one in asked["objects"]:
             entry = {"oid": one["oid"], "size": one["size"]}
