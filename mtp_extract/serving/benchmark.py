@@ -41,7 +41,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    given = read_prompts(plan.prompts, chat_template=plan.chat_template)
+    given = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(given)}.values())[::-1]
     drawn = {"temperature": plan.temperature}
