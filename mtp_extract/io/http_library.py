@@ -121,8 +121,9 @@ def _lasting(error: BaseException) -> str:
         return _NO_HUB
     if response is not None:
         status = response.status_code
-        said = f". The Hub says: {words}" if (words := words_of_hub(response)) else ""
-        return STATUSES.get(status, f"the server answered {status}") + said
+        # What else is refused may have any reason, such as a setting of the token.
+        words = "" if status in (401, 404, 416) else words_of_hub(response)
+        return STATUSES.get(status, f"the server answered {status}") + (f". The Hub says: {words}" if words else "")
     if isinstance(error, (http.TooManyRedirects, http.UnsupportedProtocol, http.InvalidURL, ValueError)):
         return _NO_ADDRESS
     return ""
