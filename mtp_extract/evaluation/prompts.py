@@ -89,7 +89,7 @@ def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: b
 
 
 def _message_of(message: Mapping[str, Any], *, text_alone: bool) -> dict[str, Any]:
-    """``message`` with its parts of text joined; ValueError where it is none, or has others and ``text_alone`` may be."""
+    """``message`` with its text in one part; ValueError where it is none, or has other parts that cannot be read."""
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise ValueError("messages without a role or content")
     try:
