@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,14 @@ def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     prompts = read_prompts(_SHIPPED)
     workloads = ([*found] for _, found in groupby(prompts, key=lambda prompt: prompt.workload))
     return tuple(prompt for found in workloads for prompt in spread(found, each or len(prompts)))
+
+
+def hash_of_prompts(path: Path | None) -> str:
+    """The SHA-256 of a file of prompts, as ``sha256sum`` prints it; without a path of those that are shipped.
+
+    Raises OSError, ValueError: it cannot be read, or is too large.
+    """
+    return sha256(read_regular(path or _SHIPPED, LARGEST)).hexdigest()
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
