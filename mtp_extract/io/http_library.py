@@ -68,11 +68,9 @@ def faults(name: str) -> Iterator[None]:
     except MtpExtractError:
         raise
     except Exception as error:
-        cause = cause_of(error)
-        if why := _passing(cause):
-            raise FaultError(name, why) from None
-        if why := _lasting(cause):
-            raise SourceError(f"{name}: {why}.") from None
+        why, is_passing = _meaning(cause_of(error))
+        if why:
+            raise (FaultError(name, why) if is_passing else SourceError(f"{name}: {why}.")) from None
         raise  # a fault of ours
 
 
@@ -90,43 +88,37 @@ def cause_of(error: Exception) -> BaseException:
     return cause
 
 
-def _passing(error: BaseException) -> str:
-    """What ``error`` is, where it may go away; else nothing."""
-    http, status = http_library(), getattr(response_of(error), "status_code", 0)
-    if status == 429:
-        return "the server limits the rate of requests (429)"
-    if status in _BUSY:
-        return f"the server is not available ({status})"
-    if isinstance(error, http.TimeoutException):
-        return "the server does not answer in time"
-    if isinstance(error, (http.ConnectError, http.ProxyError)):
-        return f"the server cannot be reached: {escape(error)}"
-    if isinstance(error, http.TransportError) and not isinstance(error, http.UnsupportedProtocol):
-        return "the connection was lost, or what came over it is not HTTP"
-    return ""
-
-
-def _lasting(error: BaseException) -> str:
-    """What ``error`` is, where it will not go away; nothing where it is no error of the Hub or of HTTP."""
+def _meaning(error: BaseException) -> tuple[str, bool]:
+    """What ``error`` is, in words, and whether it may go away; no words where it is none of the Hub or of HTTP."""
     from huggingface_hub import errors
 
     http, response = http_library(), response_of(error)
-    if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
-        return _OFFLINE
-    if isinstance(error, errors.GatedRepoError):
-        return _GATED
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return _NO_REPOSITORY
-    if isinstance(error, errors.FileMetadataError):
-        return _NO_HUB
-    if response is not None:
-        status = response.status_code
-        # What else is refused may have any reason, such as a setting of the token.
-        words = "" if status in (401, 404, 416) else words_of_hub(response)
-        return STATUSES.get(status, f"the server answered {status}") + (f". The Hub says: {words}" if words else "")
-    if isinstance(error, (http.TooManyRedirects, http.UnsupportedProtocol, http.InvalidURL, ValueError)):
-        return _NO_ADDRESS
-    return ""
+    status = getattr(response, "status_code", 0)
+    if status in _BUSY:
+        return f"the server {'limits the rate of requests' if status == 429 else 'is not available'} ({status})", True
+    rows: tuple[tuple[Any, str, bool], ...] = (  # the first decides
+        (http.TimeoutException, "the server does not answer in time", True),
+        ((http.ConnectError, http.ProxyError), f"the server cannot be reached: {escape(error)}", True),
+        (http.UnsupportedProtocol, _NO_ADDRESS, False),
+        (http.TransportError, "the connection was lost, or what came over it is not HTTP", True),
+        ((errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError), _OFFLINE, False),
+        (errors.GatedRepoError, _GATED, False),
+        (errors.RepositoryNotFoundError, _NO_REPOSITORY, False),
+        (errors.FileMetadataError, _NO_HUB, False),
+        ((errors.HfHubHTTPError, http.HTTPStatusError), _refusal(response), False),
+        ((http.TooManyRedirects, http.InvalidURL, ValueError), _NO_ADDRESS, False),
+    )
+    return next(((why, passes) for kinds, why, passes in rows if isinstance(error, kinds)), ("", False))
+
+
+def _refusal(response: Any) -> str:
+    """What the status of ``response`` means, which is no passing one; nothing without a response."""
+    if response is None:
+        return ""
+    status = response.status_code
+    # What else is refused may have any reason, such as a setting of the token.
+    words = "" if status in (401, 404, 416) else words_of_hub(response)
+    return STATUSES.get(status, f"the server answered {status}") + (f". The Hub says: {words}" if words else "")
 
 
 def response_of(error: BaseException) -> Any:
