@@ -11,6 +11,7 @@ import gc
 import inspect
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -123,6 +124,16 @@ def _made(plan: Any, told: Mapping[str, Any], flags: Mapping[str, str]) -> Any:
 
 
 # --- run
+
+
+def command_line() -> str:
+    """What was typed, for a report that others read: of a path that is here its name alone, as its place is private."""
+    words = [os.path.basename(sys.argv[0])]
+    for argument in sys.argv[1:]:
+        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        is_path = os.path.isabs(value) or os.path.lexists(value)
+        words.append(f"{flag}{equals}{os.path.basename(os.path.normpath(value)) if is_path else value}")
+    return shlex.join(words)
 
 
 def run(

@@ -17,14 +17,24 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     """
     from mtp_extract.api import bench
     from mtp_extract.report.page import plain_json
+    from mtp_extract.serving.result import Benchmark
     from mtp_extract.serving.verdict import table_of
 
-    with progress_lines(print_json, "window") as show:
-        found = bench(replace(plan, say=doing_unless(print_json), show=show))
-    if print_json:
-        write_json(plain_json(found))
-    else:
-        say_report(plain_json(found), [table_of(found)])
+    def print_result(found: Benchmark) -> None:
+        if print_json:
+            write_json(plain_json(found))
+        else:
+            say_report(plain_json(found), [table_of(found)])
+
+    saved = list[Benchmark]()
+    try:
+        with progress_lines(print_json, "window") as show:
+            found = bench(replace(plan, say=doing_unless(print_json), show=show, rescue=saved.append))
+    except BaseException:
+        for measured in saved:
+            print_result(measured)
+        raise
+    print_result(found)
 
 
 _EXAMPLES = {
@@ -32,4 +42,4 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app, main = program(command, _EXAMPLES)
+app, main = program(command, _EXAMPLES, kept="what was measured until then is above, if anything was")

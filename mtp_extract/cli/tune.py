@@ -36,8 +36,13 @@ def command(plan: TuningPlan) -> None:
     """
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
-    with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:
-        found = run_tuning(plan, doing, show, stop)
+    try:
+        with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:
+            found = run_tuning(plan, doing, show, stop)
+    except BaseException:
+        if first and any(plan.kept_in.glob("*.jsonl")):
+            say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
+        raise
     if first:
         _show(found, plan)
     if found.directory is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mtp_extract.cli._command import AsJson, program
+from mtp_extract.cli._command import AsJson, command_line, program
 from mtp_extract.cli.terminal import (
     doing_unless,
     error,
@@ -40,8 +40,15 @@ def command(plan: ValidationPlan, print_json: AsJson = False) -> None:
         else:
             _show(found)
 
-    with progress_lines(print_json, "batch") as show:
-        found = validate(replace(plan, say=doing_unless(print_json), show=show), tell)
+    saved: list[Validation] = []
+    told = replace(plan, command=command_line(), say=doing_unless(print_json), rescue=saved.append)
+    try:
+        with progress_lines(print_json, "batch") as show:
+            found = validate(replace(told, show=show), tell)
+    except BaseException:
+        for measured in saved:
+            tell(measured)
+        raise
     if plan.report is not None and not print_json:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
     if found.refuted:
@@ -54,7 +61,10 @@ def _show(found: Validation) -> None:
     from mtp_extract.validation import page
 
     say_all(found.verdict)
-    shown = page.worth(found) if found.drafters else page.checks(found)
+    if not found.drafters:
+        shown = page.checks(found)
+    else:
+        shown = page.worth(found) if found.drafters[0].worth else page.steps(found.drafters)
     say(shown.title)
     table(shown.rows, shown.columns, longest=1000)
     say_notes(found.notes)
@@ -69,4 +79,4 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app, main = program(command, _EXAMPLES)
+app, main = program(command, _EXAMPLES, kept="what was measured until then is above, if anything was")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import msgspec
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.files import read_regular
+from mtp_extract.speculate.codec import text_of
 
 T = TypeVar("T")
 
@@ -54,6 +56,14 @@ def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     return tuple(prompt for found in workloads for prompt in spread(found, each or len(prompts)))
 
 
+def hash_of_prompts(path: Path | None) -> str:
+    """The SHA-256 of a file of prompts, as ``sha256sum`` prints it; without a path of those that are shipped.
+
+    Raises OSError, ValueError: it cannot be read, or is too large.
+    """
+    return sha256(read_regular(path or _SHIPPED, LARGEST)).hexdigest()
+
+
 def spread(items: Sequence[T], count: int) -> list[T]:
     """``count`` of ``items``, evenly spaced, or all of them where there are no more."""
     return [items[len(items) * number // count] for number in range(count)] if count < len(items) else list(items)
@@ -70,32 +80,44 @@ class _Row(msgspec.Struct):
     source: str | int | None = None
 
 
-def _prompt_of(line: bytes, workload: str, *, chat_template: bool) -> Prompt:
+def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
     """The prompt in this line of a ``.jsonl`` file, by default of ``workload``; ValueError where there is none."""
     row = msgspec.json.decode(line, type=_Row)
-    asked: Any = row.messages or row.prompt or (row.turns or [""])[0]
+    content: Any = row.prompt or (row.turns or [""])[0]
     answer = row.completion
-    if row.messages and not chat_template:
-        raise ValueError("messages where no chat template is applied")
-    if not all(isinstance(one.get("role"), str) and "content" in one for one in row.messages or ()):
-        raise ValueError("messages without a role or content")
-    if answer is None and row.messages and row.messages[-1].get("role") == "assistant":
-        *asked, last = row.messages
-        answer = msgspec.convert(last.get("content"), str | None)
-    if not (asked.strip() if isinstance(asked, str) else asked):
+    if row.messages:
+        if not chat_template:
+            raise ValueError("messages where no chat template is applied")
+        messages = [_message_of(message, text_alone=text_alone) for message in row.messages]
+        if answer is None and messages[-1]["role"] == "assistant":
+            answer = text_of(messages.pop()["content"])
+        content = tuple(messages) if any(message["content"] for message in messages) else ""
+    if not (content.strip() if isinstance(content, str) else content):
         raise ValueError("no prompt, no messages and no turns in which something is asked")
-    content = asked if isinstance(asked, str) else tuple(asked)
     return Prompt(row.workload or workload, content, str(row.source or ""), answer or None)
 
 
-def read_prompts(path: Path | None, *, chat_template: bool = True) -> tuple[Prompt, ...]:
+def _message_of(message: Mapping[str, Any], *, text_alone: bool) -> dict[str, Any]:
+    """``message`` with its text in one part; ValueError where it is none, or has other parts that cannot be read."""
+    if not isinstance(message.get("role"), str) or "content" not in message:
+        raise ValueError("messages without a role or content")
+    try:
+        return {**message, "content": text_of(message["content"])}
+    except ValueError as error:
+        if text_alone or not isinstance(message["content"], list):
+            raise ValueError(f"{error}, and only text can be read") from None
+        return dict(message)
+
+
+def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: bool = True) -> tuple[Prompt, ...]:
     """Prompts, or texts, from a file of UTF-8, by the end of its name; without one about 100 that are shipped.
 
     - ``.txt``: one a line; blank lines are left out.
     - ``.jsonl``: an object a line, with ``prompt``, a text; ``messages`` with ``role`` and ``content`` (OpenAI), where
       an answer that the assistant gives last is the completion; or ``turns`` (MT-Bench), of which the first is the
       prompt. If wanted ``completion``, a text; ``workload``, by default the file's name; ``source``, by default the
-      prompt itself. Messages are refused where no ``chat_template`` is applied.
+      prompt itself. Messages are refused where no ``chat_template`` is applied. Their content is text, or parts: those
+      that are text are joined, and others, such as images, are refused where ``text_alone`` can be read.
 
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.
@@ -103,6 +125,7 @@ def read_prompts(path: Path | None, *, chat_template: bool = True) -> tuple[Prom
     if path is None:
         return shipped_prompts(FEW)
     suffix, where, prompts = path.suffix.lower(), "", list[Prompt]()
+    ways = {"chat_template": chat_template, "text_alone": text_alone}
     try:
         if suffix not in (".txt", ".jsonl"):
             raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
@@ -112,7 +135,7 @@ def read_prompts(path: Path | None, *, chat_template: bool = True) -> tuple[Prom
         else:
             for number, line in enumerate(stored.splitlines(), 1):
                 where = f"line {number}: "
-                prompts += [_prompt_of(line, path.stem, chat_template=chat_template)] if line.strip() else []
+                prompts += [_prompt_of(line, path.stem, **ways)] if line.strip() else []
     except OSError as error:
         raise MtpExtractError(
             f"{escape(path)}: expected prompts in a file that can be read, found: {error.strerror}. Check the path.",

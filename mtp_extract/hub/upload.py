@@ -8,7 +8,6 @@ compared, by hash, with what the Hub says it has.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +25,25 @@ from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import format_named, weights_of
 from mtp_extract.formats.gguf import FORMAT
-from mtp_extract.io.http_library import STATUSES, hide_queries, http_library
+from mtp_extract.io.http_library import (
+    STATUSES,
+    hide_queries,
+    http_library,
+    response_of,
+    without_secrets,
+    words_of_hub,
+)
 from mtp_extract.io.typed import read
 from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, ReadDirectory, changed_card, files_in
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 
 _AGAIN = "Run it again: it resumes"
+_RIGHTS = "choose a name of yours, or a token with write permission for it"
 _STATUSES: Mapping[int, str] = {
     **STATUSES,
     400: "the Hub refuses the request; the card's metadata may not be what it accepts",
-    403: "the token may not write there. Choose a name of yours, or a token with write permission for it",
+    403: f"the token may not write there: {_RIGHTS}",
     404: "the Hub does not know it: check the name",
     409: "it exists, but this token does not see it. Choose another name",
     413: "the Hub refuses it as too large",
@@ -181,7 +188,7 @@ def upload(
         raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
     if not (secret := token or get_token()):
         raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
-    with _explained(repo_id, secret):
+    with _explained(repo_id, secret) as changes:
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
@@ -199,6 +206,7 @@ def upload(
             raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
         if held is None:
             api.create_repo(repo_id, private=private)
+            changes.append(f"The repository was created on the way ({'private' if private else 'public'}).")
         # What the Hub holds already is not sent again, nor is a commit made of nothing.
         commit = api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
         arrived = _entries(api.get_paths_info(repo_id, list(paths), revision=commit))
@@ -223,24 +231,45 @@ def _holds(entries: Mapping[str, Any], add: CommitOperationAdd) -> bool:
 
 
 @contextmanager
-def _explained(repo_id: str, token: str) -> Iterator[None]:
-    """Turns what huggingface_hub raises into a :class:`HubError`, without the token or signed URLs."""
+def _explained(repo_id: str, token: str) -> Iterator[list[str]]:
+    """Turns what huggingface_hub raises into a :class:`HubError`, without the token or signed URLs.
+
+    Yields a list of what was changed at the Hub so far, in sentences, which the error says too.
+    """
+    changes = list[str]()
     try:
-        yield
+        yield changes
     except (HubError, CheckpointError):
         raise
     except Exception as error:  # noqa: BLE001 - a token may stand in any message; it goes no further
-        causes: list[BaseException] = [error]
-        # A ValueError says what the Hub refuses in a card, which its cause does not.
-        while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
-            causes.append(causes[-1].__cause__)
-        responses = [found for cause in causes if (found := getattr(cause, "response", None)) is not None]
-        if responses:
-            status = responses[0].status_code
-            why = _STATUSES.get(status, f"the Hub answered {status}. {_AGAIN}")
-        elif any(isinstance(cause, http_library().TransportError) for cause in causes):
-            why = f"the Hub cannot be reached, or the connection was lost. {_AGAIN}"
-        else:
-            text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", str(causes[-1]).replace(token, "…")).strip().rstrip(".")
-            why = f"the upload failed: {escape(text or type(causes[-1]).__name__)}. {_AGAIN}"
-        raise HubError(f"{repo_id}: {why}.") from None
+        raise HubError(" ".join([f"{repo_id}: {_reason(error, token)}.", *changes])) from None
+
+
+def _reason(error: Exception, token: str) -> str:
+    """Why an upload failed, and what to do."""
+    causes: list[BaseException] = [error]
+    # A ValueError says what the Hub refuses in a card, which its cause does not.
+    while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
+        causes.append(causes[-1].__cause__)
+    responses = [found for cause in causes if (found := response_of(cause)) is not None]
+    if responses:
+        return _refusal(responses[0])
+    if any(isinstance(cause, http_library().TransportError) for cause in causes):
+        return f"the Hub cannot be reached, or the connection was lost. {_AGAIN}"
+    text = without_secrets(str(causes[-1]), token).rstrip(".")
+    return f"the upload failed: {text or type(causes[-1]).__name__}. {_AGAIN}"
+
+
+def _refusal(response: Any) -> str:
+    """What an answer of the Hub with the status of an error means, in its own words too where it has some.
+
+    A 403 is about rights, or about room: "Private repository storage limit reached", "Your storage patterns tripped our
+    internal systems" (huggingface_hub's issues 3049 and 3366). Its words alone tell.
+    """
+    status, words = response.status_code, words_of_hub(response)
+    if status == 403 and not str(response.url).startswith(f"{constants.ENDPOINT}/"):
+        return f"the Hub's storage refuses what is sent (403). {_AGAIN}"
+    if status == 403 and words:
+        return f"the Hub refuses it (403): {words}. If that is about rights, {_RIGHTS}"
+    why = _STATUSES.get(status, f"the Hub answered {status}. {_AGAIN}")
+    return f"{why}. The Hub says: {words}" if words else why

@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 
 _LOGIN = "log in (hf auth login) or set HF_TOKEN"
 STATUSES = {
     401: f"the Hub does not accept the token: {_LOGIN}",
-    403: "the token does not give access to the repository",
+    403: f"the token does not give access to the repository, or there is none: {_LOGIN}",
     404: "there is no such file or revision: check the address",
     416: "the file is empty, or has become shorter",
 }
@@ -26,29 +27,20 @@ STATUSES = {
 
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+_SECRET = re.compile(r"\b(?:hf_\w+|Bearer\s+\S+)")
+_LONGEST_WORDS = 400  # characters of what a server says
 _OFFLINE = "offline mode is on (HF_HUB_OFFLINE): name what the Hub's cache has, a bundle as ORG/NAME/FILE, or unset it"
+_GATED = f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"
+_NO_REPOSITORY = f"there is no such repository, or it is private: check the name, or {_LOGIN}"
 _NO_ADDRESS = "the address is none of http:// or https://, or the server redirects to what is none, or in circles"
-
-# By name, as an application may have given huggingface_hub a client of another library. The first decides.
-_LASTING = {
-    **dict.fromkeys(("OfflineModeIsEnabled", "LocalEntryNotFoundError"), _OFFLINE),
-    "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}",
-    "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}",
-    **dict.fromkeys(("TooManyRedirects", "UnsupportedProtocol", "InvalidURL", "ValueError"), _NO_ADDRESS),
-}
-_PASSING = {
-    "TimeoutException": "the server does not answer in time",
-    **dict.fromkeys(("ConnectError", "ProxyError"), "the server cannot be reached"),
-    "TransportError": "the connection was lost, or what came over it is not HTTP",
-}
+_NO_HUB = "the answer lacks what the Hub says of a file: check HF_ENDPOINT, or a proxy that drops headers"
 
 
 def http_library() -> ModuleType:
-    """The HTTP library that huggingface_hub is built on: httpx, httpx2 or what comes after them."""
-    from huggingface_hub.errors import HfHubHTTPError
+    """The HTTP library that huggingface_hub is built on: httpx2, and before its version 2 httpx."""
+    import huggingface_hub
 
-    # Not of its session, which an application may have replaced: of the error that all of its errors are.
-    return importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
+    return importlib.import_module("httpx" if huggingface_hub.__version__.startswith("1.") else "httpx2")
 
 
 class FaultError(SourceError):
@@ -63,7 +55,8 @@ class FaultError(SourceError):
 def faults(name: str) -> Iterator[None]:
     """Turn what the HTTP library and huggingface_hub raise inside into a FaultError or a SourceError.
 
-    What a server wrote is never repeated in a message: it may quote the request, and with it a token.
+    Of what a server wrote, only what the Hub says in a header is repeated: a body may quote the request, and with it a
+    token.
 
     Raises:
         FaultError: it may go away.
@@ -75,18 +68,76 @@ def faults(name: str) -> Iterator[None]:
     except MtpExtractError:
         raise
     except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", 0)
-        if status in _BUSY:
-            what = "limits the rate of requests" if status == 429 else "is not available"
-            raise FaultError(name, f"the server {what} ({status})") from None
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        if why := next((why for kind, why in _LASTING.items() if kind in kinds), STATUSES.get(status)):
-            raise SourceError(f"{name}: {why}.") from None
-        if why := next((why for kind, why in _PASSING.items() if kind in kinds), ""):
-            raise FaultError(name, f"{why}: {escape(error)}" if why.endswith("reached") else why) from None
-        if status:
-            raise SourceError(f"{name}: the server answered {status}.") from None
+        why, is_passing = _meaning(cause_of(error))
+        if why:
+            raise (FaultError(name, why) if is_passing else SourceError(f"{name}: {why}.")) from None
         raise  # a fault of ours
+
+
+def cause_of(error: Exception) -> BaseException:
+    """Why huggingface_hub raised ``error``.
+
+    Whatever goes wrong at the Hub, it looks into its cache then, and raises that this lacks the file; what went wrong
+    is the cause of that.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cause: BaseException = error
+    while isinstance(cause, LocalEntryNotFoundError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
+
+
+def _meaning(error: BaseException) -> tuple[str, bool]:
+    """What ``error`` is, in words, and whether it may go away; no words where it is none of the Hub or of HTTP."""
+    from huggingface_hub import errors
+
+    http, response = http_library(), response_of(error)
+    status = getattr(response, "status_code", 0)
+    if status in _BUSY:
+        return f"the server {'limits the rate of requests' if status == 429 else 'is not available'} ({status})", True
+    rows: tuple[tuple[Any, str, bool], ...] = (  # the first decides
+        (http.TimeoutException, "the server does not answer in time", True),
+        ((http.ConnectError, http.ProxyError), f"the server cannot be reached: {escape(error)}", True),
+        (http.UnsupportedProtocol, _NO_ADDRESS, False),
+        (http.TransportError, "the connection was lost, or what came over it is not HTTP", True),
+        ((errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError), _OFFLINE, False),
+        (errors.GatedRepoError, _GATED, False),
+        (errors.RepositoryNotFoundError, _NO_REPOSITORY, False),
+        (errors.FileMetadataError, _NO_HUB, False),
+        ((errors.HfHubHTTPError, http.HTTPStatusError), _refusal(response), False),
+        ((http.TooManyRedirects, http.InvalidURL, ValueError), _NO_ADDRESS, False),
+    )
+    return next(((why, passes) for kinds, why, passes in rows if isinstance(error, kinds)), ("", False))
+
+
+def _refusal(response: Any) -> str:
+    """What the status of ``response`` means, which is no passing one; nothing without a response."""
+    if response is None:
+        return ""
+    status = response.status_code
+    # What else is refused may have any reason, such as a setting of the token.
+    words = "" if status in (401, 404, 416) else words_of_hub(response)
+    return STATUSES.get(status, f"the server answered {status}") + (f". The Hub says: {words}" if words else "")
+
+
+def response_of(error: BaseException) -> Any:
+    """The answer whose status ``error`` is about; None where it is about none."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return error.response if isinstance(error, (HfHubHTTPError, http_library().HTTPStatusError)) else None
+
+
+def words_of_hub(response: Any) -> str:
+    """What the Hub says in the header of a refusal, without tokens and signatures; empty where it says nothing."""
+    return without_secrets(response.headers.get("X-Error-Message", "")).rstrip(".")
+
+
+def without_secrets(text: str, token: str = "") -> str:
+    """``text`` to be shown: one line, without ``token`` or any other, and URLs without logins and queries."""
+    shown = text.replace(token, "…") if token else text
+    shown = _URL.sub(r"\1\2", _SECRET.sub("…", shown))
+    return escape(" ".join(shown.split()), _LONGEST_WORDS)
 
 
 def hide_queries() -> None:
@@ -99,6 +150,6 @@ def hide_queries() -> None:
 
 
 def _hide(record: logging.LogRecord) -> bool:
-    """Cut queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
-    record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
+    """Cut queries, where signatures and tokens live, logins and tokens from what an HTTP library logs."""
+    record.msg, record.args = _SECRET.sub("…", _URL.sub(r"\1\2", record.getMessage())), ()
     return True

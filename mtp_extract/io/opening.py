@@ -11,8 +11,8 @@ from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, cached_address, parse_address
-from mtp_extract.io.http_library import faults
-from mtp_extract.io.remote import RemoteSource
+from mtp_extract.io.http_library import FaultError, faults, without_secrets
+from mtp_extract.io.remote import RemoteSource, ask_patiently
 from mtp_extract.io.source import LocalSource, Progress, Source, nothing_shown
 
 _LARGEST = 4_000_000_000
@@ -116,7 +116,7 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
         if (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")) and (copy := copy_of(revision)):
             return copy
         url = hf_hub_url(repository, path, revision=revision)
-        found = get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        found = ask_patiently(name, lambda: get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
         commit = found.commit_hash or ""
         if not COMMIT.fullmatch(commit):
             why = "expected the Hub to name the file's commit. Check HF_ENDPOINT, or a proxy that drops headers."
@@ -176,10 +176,15 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
         if (size := sum(sizes.values())) > largest:
             found = f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
             raise SourceError(f"{address.name}: {found}. Name a folder with less, or a smaller model.")
-    with faults(address.name):
-        pattern = f"{glob.escape(folder)}*"
-        cached = snapshot_download(address.repository, revision=address.revision, allow_patterns=pattern)
-    return os.path.join(cached, folder).rstrip("/")
+    pattern = f"{glob.escape(folder)}*"
+
+    def fetch() -> str:
+        try:
+            return snapshot_download(address.repository, revision=address.revision, allow_patterns=pattern)
+        except RuntimeError as error:  # so hf_xet says that the Hub's storage fails
+            raise FaultError(address.name, f"the storage failed: {without_secrets(str(error))}") from None
+
+    return os.path.join(ask_patiently(address.name, fetch), folder).rstrip("/")
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
@@ -189,14 +194,18 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     """
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    with faults(address.name):
-        if constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
+        with faults(address.name):
             folder = Path(snapshot_download(address.repository, revision=address.revision, local_files_only=True))
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-        else:
-            api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
-            # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
-            about = api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0)
-            sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    else:
+        api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
+
+        # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+        def ask() -> Any:
+            return api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0)
+
+        about = ask_patiently(address.name, ask)
+        sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     return {path: size for path, size in sizes.items() if path.startswith(address.path)}

@@ -13,15 +13,18 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.files import write_all
 from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.source import FileSource, Progress, nothing_shown
 
+T = TypeVar("T")
+
 _BLOCK = 1 << 16
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further attempt
+_PAUSES_OF_QUESTIONS = _PAUSES[:4]  # nothing was fetched yet that would be lost
 _FORGIVEN = 16  # an attempt that brought so many blocks is no failure
 _WINDOW, _LEAST = 60.0, 1 << 17  # an answer that brings fewer bytes in so many seconds has failed
 _BY_HAND = "Download the file yourself and give its path."
@@ -52,7 +55,7 @@ class RemoteSource(FileSource):
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
 
         self.name, self.size = name, _BLOCK
-        self._told: dict[str, str | int] = {} if size is None else {"size": size}  # by the first answer, and by all
+        self._told: dict[str, Any] = {} if size is None else {"size": size}  # by the first answer, and by all
         # A compressed answer would have other offsets.
         self._headers = {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
         self._url, self._progress = url, progress
@@ -94,8 +97,7 @@ class RemoteSource(FileSource):
                 except FaultError as fault:
                     failures = 1 if len(self._here) - before >= _FORGIVEN else failures + 1
                     if failures > len(_PAUSES):
-                        last = f"{self.name}: {fault.what} (attempt {failures}, the last). Try again later."
-                        raise SourceError(last) from fault
+                        raise _given_up(self.name, fault, failures) from fault
                     time.sleep(_PAUSES[failures - 1])
                 except OSError as error:
                     why = f"the temporary file for what is fetched cannot be written: {error.strerror or error}"
@@ -141,9 +143,14 @@ class RemoteSource(FileSource):
             refused = f"the server refuses access ({status})"
             # What the Hub redirects to is signed for a while, and anew for each request.
             raise FaultError(self.name, refused) if self._told else self._refused(refused)
+        if status == 416 and begin < self._told.get("size", 0):
+            # The size was told before; a cache on the way may have lost the file, or have another one.
+            raise FaultError(self.name, f"the server denies that the file goes beyond byte {begin} (416)")
         hf_raise_for_status(response)
         if status != 206 or headers.get("content-encoding", "identity") != "identity":
-            raise self._refused(f"expected a range of bytes (206) as they are, found another answer ({status})")
+            odd = f"expected a range of bytes (206) as they are, found another answer ({status})"
+            # A server that has sent ranges, or the Hub, does so again; of another one it is the last word.
+            raise FaultError(self.name, odd) if self._told else self._refused(odd)
         size = headers.get("content-range", "").rpartition("/")[2]
         if not _SIZE.fullmatch(size):
             raise FaultError(self.name, "the server sent a range without saying of how many bytes")
@@ -170,3 +177,24 @@ def check_redirects(name: str, *urls: str) -> None:
     """Refuse to be led from a safe address to another kind."""
     if urls[0].startswith("https:") and not all(url.startswith("https:") for url in urls):
         raise SourceError(f"{name}: the server redirects to an address without https://. {_BY_HAND}")
+
+
+def ask_patiently(name: str, question: Callable[[], T]) -> T:
+    """What ``question`` to the Hub returns; it is asked again after a fault that may go away.
+
+    Raises SourceError: it will not go away, or has not.
+    """
+    attempt = 1
+    while True:
+        try:
+            with faults(name):
+                return question()
+        except FaultError as fault:
+            if attempt > len(_PAUSES_OF_QUESTIONS):
+                raise _given_up(name, fault, attempt) from fault
+            time.sleep(_PAUSES_OF_QUESTIONS[attempt - 1])
+        attempt += 1
+
+
+def _given_up(name: str, fault: FaultError, attempt: int) -> SourceError:
+    return SourceError(f"{name}: {fault.what} (attempt {attempt}, the last). Try again later.")

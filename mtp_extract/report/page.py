@@ -64,6 +64,7 @@ class Page:
     tables: Sequence[Table]
     headlines: Sequence[Headline] = ()
     notes: Sequence[str] = ()
+    measured: str = ""  # when and how, in a line at the foot
 
 
 def as_json(record: object) -> bytes:

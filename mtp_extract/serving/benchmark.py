@@ -6,8 +6,9 @@ turn, either first every other time, so that drift meets both. One request at a 
 What was drafted, the server says: in its answers, else in its counters, which are everybody's. Where these moved by
 other than what was asked here, or by what is impossible, they are left out: nothing is estimated.
 
-Of one answer, *tokens per second* is the tokens after the first, by the server's own count, over the time from the
-first text to the last event, as ``vllm bench serve`` has it; of several, both are added up first.
+Of one answer, *tokens per second* is the tokens after the first text, by the server's own count, over the time from
+that text to the last event, as ``vllm bench serve`` has it; of several, both are added up first. Thoughts that are
+counted and not streamed came before the first text: they are no part of it.
 """
 
 from __future__ import annotations
@@ -15,126 +16,248 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
-from mtp_extract.errors import several
+from mtp_extract.errors import ServerError, several
 from mtp_extract.evaluation.intervals import Bounds, over_texts, ratio_bounds, share_bounds
 from mtp_extract.evaluation.progress import counted
-from mtp_extract.evaluation.prompts import read_prompts
+from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
-from mtp_extract.serving.client import Server, counted_in, question
+from mtp_extract.serving.client import Answer, Server, counted_in, question
 from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.serving.result import Benchmark, Figures, Request, Side, Window
+from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window
 from mtp_extract.serving.verdict import conclude
 
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
+_MOST_FAILURES = 8  # in a row, after which a server is taken to be gone
 
 
 def run_benchmark(plan: BenchPlan) -> Benchmark:
     """Measure what ``plan`` asks for; ``plan.show`` is told after each window of all servers.
 
+    An answer that fails is counted, and its prompt left out. Where more than a few in a row do, or something else ends
+    it, ``plan.rescue`` is told what was measured so far.
+
     Raises:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    given = read_prompts(plan.prompts, chat_template=plan.chat_template)
+    given = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(given)}.values())[::-1]
-    drawn = {"temperature": plan.temperature}
-    questions = [question(prompt.content, plan.max_tokens, plan.chat_template, **drawn) for prompt in prompts]
     with ExitStack() as stack:
         servers = {
             side: stack.enter_context(Server(url, model=plan.model, key=plan.key))
             for side, url in (("server", plan.url), ("baseline", plan.baseline))
             if url is not None
         }
-        for server in servers.values():
-            plan.say(f"{server.name}: {server.kind.name}, {several(plan.warm_up, 'request')} to warm up")
-            server.ask(questions[: plan.warm_up], plan.concurrency)
-        windows: dict[str, list[Window]] = {side: [] for side in servers}
+        run = _Run(plan, prompts, servers)
+        run.warm_up()
+        try:
+            run.ask_all()
+        except BaseException as error:
+            if any(window.requests for window in run.windows["server"]):
+                plan.rescue(run.result(ended_early=str(error) if isinstance(error, Exception) else "interrupted"))
+            raise
+        return run.result()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A benchmark under way."""
+
+    plan: BenchPlan
+    prompts: Sequence[Prompt]
+    servers: Mapping[str, Server]  # by side
+    windows: dict[str, list[Window]] = field(default_factory=dict)  # by side, those that were measured
+    questions: list[dict[str, Any]] = field(default_factory=list)  # of the prompts
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.windows.update((side, []) for side in self.servers)
+        self.questions.extend(
+            question(prompt.content, plan.max_tokens, plan.chat_template, temperature=plan.temperature)
+            for prompt in self.prompts
+        )
+
+    def warm_up(self) -> None:
+        """The first requests, which are not measured: what fails in these fails in all."""
+        requests = self.plan.warm_up
+        for server in self.servers.values():
+            self.plan.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
+            server.ask(self.questions[:requests], self.plan.concurrency)
+
+    def ask_all(self) -> None:
+        """Every prompt of every server, window by window.
+
+        Raises ServerError: none of a server's answers could be used, or none of the last ones.
+        """
         # A window fills what may be in flight four times, with all workloads alike: it takes every so many-th prompt.
-        count = max(1, len(prompts) // (1 if plan.concurrency == 1 else 4 * plan.concurrency))
-        parts, order = [range(part, len(prompts), count) for part in range(count)], list(servers)
-        for part in counted(parts, plan.show, "asking"):
+        concurrency, size = self.plan.concurrency, len(self.prompts)
+        count = max(1, size // (1 if concurrency == 1 else 4 * concurrency))
+        parts = [range(part, size, count) for part in range(count)]
+        order = list(self.servers)
+
+        for part in counted(parts, self.plan.show, "asking"):
             for side in order:
-                server = servers[side]
-                before, begun = server.counters(), time.perf_counter()
-                answers = server.ask([questions[number] for number in part], plan.concurrency)
-                wall = time.perf_counter() - begun
-                asked = [Request(prompts[n].workload, n, answer) for n, answer in zip(part, answers, strict=True)]
-                moved = server.counted(before, answers, plan.max_tokens * len(answers))
-                windows[side].append(Window(asked, wall, *moved))
+                self.windows[side].append(self._window(self.servers[side], part))
+                _check_alive(self.windows[side])
             order.reverse()
-    # What is drawn at random differs by chance.
-    if compared := plan.baseline is not None and plan.temperature == 0:
-        theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
-        for request in (one for window in windows["server"] for one in window.requests):
+        for windows in self.windows.values():
+            if not any(window.requests for window in windows):
+                raise ServerError(windows[-1].failures[-1].reason)
+
+    def _window(self, server: Server, part: Sequence[int]) -> Window:
+        """The prompts of these numbers, asked of ``server``."""
+        before, begun = server.counters(), time.perf_counter()
+        results = server.try_each([self.questions[number] for number in part], self.plan.concurrency)
+        wall = time.perf_counter() - begun
+
+        requests, failures = list[Request](), list[Failure]()
+        for number, result in zip(part, results, strict=True):
+            workload = self.prompts[number].workload
+            if isinstance(result, Answer):
+                requests.append(Request(workload, number, result))
+            else:
+                failures.append(Failure(workload, number, str(result)))
+
+        answers = [request.answer for request in requests]
+        if failures:  # what their part in the page's counters is, nobody says
+            return Window(requests, wall, counted_in(answers) if answers else Counters(), False, failures)
+        counters, disturbed = server.counted(before, answers, self.plan.max_tokens * len(answers))
+        return Window(requests, wall, counters, disturbed)
+
+    def result(self, ended_early: str | None = None) -> Benchmark:
+        """Of all windows so far."""
+        # What is drawn at random differs by chance.
+        is_compared = self.plan.baseline is not None and self.plan.temperature == 0
+        if is_compared:
+            _compare_texts(self.windows)
+        answered = {request.workload for window in self.windows["server"] for request in window.requests}
+        names = [name for name in dict.fromkeys(prompt.workload for prompt in self.prompts) if name in answered]
+        servers = self.servers.items()
+        found = Benchmark(
+            ended_early=ended_early,
+            servers={side: {"url": s.name, "kind": s.kind.name, "model": s.model} for side, s in servers},
+            settings={name: getattr(self.plan, name) for name in _SETTINGS},
+            total=figures(self.windows, names, is_compared),
+            workloads={name: figures(self.windows, [name], is_compared) for name in names},
+            windows=self.windows,
+        )
+        conclude(found)
+        return found
+
+
+def _check_alive(windows: Sequence[Window]) -> None:
+    """Raise the last failure as a ServerError where many came after the last answer."""
+    in_a_row = 0
+    for window in reversed(windows):
+        if window.requests:
+            break
+        in_a_row += len(window.failures)
+    if in_a_row >= _MOST_FAILURES:
+        raise ServerError(windows[-1].failures[-1].reason)
+
+
+def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
+    """Write into each request of the server where its text leaves the baseline's."""
+    theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
+    for request in (one for window in windows["server"] for one in window.requests):
+        if request.prompt in theirs:
             pairs = zip_longest(request.answer.text, theirs[request.prompt])
-            request.leaves_at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-    names = dict.fromkeys(prompt.workload for prompt in prompts)
-    found = Benchmark(
-        servers={side: {"url": s.name, "kind": s.kind.name, "model": s.model} for side, s in servers.items()},
-        settings={name: getattr(plan, name) for name in _SETTINGS},
-        total=figures(windows, names, compared),
-        workloads={name: figures(windows, [name], compared) for name in names},
-        windows=windows,
-    )
-    conclude(found)
-    return found
+            request.leaves_at = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
     """Of the workloads ``names`` in all ``windows`` by side; ``compared``: whether texts were, with the baseline's."""
-    asked = {side: [one for w in done for one in w.requests if one.workload in names] for side, done in windows.items()}
+    asked = {side: requests_of(done, names) for side, done in windows.items()}
     fast, slow = (_timed(asked.get(side, ())) for side in ("server", "baseline"))
     both = sorted(fast.keys() & slow.keys())
     would_take = [slow[prompt][1] / slow[prompt][0] * fast[prompt][0] for prompt in both]
+    theirs = {request.prompt for request in asked.get("baseline", ())}
+    answered_by_both = [request for request in asked["server"] if request.prompt in theirs]
     return Figures(
         texts=len(asked["server"]),
         sides={side: side_of(done, names) for side, done in windows.items()},
         speedup=_figure(ratio_bounds, would_take, [fast[prompt][1] for prompt in both], len(both)),
-        identical=sum(one.leaves_at is None for one in asked["server"]) if compared else None,
+        compared=len(answered_by_both) if compared else None,
+        identical=sum(request.leaves_at is None for request in answered_by_both) if compared else None,
     )
+
+
+def requests_of(windows: Sequence[Window], names: Collection[str]) -> list[Request]:
+    """The answered requests of the workloads ``names``."""
+    return [request for window in windows for request in window.requests if request.workload in names]
 
 
 def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
     """What one server did for the workloads ``names``."""
-    asked, units = list[Request](), list[Counters]()  # what came of the drafts, by window that says it
-    for window in windows:
-        own = [one for one in window.requests if one.workload in names]
-        # A page says nothing of one workload among several.
-        counted = window.counted if len(own) == len(window.requests) else counted_in([one.answer for one in own])
-        units += [counted] if own and counted.accepted is not None else []
-        asked += own
-    whole = len(asked) == sum(len(window.requests) for window in windows)
-    tokens, wall = total(one.answer.tokens for one in asked), sum(window.wall_s for window in windows)
-    timed = list(_timed(asked).values())
-    after, seconds = [tokens for tokens, _ in timed], [time for _, time in timed]
-    drafted, accepted = [one.drafted or 0 for one in units], [one.accepted or 0 for one in units]
-    in_rounds = [one for one in units if one.rounds]
-    made, stood = [one.rounds or 0 for one in in_rounds], [one.accepted or 0 for one in in_rounds]
+    return Side(**_speed_of(windows, names), **_drafts_of(windows, names))
+
+
+def _speed_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
+    """Tokens, times and throughput, as a Side has them."""
+    requests = requests_of(windows, names)
+    is_all = len(requests) == sum(len(window.requests) for window in windows)
+    tokens = total(request.answer.tokens for request in requests)
+    wall = sum(window.wall_s for window in windows)
+
+    timed = list(_timed(requests).values())
+    counts, seconds = [count for count, _ in timed], [time for _, time in timed]
+    first = [request.answer.first_s for request in requests if request.answer.first_s is not None]
+    return {
+        "tokens": tokens,
+        "tokens_per_s": _figure(ratio_bounds, counts, seconds, sum(counts)),
+        "output_throughput": tokens / wall if is_all and wall and tokens is not None else None,
+        "ttft_ms": _latency(first),
+        "tpot_ms": _latency([time / count for count, time in timed]),
+    }
+
+
+def _drafts_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
+    """Drafts, as a Side has them; what is not counted in all it is compared with is left out."""
+    units = list(filter(None, (_counted(window, names) for window in windows)))
+    judged = [unit for unit in units if unit.drafted is not None]
+    drafted = [unit.drafted or 0 for unit in judged]
+    accepted = [unit.accepted or 0 for unit in judged]
+
+    in_rounds = [unit for unit in units if unit.rounds]
+    rounds = [unit.rounds or 0 for unit in in_rounds]
+    per_round = [unit.accepted or 0 for unit in in_rounds]
     # No round accepts more than rounds drafted on the mean of any window.
-    most = max((-(-(one.drafted or 0) // (one.rounds or 1)) for one in in_rounds), default=1)
-    places = zip_longest(*(one.positions or () for one in in_rounds), fillvalue=0)
-    placed = in_rounds and all(one.positions and one.rounds is not None for one in units)
-    return Side(
-        tokens=tokens,
-        tokens_per_s=_figure(ratio_bounds, after, seconds, sum(after)),
-        output_throughput=tokens / wall if whole and wall and tokens is not None else None,
-        ttft_ms=_latency([one.answer.first_s for one in asked if one.answer.first_s is not None]),
-        tpot_ms=_latency([time / tokens for tokens, time in timed]),
-        counted=sum(one.requests or 0 for one in units),
-        drafted=sum(drafted) if units else None,
-        accepted=sum(accepted) if units else None,
-        rounds=sum(made) if in_rounds else None,
-        acceptance=_figure(share_bounds, accepted, drafted, sum(drafted)),
-        tokens_per_round=_figure(share_bounds, stood, made, sum(made), scale=max(most, 1), least=1),
-        acceptance_by_position=[_figure(share_bounds, hits, made, sum(made)) for hits in places] if placed else None,
-    )
+    most = max((-(-max(unit.drafted or 0, unit.accepted or 0) // (unit.rounds or 1)) for unit in in_rounds), default=1)
+    length = _figure(share_bounds, per_round, rounds, sum(rounds), scale=max(most, 1), least=1)
+    if len(judged) < len(units):  # then nobody knows how many it may have been
+        length = Figure(length.value, length.n)
+
+    by_position = None
+    if in_rounds and all(unit.positions and unit.rounds is not None for unit in units):
+        places = zip_longest(*(unit.positions or () for unit in in_rounds), fillvalue=0)
+        by_position = [_figure(share_bounds, hits, rounds, sum(rounds)) for hits in places]
+    return {
+        "counted": sum(unit.requests or 0 for unit in units),
+        "drafted": sum(drafted) if judged else None,
+        "accepted": sum(accepted) if judged else total(unit.accepted for unit in units) if units else None,
+        "rounds": sum(rounds) if in_rounds else None,
+        "acceptance": _figure(share_bounds, accepted, drafted, sum(drafted)),
+        "tokens_per_round": length,
+        "acceptance_by_position": by_position,
+    }
+
+
+def _counted(window: Window, names: Collection[str]) -> Counters | None:
+    """What came of the drafts of ``names`` in ``window``; None where nothing says it."""
+    requests = requests_of([window], names)
+    # A page says nothing of one workload among several.
+    is_all = len(requests) == len(window.requests)
+    counters = window.counted if is_all else counted_in([request.answer for request in requests])
+    return counters if requests and counters.accepted is not None else None
 
 
 def _figure(
@@ -147,9 +270,9 @@ def _figure(
 
 
 def _timed(asked: Sequence[Request]) -> dict[int, tuple[int, float]]:
-    """By prompt: tokens after the first, and seconds; none of an answer that took no measurable time."""
-    found = {one.prompt: ((one.answer.tokens or 0) - 1, one.answer.seconds) for one in asked}
-    return {prompt: pair for prompt, pair in found.items() if min(pair) > 0}
+    """By prompt: tokens after the first text, and seconds; none of an answer that took no measurable time."""
+    pairs = {one.prompt: (one.answer.timed_tokens or 0, one.answer.seconds) for one in asked}
+    return {prompt: pair for prompt, pair in pairs.items() if min(pair) > 0}
 
 
 def _latency(seconds: Sequence[float]) -> dict[str, float] | None:

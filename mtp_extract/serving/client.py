@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from multiprocessing import TimeoutError as Late
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ Clock = Callable[[], float]
 _PAGE_TIMEOUT, _ANSWER_TIMEOUT = 30.0, 300.0  # seconds
 _LARGEST_PAGE, _LARGEST_TOKEN = 1 << 24, 1 << 14  # bytes
 _SETTLING_TIME, _POLL_INTERVAL = 2.0, 0.05  # seconds that counters may trail behind answers, and between looks
+_BEYOND_LIMIT = 1  # tokens that an answer may have beyond the limit: servers count the one that ends it, or do not
+_MARKS = 8  # tokens without text: those that begin and end an answer, or thoughts
 _BY_BOTH = ("requests", "tokens", "drafted", "accepted")  # counters that answers and pages agree on
 
 
@@ -58,6 +61,19 @@ class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
     prompt_ids: tuple[Count, ...] | None = None  #: of the prompt as the server read it, where it was asked for them
     token_ids: tuple[Count, ...] | None = None  #: of the answer, where they were asked for
     reasoning: bool = False  #: whether some of the text came as thoughts, whose marks are not in it
+    first_tokens: Count | None = None  #: tokens up to the first text, it included; null where the server does not say
+    unstreamed: bool = False  #: whether tokens were counted whose text did not come: thoughts, by all signs
+    streamed: bool = True  #: whether it came as a stream of events
+
+    @property
+    def timed_tokens(self) -> int | None:
+        """Tokens that came after the first text, which are those of ``seconds``; None where nothing says how many.
+
+        The first text counts as one token, as in ``vllm bench serve``, unless the server says how many came by then.
+        """
+        if self.tokens is None or (self.unstreamed and self.first_tokens is None):
+            return None
+        return self.tokens - (1 if self.first_tokens is None else self.first_tokens)
 
 
 class _Choice(msgspec.Struct):
@@ -68,6 +84,7 @@ class _Choice(msgspec.Struct):
     reasoning: str | None = None
     reasoning_content: str | None = None  # some servers say it under both names
     delta: _Choice | None = None
+    message: _Choice | None = None  # of an answer that is no stream
     finish_reason: str | None = None
     token_ids: tuple[Count, ...] | None = None
     prompt_token_ids: tuple[Count, ...] | None = None
@@ -76,6 +93,14 @@ class _Choice(msgspec.Struct):
 class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens: Count | None = None
+    reasoning_tokens: Count | None = None  # SGLang
+    completion_tokens_details: Any = None  # others say it in here
+
+    @property
+    def thoughts(self) -> int:
+        """Tokens of thoughts among those of the completion; 0 where it does not say."""
+        said = self.reasoning_tokens or at(self.completion_tokens_details, "reasoning_tokens")
+        return said if isinstance(said, int) else 0
 
 
 class _Event(msgspec.Struct):
@@ -94,44 +119,99 @@ def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock =
     Raises:
         ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
-    texts, times, ids, ended, done, reasoning = list[str](), list[float](), list[int](), 0.0, False, False
-    usage, reason, counted, prompt_ids = _Usage(), None, None, None
-    for now, data in _lines(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock):
-        if done := data == b"[DONE]":
+    return _answer_of(_lines(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock), sent, asked)
+
+
+def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
+    """The answer in ``events``, each with the seconds at which it was whole; the rest as :func:`read_answer` has it."""
+    arrived, is_done = _Arrived(), False
+    for now, data in events:
+        if is_done := data == b"[DONE]":
             break
-        event = _decoded(data, _Event, "an event of an answer as JSON")
-        if event.error:
-            raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
-        choice, ended = (event.choices[0], now) if event.choices else (_Choice(), ended)
-        usage, reason = event.usage or usage, choice.finish_reason or reason
-        counted = counters_of_answer(event.timings, event.metrics, event.sglext) or counted
-        # vLLM says them beside the choices of a chat, and else in them.
-        prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or prompt_ids
-        ids += choice.token_ids or ()
-        said = choice.delta or choice
-        thought = said.reasoning or said.reasoning_content or ""
-        reasoning = reasoning or bool(thought)
-        if text := (said.text or "") + thought + (said.content or ""):
-            texts.append(text)
-            times.append(now)
-    if not done and reason is None:
+        arrived.add(_decoded(data, _Event, "an event of an answer as JSON"), now)
+    if not is_done and arrived.finish_reason is None:
         raise ServerError("expected a stream of events up to the answer's end, found one that ended before")
+
+    texts, usage, counted = arrived.texts, arrived.usage, arrived.counted
     tokens = counted.tokens if usage.completion_tokens is None and counted else usage.completion_tokens
     # A text is at least one token.
-    if not bool(texts) <= (1 if tokens is None else tokens) <= asked or (counted and not counted.possible(asked)):
+    is_possible = bool(texts) <= (1 if tokens is None else tokens) <= asked + _BEYOND_LIMIT
+    if not is_possible or (counted and not counted.possible(asked + _BEYOND_LIMIT)):
         raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {tokens} tokens, {counted}")
+
+    first_tokens, unstreamed = _before_text(arrived, tokens)
     return Answer(
         text="".join(texts),
         tokens=tokens,
-        first_s=times[0] - sent if times else None,
+        first_s=arrived.first_at - sent if texts else None,
         # All of the text at once says when it was sent, not how long it took.
-        seconds=ended - times[0] if times[1:] else 0.0,
+        seconds=arrived.last_at - arrived.first_at if len(texts) > 1 else 0.0,
         counted=counted,
         prompt_tokens=usage.prompt_tokens,
-        prompt_ids=prompt_ids,
-        token_ids=tuple(ids) if ids and len(ids) == tokens else None,
-        reasoning=reasoning,
+        prompt_ids=arrived.prompt_ids,
+        token_ids=tuple(arrived.token_ids) if arrived.token_ids and len(arrived.token_ids) == tokens else None,
+        reasoning=arrived.reasoning,
+        first_tokens=first_tokens,
+        unstreamed=unstreamed,
     )
+
+
+@dataclass
+class _Arrived:
+    """What has come of an answer."""
+
+    texts: list[str] = field(default_factory=list)  # of each event that has some
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: tuple[Count, ...] | None = None
+    first_at: float = 0.0  # seconds of the first text
+    last_at: float = 0.0  # seconds of the last event of the text
+    usage: _Usage = field(default_factory=_Usage)
+    usage_at_first: _Usage = field(default_factory=_Usage)  # as the event of the first text has it
+    counted: Counters | None = None
+    reasoning: bool = False  # whether thoughts are among the texts
+    finish_reason: str | None = None
+
+    def add(self, event: _Event, now: float) -> None:
+        """Add what ``event`` has, which was whole at ``now``; ServerError where it is an error."""
+        if event.error:
+            raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
+        choice = _Choice()
+        if event.choices:
+            choice, self.last_at = event.choices[0], now
+        self.usage = event.usage or self.usage
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.counted = counters_of_answer(event.timings, event.metrics, event.sglext) or self.counted
+        # vLLM says them beside the choices of a chat, and else in them.
+        self.prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or self.prompt_ids
+        self.token_ids += choice.token_ids or ()
+
+        delta = choice.delta or choice.message or choice
+        thought = delta.reasoning or delta.reasoning_content or ""
+        self.reasoning = self.reasoning or bool(thought)
+        if text := (delta.text or "") + thought + (delta.content or ""):
+            if not self.texts:
+                self.first_at, self.usage_at_first = now, event.usage or _Usage()
+            self.texts.append(text)
+
+
+def _before_text(arrived: _Arrived, tokens: int | None) -> tuple[int | None, bool]:
+    """Tokens up to the first text, where the server says; and whether there were some whose text was not streamed.
+
+    Servers count thoughts that they keep to themselves. They took their time before the first text, so they do not
+    belong over the time of the text. A token has at least a byte of text, but for a few marks.
+
+    Args:
+        tokens: of the whole answer, as the server counts.
+    """
+    if not arrived.texts or tokens is None:
+        return None, False
+    so_far = arrived.usage_at_first.completion_tokens if len(arrived.texts) > 1 else None
+    thoughts = 0 if arrived.reasoning else arrived.usage.thoughts
+    if so_far is None and thoughts:
+        so_far = thoughts + 1
+    first, *following = (len(text.encode(errors="replace")) for text in arrived.texts)
+    beyond_text = tokens > first + sum(following) + _MARKS or (so_far or 0) > first + _MARKS
+    return so_far and min(so_far, tokens), thoughts > 0 or beyond_text
 
 
 def counted_in(answers: Sequence[Answer]) -> Counters:
@@ -174,8 +254,10 @@ class Server(AbstractContextManager["Server"]):
         header, body = self._page("/v1/models")
         listed = _decoded(body, dict[str, Any], "a list of models").get("data")
         listed = listed if isinstance(listed, list) else []
-        names = [str(at(one, "id")) for one in listed]
-        if model not in names and (model is not None or len(names) != 1):
+        names = [name for one in listed if isinstance(name := at(one, "id"), str) and name]
+        # Where none of those listed has a name, whoever names one knows more.
+        is_known = model in names or (listed and not names)
+        if not is_known if model is not None else len(names) != 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
             raise ServerError(f"expected {wanted}, found {few(names) or 'none'}. Name one", remedies=("model",))
         signs = {header.partition("/")[0], *(str(at(one, "owned_by")) for one in listed)}
@@ -195,6 +277,7 @@ class Server(AbstractContextManager["Server"]):
         what the answers say; they may trail behind, so they are waited for.
         """
         told, deadline = counted_in(answers), time.monotonic() + _SETTLING_TIME
+        most_tokens += _BEYOND_LIMIT * len(answers)
         while True:
             moved = self.counters() - before
             both = [(getattr(moved, name), getattr(told, name)) for name in _BY_BOTH]
@@ -214,34 +297,61 @@ class Server(AbstractContextManager["Server"]):
         """
         return self._each(self._answer, questions, _ANSWER_TIMEOUT, at_a_time)
 
+    def try_each(self, questions: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[Answer | ServerError]:
+        """As :meth:`ask`, with the error of an answer that fails in its place.
+
+        Raises:
+            MtpExtractError: one takes so long that nobody waits for the others.
+        """
+        return self._each(self._answer_or_error, questions, _ANSWER_TIMEOUT, at_a_time)
+
     def _each(self, work: Callable[[A], T], given: Sequence[A], seconds: float, at_a_time: int = 1) -> list[T]:
         """``work`` of each of ``given``; ends at an error, and where the next is not there in ``seconds``."""
-        remedies: tuple[str, ...] = ()
         try:
             # Its threads are daemons: what they still wait for holds up neither this call nor the end of the process.
             with ThreadPool(max(1, min(at_a_time, len(given), 64))) as pool:
                 ended = pool.imap(work, given)
                 return [ended.next(seconds) for _ in given]
-        except ServerError as error:
-            said, remedies = str(error), error.remedies
-        except (Late, self._http.TimeoutException):
-            said = f"expected an answer within {seconds:g} seconds"
-        except (self._http.ConnectError, UnicodeError) as error:
+        except (ServerError, Late, self._http.HTTPError, UnicodeError) as error:
+            raise self._in_words(error, seconds) from None
+
+    def _in_words(self, error: Exception, seconds: float) -> ServerError:
+        """What ``error`` means, without the key; what a connection that broke wrote may quote the request."""
+        http, remedies = self._http, tuple[str, ...]()
+        if isinstance(error, ServerError):
+            words, remedies = str(error), error.remedies
+        elif isinstance(error, (Late, http.TimeoutException)):
+            words = f"expected an answer within {seconds:g} seconds"
+        elif isinstance(error, (http.ConnectError, UnicodeError)):
             why = escape(error).rpartition("] ")[2]  # without its number
-            said = f"the server cannot be reached: {why}. Check that it runs, and its address"
-        except self._http.HTTPError:
-            # What it wrote is never repeated: it may quote the request, and with it a key.
-            said = "the connection was lost, or what came over it is not HTTP. Its log may say why"
-        said = said.replace(self._key, "…") if self._key else said
-        raise ServerError(f"{self.name}: {escape(said, 400)}.", remedies=remedies)
+            words = f"the server cannot be reached: {why}. Check that it runs, and its address"
+        else:
+            words = "the connection was lost, or what came over it is not HTTP. Its log may say why"
+        words = words.replace(self._key, "…") if self._key else words
+        return ServerError(f"{self.name}: {escape(words, 400)}.", remedies=remedies)
+
+    def _answer_or_error(self, question: Mapping[str, Any]) -> Answer | ServerError:
+        try:
+            return self._answer(question)
+        except (ServerError, self._http.HTTPError) as error:
+            return self._in_words(error, _ANSWER_TIMEOUT)
 
     def _answer(self, question: Mapping[str, Any]) -> Answer:
-        path, sent = "/v1/completions" if "prompt" in question else "/v1/chat/completions", time.perf_counter()
-        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        path = "/v1/completions" if "prompt" in question else "/v1/chat/completions"
+        options = {"include_usage": True, **self.kind.stream_options}
+        body = {"model": self.model, "stream": True, "stream_options": options}
         # In ASCII: half a surrogate pair in a prompt is no UTF-8.
         content = json.dumps({**body, **self.kind.request, **question}).encode()
-        # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
-        return self._request(path, lambda answer: read_answer(answer.stream, sent, question["max_tokens"]), content)
+        sent, asked = time.perf_counter(), question["max_tokens"]
+
+        def read(response: Any) -> Answer:
+            if "json" in response.headers.get("content-type", ""):  # it streams nothing, and sends all in the end
+                whole = _body(response)
+                return replace(_answer_of([(time.perf_counter(), whole)], sent, asked), streamed=False)
+            # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
+            return read_answer(response.stream, sent, asked)
+
+        return self._request(path, read, content)
 
     def _page(self, path: str) -> tuple[str, bytes]:
         """Who says that it answers, and the body of a page."""
@@ -267,11 +377,13 @@ class Server(AbstractContextManager["Server"]):
 
 def _lines(stream: Iterable[bytes], most_bytes: int, clock: Clock) -> Iterator[tuple[float, bytes]]:
     """The data of each event of ``stream``, with the seconds at which it was whole."""
-    rest = b""
+    begun = bytearray()  # of a line whose end has not come; it is looked through once, however it comes
     for piece in _bounded(stream, most_bytes):
         now = clock()
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from ((now, line[5:].strip()) for line in lines if line.startswith(b"data:"))
+        begun += piece
+        if b"\n" in piece:
+            *lines, begun = begun.split(b"\n")
+            yield from ((now, bytes(line[5:].strip())) for line in lines if line.startswith(b"data:"))
 
 
 def _bounded(stream: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:

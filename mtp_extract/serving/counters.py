@@ -31,15 +31,19 @@ class Kind:
     name: str = "unknown"
     sign: str = "unknown"  # who owns its models, or what its ``Server`` header begins with
     request: Mapping[str, Any] = field(default_factory=dict)  # fields of each request
+    stream_options: Mapping[str, Any] = field(default_factory=dict)  # of its ``stream_options``, likewise
     ids: Mapping[str, Any] = field(default_factory=dict)  # fields of one whose answer is to have its token ids
 
+
+# Says with each event how many tokens there are so far: those before the first text are thoughts that are not streamed.
+_USAGE_SO_FAR = {"continuous_usage_stats": True}
 
 KINDS = (
     # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
     Kind("llama-server", "llamacpp", {"cache_prompt": False}),
     Kind("mlx-vlm", "mlx_vlm"),
-    Kind("SGLang", "sglang", {"return_spec_tokens_details": True}),
-    Kind("vLLM", "vllm", ids={"return_token_ids": True}),
+    Kind("SGLang", "sglang", {"return_spec_tokens_details": True}, _USAGE_SO_FAR),
+    Kind("vLLM", "vllm", {}, _USAGE_SO_FAR, ids={"return_token_ids": True}),
 )
 
 # Our name of a counter → the servers'.
@@ -57,6 +61,7 @@ _ON_PAGES = {
     "accepted": "(?:vllm|llamacpp):spec_decode_num_accepted_tokens_total",
     "positions": "(?:vllm|llamacpp):spec_decode_num_accepted_tokens_per_pos_total",
 }
+_NUMBER = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")  # float() takes more: 1_0, and ١
 _LINE = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?[ \t]+(\S+)'  # labels and value
 
 
@@ -101,7 +106,7 @@ def counters_of_answer(timings: Any, metrics: Any, sglext: Any) -> Counters | No
     if not isinstance(sent, dict) or not sent.keys() & {name for names in _IN_ANSWERS.values() for name in names}:
         return None
     known = ((ours, name) for ours, names in _IN_ANSWERS.items() for name in names if sent.get(name) is not None)
-    found = {ours: _count(name, sent[name]) for ours, name in known}
+    found = {ours: _count(name, _number(sent[name])) for ours, name in known}
     if timings and found.keys() <= {"tokens"}:
         found |= {"rounds": 0, "drafted": 0, "accepted": 0}  # left out there, where there were no drafts
     return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
@@ -118,18 +123,22 @@ def counters_of_page(text: str) -> Counters:
     sums, places = Counter[str](), Counter[int]()
     for ours, names in _ON_PAGES.items():
         for labels, value in re.findall(f"^(?:{names}){_LINE}", text, re.MULTILINE):
-            sums[ours] += _count(ours, value)
+            count = _count(ours, value)
+            sums[ours] += count
             if ours == "positions" and (place := re.search('position="([0-9]{1,3})"', labels)):
-                places[int(place[1])] += _count(ours, value)
+                places[int(place[1])] += count
     found: dict[str, Any] = {**sums, "positions": tuple(places[n] for n in range(max(places, default=-1) + 1)) or None}
     return Counters(**found)
 
 
-def _count(name: str, value: Any) -> int:
-    try:
-        count = float(value)
-    except (ValueError, TypeError, OverflowError):
-        count = math.nan
+def _number(value: Any) -> str:
+    """``value`` of JSON as a page would have it; what is no number stays none."""
+    return repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else f"{value!r} of JSON"
+
+
+def _count(name: str, value: str) -> int:
+    """The count that ``value`` says, a number in ASCII."""
+    count = float(value) if _NUMBER.fullmatch(value) else math.nan
     if not 0 <= count < _LARGEST or not count.is_integer():
         raise ServerError(f"expected a count for {name}, found {escape(value, 40)}")
     return int(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from msgspec import Meta
 
 from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.options import ApiKey, ServedModel, Workloads
+from mtp_extract.serving.result import Benchmark
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,5 @@ class BenchPlan:
     chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or as text to be continued.")] = True
     say: Say = silent
     show: Show = silent
+    rescue: Callable[[Benchmark], None] = silent
+    """Told what was measured so far, where an error or a signal ends it."""

@@ -11,6 +11,30 @@ from mtp_extract.errors import PairError, escape
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or messages: dicts with ``role`` and ``content``."""
 
+_TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, in OpenAI's two APIs
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's ``content``: a string, or a list of parts; of null, as beside a tool's call, it is empty.
+
+    Parts are joined by a line break, as vLLM and llama.cpp join them for a template that wants a string.
+
+    Raises:
+        ValueError: a part is no text, such as an image; the message names its type.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise ValueError(f"content of type {type(content).__name__}, neither text nor a list of parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXTS else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"content with a part that is no text but {escape(kind)}")
+        texts.append(text)
+    return "\n".join(texts)
+
 
 class Codec:
     """The base's tokenizer; with None prompts are token ids, and results have no text."""
@@ -67,7 +91,8 @@ class Codec:
                 "base's tokenizer, or plain text."
             )
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+            chat = [{**message, "content": text_of(message.get("content"))} for message in messages]
+            return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and raises what it likes
             reason = escape(str(error).split("\n")[0])
             raise PairError(f"expected messages that the base's chat template takes, found: {reason}") from error

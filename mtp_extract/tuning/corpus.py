@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, several
 from mtp_extract.evaluation.agreement import Measured
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, repeats
 from mtp_extract.evaluation.progress import Show, silent
@@ -147,9 +147,16 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
     if few:
         wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
+        prompts, sources = len({item.key for item in items}), len({item.source for item in items})
+        advice = "Give more"
+        if sources < prompts:
+            advice = (
+                "All prompts with one value of `source` are on one side, so that no document is both trained on and "
+                "held out. Give each document a value of its own, or leave `source` out"
+            )
         raise MtpExtractError(
-            f"expected enough prompts for at least {wanted}, found {len(items)} from "
-            f"{len({item.source for item in items})} sources, which a hash of each source divides. Give more.",
+            f"expected enough prompts for at least {wanted}, found {several(prompts, 'prompt')} of "
+            f"{several(sources, 'source')}, and a hash of the source decides the side. {advice}.",
             remedies=("prompts", "text"),
         )
     # Of another name, as a user's own workload may be called "code" too.

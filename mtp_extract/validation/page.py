@@ -60,14 +60,28 @@ def page_of(found: Validation) -> Page:
         headlines=headlines(found),
         tables=list(tables(found)),
         notes=found.notes,
+        measured=_measured(found),
     )
+
+
+def _measured(found: Validation) -> str:
+    """When, by which command, of which prompts and with what it was measured."""
+    if (run := found.run) is None:
+        return ""
+    parts = [f"Measured {run.when}"]
+    if run.command is not None:
+        parts.append(f"by {run.command}")
+    if run.prompts_sha256 is not None:
+        parts.append(f"prompts with SHA-256 {run.prompts_sha256}")
+    return ", ".join([*parts, *(f"{name} {version}" for name, version in run.versions.items())])
 
 
 def tables(found: Validation) -> Iterator[Table]:
     """The tables in the order in which they are read."""
     if found.drafters:
-        yield worth(found)
-        yield _by_step(found.drafters)
+        if found.drafters[0].worth:
+            yield worth(found)
+        yield steps(found.drafters)
         yield _by_workload(found.drafters)
     if found.checks:
         yield checks(found)
@@ -107,13 +121,14 @@ def worth(found: Validation) -> Table:
     )
 
 
-def _by_step(drafters: Sequence[DrafterFigures]) -> Table:
+def steps(drafters: Sequence[DrafterFigures]) -> Table:
+    """How often each draft of a round stands."""
     first, *others = drafters
-    steps = first.agreement.steps
+    by_step = first.agreement.steps
     curves = {
-        "top-1": [step.top1 for step in steps],
-        "top-5": [step.top5 for step in steps],
-        "accepted": [step.conditional for step in steps],
+        "top-1": [step.top1 for step in by_step],
+        "top-5": [step.top5 for step in by_step],
+        "accepted": [step.conditional for step in by_step],
         **{f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others},
     }
     # In the picture from the highest to the lowest.
@@ -122,7 +137,7 @@ def _by_step(drafters: Sequence[DrafterFigures]) -> Table:
     return Table(
         "Acceptance by draft step",
         ["draft step", "positions", *(f"{name} %" for name in curves)],
-        [(step.step, step.top1.n, *(rate(curve[step.step - 1]) for curve in curves.values())) for step in steps],
+        [(step.step, step.top1.n, *(rate(curve[step.step - 1]) for curve in curves.values())) for step in by_step],
         what="How often each draft of a round is what the base says, at every position of the base's own text.",
         about=(
             f"Teacher-forced over the base's own greedy text after {first.agreement.texts} prompts. Accepted: of "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec import Meta
@@ -71,8 +71,12 @@ class ValidationPlan:
         Path | None, typer.Option(help="Write report.html, report.json and pair.json there.", metavar="DIR")
     ] = None
     overwrite: Replace = False
+    command: str | None = None
+    """How it was asked for, as the report says it."""
     say: Say = silent
     show: Show = silent
+    rescue: Callable[[Any], None] = silent
+    """Told the Validation as far as it came, where an error or a signal ends it."""
 
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:

@@ -13,6 +13,15 @@ from mtp_extract.validation.controls import ControlResult
 from mtp_extract.validation.worth import Worth
 
 
+class RunFacts(Record):
+    """When and how it was measured, for whoever measures it again."""
+
+    when: str  #: it began, in UTC
+    command: str | None  #: as it was typed, but of paths here the names alone; null where a program asked
+    prompts_sha256: str | None  #: of the file of prompts, as `sha256sum` prints it; null where none were read
+    versions: dict[str, str]  #: of Python, and of the packages that compute as far as they are installed
+
+
 class BaseFacts(Record):
     """The base, how it was run, and its times alone, one text at a time."""
 
@@ -41,8 +50,9 @@ class DrafterFigures(Record):
 class Validation(Record, kw_only=True):
     """A whole validation. What was not asked for is null, or empty."""
 
-    version: int = 7  #: version of this file
+    version: int = 8  #: version of this file
     tool: Tool  #: what wrote it
+    run: RunFacts | None = None  #: when and how it was measured
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed
     refuted: bool = False  #: whether a check failed

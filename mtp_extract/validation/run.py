@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import tempfile
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
 from mtp_extract.evaluation.agreement import compare, figures, known, of_agreement, write_texts
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluation.prompts import read_prompts
+from mtp_extract.evaluation.prompts import hash_of_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
@@ -33,12 +36,13 @@ from mtp_extract.validation.controls import draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.result import BaseFacts, DrafterFigures, Validation
+from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation
 from mtp_extract.validation.transformers import check_transformers
 from mtp_extract.validation.verdict import concluded, notes_of
 from mtp_extract.validation.worth import best_of, by_base_alone, measure_worth
 
 _SMALL = 256
+_COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # whose versions may change a figure
 
 
 def run_validation(plan: ValidationPlan) -> Validation:
@@ -61,7 +65,10 @@ def run_validation(plan: ValidationPlan) -> Validation:
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
         found = Validation(
-            tool=Tool("mtp-extract", __version__), drafter=name, source=plan.source and Path(plan.source).name
+            tool=Tool("mtp-extract", __version__),
+            run=_facts_of_run(plan),
+            drafter=name,
+            source=plan.source and Path(plan.source).name,
         )
         found.notes += checkpoint.notes
         if plan.source is not None:
@@ -74,12 +81,38 @@ def run_validation(plan: ValidationPlan) -> Validation:
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
                 found.notes.append("It is refuted already, so nothing was measured.")
                 return concluded(found)
-        if plan.base is not None:
-            _measure(plan, plan.base, directory, found)
-        if source is not None:
-            with memory_guard("comparing with other programs"):
-                _ask_other_programs(plan, directory, source, found)
+        try:
+            if plan.base is not None:
+                _measure(plan, plan.base, directory, found)
+            if source is not None:
+                with memory_guard("comparing with other programs"):
+                    _ask_other_programs(plan, directory, source, found)
+        except BaseException:
+            if found.checks or found.drafters:
+                plan.rescue(_concluded_early(found))
+            raise
         return concluded(found)
+
+
+def _facts_of_run(plan: ValidationPlan) -> RunFacts:
+    """Of a run that begins. A file of prompts that cannot be read has no hash; reading it says why."""
+    prompts_sha256 = None
+    if plan.base is not None:
+        with suppress(OSError, ValueError):
+            prompts_sha256 = hash_of_prompts(plan.prompts)
+    versions = {"python": platform.python_version()}
+    for package in _COMPUTING:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return RunFacts(datetime.now(timezone.utc).isoformat(timespec="seconds"), plan.command, prompts_sha256, versions)
+
+
+def _concluded_early(found: Validation) -> Validation:
+    """What was found so far, with a verdict on that."""
+    found.notes.append("It ended early: what is missing was not measured.")
+    for drafter in found.drafters:
+        drafter.best = best_of(drafter.worth) if drafter.worth else ""
+    return concluded(found)
 
 
 def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation) -> None:
@@ -105,6 +138,9 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     trees = [what for what in plan.wanted.values() if isinstance(what, Tree)]
     for tree in trees:
         tree.require_tokens(pair.base.vocab_size)
+    workloads = dict(Counter(prompt.workload for prompt in prompts))
+    sizes = {"batch": plan.batch, "new_tokens": new_tokens}
+    found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
     shown: dict[str, Any] = {"batch": plan.batch, "show": plan.show}
     said: dict[str, Any] = {"chat_template": plan.chat_template, "say": plan.say}
     with memory_guard("running the base"):
@@ -118,10 +154,17 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
         plan.say("generating a few texts with drafts")
         alone = by_base_alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
         plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
+        found.base = BaseFacts(
+            "the sample's base" if plan.directory is None else public_name(base),
+            loaded.dtype,
+            list(loaded.devices),
+            plan.chat_template and pair.codec.has_template,
+            len(alone.texts),
+            known(alone.tokens_per_s),
+            known(alone.forward_ms),
+        )
         before, parts = of_agreement(table[0]), written.workloads
-        # The drafts along the texts, of which trees are read off, stand behind the others.
-        for (name, one), own, along in zip(pairs.items(), table, table[-len(pairs) :], strict=False):
-            worth = measure_worth(one, written, own, along, plans, alone, new_tokens=new_tokens, show=plan.show)
+        for name, own in zip(pairs, table, strict=False):
             after = of_agreement(own)
             found.drafters.append(
                 DrafterFigures(
@@ -129,24 +172,16 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
                     _tuning_of(places[name]),
                     figures(own),
                     {workload: figures(own.of(rows)) for workload, rows in parts.items()},
-                    worth,
-                    best_of(worth),
+                    {},
+                    "",
                     compare(before, after),
                     {workload: compare(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
                 )
             )
-    found.base = BaseFacts(
-        "the sample's base" if plan.directory is None else public_name(base),
-        loaded.dtype,
-        list(loaded.devices),
-        plan.chat_template and pair.codec.has_template,
-        len(alone.texts),
-        known(alone.tokens_per_s),
-        known(alone.forward_ms),
-    )
-    workloads = dict(Counter(prompt.workload for prompt in prompts))
-    sizes = {"batch": plan.batch, "new_tokens": new_tokens}
-    found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
+        # The drafts along the texts, of which trees are read off, stand behind the others.
+        for one, drafter, own, along in zip(pairs.values(), found.drafters, table, table[-len(pairs) :], strict=False):
+            worth: dict[str, Any] = {"new_tokens": new_tokens, "show": plan.show, "worth": drafter.worth}
+            drafter.best = best_of(measure_worth(one, written, own, along, plans, alone, **worth))
     found.pair = pair_of(pair, found, max(len(text.tokens) for text in written.texts))
     found.notes += loaded.notes
     if left := len(written.texts) - len(written.usable):

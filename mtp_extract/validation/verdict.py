@@ -52,8 +52,9 @@ def concluded(found: Validation) -> Validation:
     else:
         said = "that this is the function of a .litertlm file (it was compared with none)"
     identity, *figures = headlines(found)
-    measured = "Not measured: how well it drafts for a base (it was run beside none)"
-    if found.base is not None:
+    why = "it ended before that" if found.base else "it was run beside none"
+    measured = f"Not measured: how well it drafts for a base ({why})"
+    if found.drafters and found.drafters[0].worth:
         words = (f"{one.name.lower()} {one.value} ({one.of})" for one in figures)
         measured = f"Measured: {'; '.join(words)}"
     sentences = (f"{identity.value}: {said}", measured, *findings(found))
@@ -94,6 +95,8 @@ def headlines(found: Validation) -> list[Headline]:
     )
     if found.base is None:
         return [identity, *(Headline(name, "", "it was run beside no base", means) for name, means in _MEANS.items())]
+    if not (found.drafters and found.drafters[0].worth):
+        return [identity, *(Headline(name, "", "it ended before that", means) for name, means in _MEANS.items())]
     base, first = found.base, found.drafters[0]
     best = first.worth[first.best]
     chain, ends = drafts_of(first.best, best), best.tokens_per_round.ci95

@@ -97,6 +97,7 @@ def measure_worth(
     *,
     new_tokens: int,
     show: Show = silent,
+    worth: dict[str, Worth] | None = None,
 ) -> dict[str, Worth]:
     """The rounds of each of ``plans`` along all texts; and what it takes to generate those of ``alone``.
 
@@ -106,8 +107,10 @@ def measure_worth(
         along: with drafts along the texts, as many steps as the deepest tree; None where no tree is planned.
         plans: by name; the longest chain before what is adapted.
         alone: of the base alone, with as many ``new_tokens``; texts must equal these.
+        worth: what is returned, filled plan by plan; by default a new one.
     """
-    prompts, worth = {row: one.prompt_tokens for row, one in alone.texts.items()}, dict[str, Worth]()
+    worth = {} if worth is None else worth
+    prompts = {row: one.prompt_tokens for row, one in alone.texts.items()}
     for name in counted(list(plans), show, "a few texts with drafts"):
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,21 +15,28 @@ import numpy as np
 import pytest
 from helpers.bounds import HANG
 from helpers.commands import run_here
-from helpers.model_server import KEY, MANNERS, ModelServer, Written, account, model_server, words_of
+from helpers.model_server import KEY, MANNERS, ModelServer, Written, account, model_server, prompt_of, words_of
 from helpers.prompt_files import write_prompts
 from helpers.schemas import validator
 from msgspec.structs import replace
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, ServerError
+from mtp_extract.io import threads
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.page import plain_json
 from mtp_extract.serving import client as client_module
 from mtp_extract.serving.benchmark import figures, run_benchmark, side_of
-from mtp_extract.serving.client import Answer
+from mtp_extract.serving.client import Answer, Server
 from mtp_extract.serving.counters import Counters
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Benchmark, Request, Side, Window
 from mtp_extract.serving.verdict import table_of
+
+
+def raises() -> None:
+    """Ctrl-C, as Python calls its handler between two instructions of the main thread."""
+    threads.interrupt(signal.SIGINT, None)
+
 
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
 TOKENS = 8
@@ -169,7 +178,11 @@ def test_a_server_that_tells_nothing(prompts: Path) -> None:
     assert (side.tokens, side.tokens_per_s.value, side.output_throughput, side.acceptance.value) == (None,) * 4
     assert side.ttft_ms is not None
     assert report["verdict"] == "Measured: – tokens/s; the server does not say how many drafts were accepted."
-    assert report["notes"] == [f"{server.url} (unknown) reports no draft counters for 5 of 5 answers."]
+    name = f"{server.url} (unknown)"
+    assert report["notes"] == [
+        f"{name} reports no draft counters for 5 of 5 answers.",
+        f"{name} does not say how many tokens 5 of 5 answers had: they have no tokens/s (OpenAI's field is usage).",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,22 +248,146 @@ def test_drafts_by_their_place_in_a_round(prompts: Path, monkeypatch: pytest.Mon
 
 
 def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    """A text that only ends elsewhere does not part."""
     server, baseline = pair
-    baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1] + ["!"] * (prompt == "import os")
+    ends = {"import os": ["!"], "for a in b:": [], "Snow fell.": [" and", " on"]}
+    baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1] + ends.get(prompt, words_of(prompt, most)[-1:])
     found = run_benchmark(plan(prompts, server, baseline))
-    at = len("".join(words_of("import os", TOKENS)[:-1]))
-    (asked,) = (one for window in found.windows["server"] for one in window.requests if one.prompt == 1)
-    assert asked.leaves_at == at
+    place = len("".join(words_of("import os", TOKENS)[:-1]))
+    parted = {one.prompt: one.leaves_at for window in found.windows["server"] for one in window.requests}
+    assert (parted[1], parted[0]) == (place, None)
     report = checked(found)
-    (finding,) = report["findings"]
-    assert finding.startswith("the text leaves the baseline's in prompt 1 at character ")
-    assert f", 2 at character {at + 1}" in finding
-    assert "in 0 of 5 answers" in report["verdict"]
+    leaving, ending = report["findings"]
+    assert (
+        leaving
+        == f"the text leaves the baseline's in prompt 2 at character {place + 1}, 4 at character {parted[3] + 1}"
+    )
+    assert ending == (
+        "the text is the baseline's but for its end: prompt 3 goes on after the baseline's end, at token 7 of 8"
+    )
+    assert "in 2 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
     drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))
-    assert drawn.total.identical is None
+    assert (drawn.total.identical, drawn.total.compared) == (None, None)
     assert all(one.leaves_at is None for window in drawn.windows["server"] for one in window.requests)
     assert server.asked[-1][1]["temperature"] == 0.7
+
+
+def test_a_text_that_ends_early_is_told_by_its_tokens(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    server, baseline = pair
+    server.answer = lambda prompt, most: words_of(prompt, most)[: 3 if prompt == "Snow fell." else None]
+    (finding,) = checked(run_benchmark(plan(prompts, server, baseline)))["findings"]
+    assert finding == "the text is the baseline's but for its end: prompt 4 ends early, at token 3 of 8"
+
+
+THOUGHTS = 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "details", "is_known"), [("vLLM", False, True), ("unknown", True, True), ("mlx-vlm", False, False)]
+)
+def test_thoughts_that_are_counted_and_not_streamed(prompts: Path, kind: str, details: bool, is_known: bool) -> None:
+    """They are generated tokens, but not of the time of the text."""
+    with model_server(kind) as server:
+        server.details = details
+        answer = lambda asked: server.plain({**asked, "max_tokens": TOKENS})  # noqa: E731
+        server.write = lambda asked: dataclasses.replace(answer(asked), thoughts=THOUGHTS)
+        plain_usage = server.kind
+        server.kind = "vLLM" if kind == "unknown" else kind  # so that it says usage
+        found = run_benchmark(dataclasses.replace(plan(prompts, server), max_tokens=200))
+        assert plain_usage == kind
+    answers = [request.answer for window in found.windows["server"] for request in window.requests]
+    for one in answers:
+        written = (one.tokens or 0) - THOUGHTS
+        assert (one.unstreamed, one.timed_tokens) == (True, written - 1 if is_known else None)
+    assert (found.total.sides["server"].tokens_per_s.n > 0) is is_known
+    (note,) = [note for note in checked(found)["notes"] if "did not stream, as of thoughts, in 5 of 5 answers" in note]
+    assert note.endswith("only of all tokens/s." if is_known else "have no tokens/s.")
+
+
+def test_answers_without_a_speed_have_a_reason(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_SETTLING_TIME", 0.0)
+    with model_server("llama-server") as server:
+        own = server.write
+        server.write = lambda asked: dataclasses.replace(
+            own(asked), pieces=["".join(own(asked).pieces)], sizes=[len(own(asked).pieces)]
+        )
+        at_once = checked(run_benchmark(plan(prompts, server)))["notes"]
+        server.write, server.streams = own, False
+        no_stream = checked(run_benchmark(plan(prompts, server)))["notes"]
+        server.streams, server.lies = True, dict.fromkeys(FEW["prose"], TOKENS + 1)
+        beyond = checked(run_benchmark(plan(prompts, server)))["notes"]
+    name = f"{server.url} (llama-server)"
+    assert (
+        f"{name} sent all of the text at once for 5 of 5 answers, as a proxy that buffers does: they have no tokens/s."
+        in at_once
+    )
+    assert f"{name} streamed nothing, and sent a JSON object, for 5 of 5 answers: they have no tokens/s." in no_stream
+    assert f"{name} counted one token more than the 8 that were asked for in 2 of 5 answers." in beyond
+
+
+def test_a_bad_answer_is_counted_and_left_out(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    server, baseline = pair
+    server.fails, baseline.fails = {"import os": 500}, {"Snow fell.": 503}
+    found = run_benchmark(plan(prompts, server, baseline))
+    report = checked(found)
+    assert (found.total.texts, found.total.compared, found.total.identical) == (4, 3, 3)
+    reason = f"{server.url}: expected /v1/chat/completions, found 500 Internal Server Error: the engine is dead"
+    assert report["findings"][0] == f"1 of 5 requests to the server failed, and are left out: {reason} (1 time)"
+    assert report["findings"][1].startswith("1 of 5 requests to the baseline failed")
+    (lost,) = (
+        counted["tokens"] for text, counted in zip(FEW["code"], COUNTED["code"], strict=True) if text == "import os"
+    )
+    assert found.total.sides["server"].tokens == summed("tokens") - lost
+    assert report["ended_early"] is None
+
+
+@pytest.mark.parametrize("how", ["it dies", "a signal"])
+def test_what_was_measured_is_kept_where_it_ends(
+    pair: tuple[ModelServer, ModelServer], tmp_path: Path, how: str
+) -> None:
+    """After eight failures in a row; or as Ctrl-C ends it."""
+    server, own, saved = pair[0], pair[0].answer, list[Benchmark]()
+    many = [f"prompt {number}" for number in range(40)]
+    server.fails = {} if how == "a signal" else dict.fromkeys(many[12:], 500)
+    asked = write_prompts(tmp_path / "many.jsonl", {"many": many})
+
+    def show(part: str, done: int, size: int) -> None:
+        if how == "a signal" and done == 12:
+            raise KeyboardInterrupt
+
+    server.answer = own
+    error: type[BaseException] = KeyboardInterrupt if how == "a signal" else ServerError
+    with pytest.raises(error):
+        run_benchmark(plan(asked, server, show=show, rescue=saved.append))
+    (found,) = saved
+    report = checked(found)
+    assert found.total.texts == 12
+    done = 12 if how == "a signal" else 20
+    assert report["findings"][0].startswith(f"it ended after {done} prompts: ")
+    assert len(server.asked) == done + 1, "one to warm up"
+
+
+def test_accepted_drafts_without_a_count_of_drafts(prompts: Path) -> None:
+    """Of three prompts the answer says what was accepted alone: it is no part of the share."""
+    with model_server("mlx-vlm") as server:
+        own = server.write
+
+        def write(asked: dict[str, Any]) -> Written:
+            made = own(asked)
+            some = {"drafted": None} if prompt_of(asked) in FEW["code"] else {}
+            return dataclasses.replace(made, counted={**made.counted, **some})
+
+        server.write = write
+        found = run_benchmark(plan(prompts, server, warm_up=0))
+    of_prose = [summed(name, ["prose"]) for name in ("drafted", "accepted")]
+    assert [found.total.sides["server"].drafted, found.total.sides["server"].accepted] == of_prose
+    assert found.workloads["code"].sides["server"].acceptance.value is None
+    assert found.workloads["code"].sides["server"].accepted == summed("accepted", ["code"])
+    side = found.total.sides["server"]
+    assert side.tokens_per_round.value == pytest.approx(1 + summed("accepted") / summed("rounds"))
+    assert side.tokens_per_round.ci95 is None
+    checked(found)
 
 
 def test_a_baseline_that_is_none(prompts: Path) -> None:
@@ -324,3 +461,25 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, monke
     assert (printed.returncode, KEY in printed.stdout + printed.stderr) == (0, False)
     validator("bench")(json.loads(printed.stdout))
     assert server.asked[-1][0] == "/v1/completions"
+
+
+@pytest.mark.parametrize("status", [1, 130])
+def test_the_command_prints_what_was_measured_until_then(
+    pair: tuple[ModelServer, ModelServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Where the server dies, and at Ctrl-C; then the error."""
+    server, many = pair[0], [f"prompt {number}" for number in range(30)]
+    asked = write_prompts(tmp_path / "many.jsonl", {"many": many})
+    if status == 1:
+        server.fails = dict.fromkeys(many[6:], 500)
+    else:
+        own = Server.try_each
+        monkeypatch.setattr(
+            Server, "try_each", lambda *given: raises() if len(server.asked) == 7 else own(*given), raising=True
+        )
+    done = run_here("bench", server.url, "--prompts", asked, "--max-tokens", str(TOKENS))
+    assert done.returncode == status
+    assert done.stdout.startswith("Measured: ")
+    assert "Finding: it ended after " in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: interrupted; " if status == 130 else f"error: {server.url}: expected /v1/chat")

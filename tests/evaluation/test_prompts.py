@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, divided, side_of
+from mtp_extract.tuning.plan import TuningPlan
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 AGAIN = {"role": "user", "content": "Really?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+SILENT = {**CALL, "content": ""}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "input_text", "text": "is this?"}]}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SEEN = {"role": "user", "content": [*PARTS["content"], IMAGE]}
 
 ROWS: dict[str, tuple[dict[str, Any], Prompt]] = {
     "of a workload": ({"prompt": "a", "workload": "w", "source": "s"}, Prompt("w", "a", "s")),
@@ -28,9 +33,13 @@ ROWS: dict[str, tuple[dict[str, Any], Prompt]] = {
     "OpenAI": ({"messages": [SYSTEM, USER, ASSISTANT]}, Prompt("file", (SYSTEM, USER), completion="Because.")),
     "OpenAI, a call": (
         {"messages": [USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "x"}]},
-        Prompt("file", (USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "x"})),
+        Prompt("file", (USER, SILENT, {"role": "tool", "content": "3", "tool_call_id": "x"})),
     ),
     "OpenAI, ends in a call": ({"messages": [USER, CALL]}, Prompt("file", (USER,))),
+    "OpenAI, in parts": (
+        {"messages": [PARTS, {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}]},
+        Prompt("file", ({"role": "user", "content": "What\nis this?"},), completion="A cat."),
+    ),
     "a chat and its answer": ({"messages": [USER], "completion": "Yes."}, Prompt("file", (USER,), completion="Yes.")),
     "no answer": ({"messages": [USER, ASSISTANT, AGAIN]}, Prompt("file", (USER, ASSISTANT, AGAIN))),
     "UltraChat": ({"prompt": "Why?", "messages": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
@@ -76,7 +85,18 @@ BAD: dict[str, tuple[str, str, str]] = {
     "an answer alone": ("x.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: no prompt"),
     "no role": ("x.jsonl", '{"messages": [{"content": "a"}]}', "line 1: messages without a role"),
     "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "line 1: messages without a role or content"),
-    "an answer of parts": ("x.jsonl", '{"messages": [{"role": "assistant", "content": [1]}]}', "line 1: .*got `array`"),
+    "an answer of parts": (
+        "x.jsonl",
+        '{"messages": [{"role": "assistant", "content": [1]}]}',
+        "line 1: .*text but int",
+    ),
+    "an image": ("x.jsonl", json.dumps({"messages": [SEEN]}), "line 1: .*no text but image_url, and only text can be"),
+    "content of a number": (
+        "x.jsonl",
+        '{"messages": [{"role": "user", "content": 3}]}',
+        "line 1: content of type int, neither",
+    ),
+    "nothing in a chat": ("x.jsonl", '{"messages": [{"role": "user", "content": null}]}', "line 1: no prompt"),
     "a workload that is none": ("x.jsonl", '{"prompt": "a", "workload": true}', r"\$\.workload"),
     "half a character": ("x.jsonl", '{"prompt": "\\ud800"}', "line 1: "),
     "not UTF-8": ("x.txt", "\ud800", "'utf-8' codec can't decode"),
@@ -141,6 +161,22 @@ def test_messages_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(MtpExtractError, match="found: line 1: messages where no chat template is"):
         read_prompts(rows, chat_template=False)
     assert read_prompts(rows) == (Prompt("x", (USER,)),)
+
+
+def test_a_server_may_be_shown_images(tmp_path: Path) -> None:
+    rows = written(tmp_path / "x.jsonl", json.dumps({"messages": [SYSTEM, SEEN]}))
+    assert read_prompts(rows, text_alone=False) == (Prompt("x", (SYSTEM, SEEN)),)
+
+
+def test_prompts_of_one_source_are_told_what_a_source_does(tmp_path: Path) -> None:
+    """More of them would be on the same side."""
+    rows = "\n".join(json.dumps({"prompt": f"question {number}", "source": "wiki"}) for number in range(200))
+    plan = TuningPlan(Path("drafter"), "base", prompts=written(tmp_path / "x.jsonl", rows))
+    with pytest.raises(MtpExtractError, match=r"found 200 prompts of 1 source, .*leave `source` out\.$"):
+        divided(plan)
+    few = TuningPlan(Path("drafter"), "base", prompts=written(tmp_path / "few.txt", "a\nb\nc"))
+    with pytest.raises(MtpExtractError, match=r"found 3 prompts of 3 sources, .* Give more\.$"):
+        divided(few)
 
 
 def test_equal_prompts_have_one_key() -> None:

@@ -64,7 +64,7 @@ class Repo:
 class Fault:
     """Something to go wrong with the next ``times`` requests that ``where`` names."""
 
-    where: str  # resolve, storage, put, commit, preupload, create, plain
+    where: str  # resolve, storage, put, batch, commit, preupload, create, plain; of a repository: info, tree
     status: int = 0  # answered instead of the real status, with ``headers`` and a body that quotes the token
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None  # the connection closes after so many bytes of the body
@@ -300,6 +300,8 @@ class _Handler(Handler):
             self.answer(302, **headers | self.state.linked)
 
     def batch(self, asked: dict[str, Any]) -> None:
+        if self.faulty(self.state.take("batch")):
+            return
         objects = []
         for one in asked["objects"]:
             entry = {"oid": one["oid"], "size": one["size"]}
@@ -342,6 +344,8 @@ class _Handler(Handler):
 
     def repo(self, name: str, repo: Repo, what: str, body: bytes) -> None:
         asked = urlsplit(self.path)
+        if self.faulty(self.state.take("info" if what in ("", "revision") else what)):
+            return
         if what == "revision" and asked.path.rpartition("/")[2] not in ("main", repo.commit):
             self.refuse(404, "RevisionNotFound")
         elif what in ("", "revision"):
@@ -356,8 +360,6 @@ class _Handler(Handler):
             self.json([entry for entry in self.state.tree(repo) if entry["path"] in wanted])
         elif name.partition("/")[0] not in self.state.ours:
             self.refuse(403, "", "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
-        elif self.faulty(self.state.take(what)):
-            return
         elif what == "preupload":
             self.json({"files": [self.mode(repo, file) for file in json.loads(body)["files"]]})
         elif what == "commit":

@@ -100,6 +100,7 @@ class Written:
     ids: Sequence[Sequence[int]] | None = None  # the tokens of each piece, where they are told
     prompt_tokens: int = 5
     prompt_ids: Sequence[int] | None = None  # where they are told
+    thoughts: int = 0  # tokens before the first piece that are counted and not streamed
 
 
 class ModelServer:
@@ -109,6 +110,9 @@ class ModelServer:
         self.kind, self.manner, self.drafts = kind, MANNERS[kind], drafts
         self.key: str | None = None  # asked for, if any
         self.told = False  # whether vLLM tells counters in its answers, as it does when it is started so
+        self.streams = True  # else it answers with one JSON object, as behind a proxy that knows no streams
+        self.details: bool = False  # whether it says how many tokens were thoughts, as OpenAI does
+        self.fails: dict[str, int] = {}  # prompt → the status that it is answered with
         self.lies: dict[str, int] = {}  # prompt → how many tokens its answer is said to have
         self.models = [{"id": MODEL, **self.manner.listed}]
         self.answer: Callable[[str, int], list[str]] = words_of
@@ -187,6 +191,12 @@ class _Handler(Handler):
             return
         with self.state.lock:
             self.state.asked.append((self.path, asked))
+        if status := self.state.fails.get(prompt_of(asked)):
+            self.json({"error": {"message": "the engine is dead"}}, status)
+            return
+        if not self.state.streams:
+            self.json(self.whole(asked))
+            return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
@@ -203,14 +213,16 @@ class _Handler(Handler):
         state, chat = self.state, "messages" in asked
         prompt, written = prompt_of(asked), state.write(asked)
         options = asked.get("stream_options") or {}
-        given, count = written.prompt_tokens, sum(written.sizes)
+        given, count = written.prompt_tokens, written.thoughts + sum(written.sizes)
+        by_kind = {"reasoning_tokens": written.thoughts} if state.details else None
 
         def usage(so_far: int) -> dict[str, Any]:
-            return {"usage": {"prompt_tokens": given, "completion_tokens": so_far, "total_tokens": given + so_far}}
+            counts = {"prompt_tokens": given, "completion_tokens": so_far, "total_tokens": given + so_far}
+            return {"usage": {**counts, "completion_tokens_details": by_kind}}
 
         if chat:
             yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-        sent = 0
+        sent = written.thoughts
         for number, (text, size) in enumerate(zip(written.pieces, written.sizes, strict=True)):
             sent += size
             event: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": None}]}
@@ -225,8 +237,9 @@ class _Handler(Handler):
         yield {"choices": [{"index": 0, "finish_reason": written.finish, **({"delta": {}} if chat else {"text": ""})}]}
         none = dict.fromkeys(("rounds", "drafted", "accepted"), 0)
         counted = {**written.counted} if state.drafts else {**written.counted, **none}
+        counted["tokens"] = counted.get("tokens", 0) + written.thoughts
         with state.lock:
-            state.moved.update(counted)
+            state.moved.update({name: number for name, number in counted.items() if number is not None})
         if state.kind == "SGLang" and asked.get("return_spec_tokens_details") and state.drafts:
             details = {
                 "spec_verify_ct": counted["rounds"],
@@ -239,6 +252,15 @@ class _Handler(Handler):
         if options.get("include_usage") and state.kind != "unknown":
             yield {"choices": [], **usage(state.lies.get(prompt, count)), **self.counters(counted)}
         yield "[DONE]"
+
+    def whole(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The answer as one object: what its events come to."""
+        events = [event for event in self.events(asked) if isinstance(event, dict)]
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices)
+        said = {"message": {"role": "assistant", "content": text}} if "messages" in asked else {"text": text}
+        last = {key: value for event in events for key, value in event.items() if key != "choices"}
+        return {"choices": [{"index": 0, "finish_reason": choices[-1]["finish_reason"], **said}], **last}
 
     def counters(self, counted: dict[str, int]) -> dict[str, Any]:
         state = self.state

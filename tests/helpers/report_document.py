@@ -30,8 +30,14 @@ _WORTH = {
 _CHANGE = {"mean": 0.0, "interval": [0.0, 0.0], "texts": 7}
 
 REPORT: dict[str, Any] = {
-    "version": 7,
+    "version": 8,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
+    "run": {
+        "when": "2026-01-02T03:04:05+00:00",
+        "command": "mtp-validate drafter",
+        "prompts_sha256": "0" * 64,
+        "versions": {"python": "3.11.7"},
+    },
     "verdict": "Verified: it is what it is" + ", and so on" * 30 + ".",
     "verified": True,
     "refuted": False,

@@ -132,6 +132,37 @@ def test_storage_that_fails(hub: HubServer, directory: Path, fault: dict[str, in
     assert held(hub) == contents(directory)
 
 
+LIMIT = "Private repository storage limit reached, please upgrade your plan to increase it"
+TRIPPED = "Your storage patterns tripped our internal systems! Please contact us at website@huggingface.co."
+
+
+@pytest.mark.parametrize(("where", "status"), [("preupload", 403), ("batch", 403), ("commit", 403), ("commit", 422)])
+@pytest.mark.parametrize("words", [LIMIT, TRIPPED])
+def test_what_the_hub_says_of_a_refusal_is_shown(
+    hub: HubServer, directory: Path, where: str, status: int, words: str
+) -> None:
+    """Without the token; and that the repository was created, but only where it was."""
+    headers = {"X-Error-Message": f"{words} ({TOKEN})"}
+    hub.fault(where, status=status, headers=headers, times=99)
+    first, second = refused(directory), refused(directory)
+    assert f"{words.rstrip('.')}" in first
+    assert ("may not write" in first) is False
+    assert first == f"{second} The repository was created on the way (private)."
+    assert set(hub.repos[NAME].files) == {".gitattributes"}
+
+
+def test_a_refusal_without_words_is_about_rights(hub: HubServer, directory: Path) -> None:
+    hub.fault("create", status=403)
+    assert refused(directory) == (
+        "org/drafter: the token may not write there: choose a name of yours, or a token with write permission for it."
+    )
+
+
+def test_storage_that_refuses_says_nothing_of_rights(hub: HubServer, directory: Path) -> None:
+    hub.fault("put", status=403, times=99)
+    assert "the Hub's storage refuses what is sent (403). Run it again: it resumes." in refused(directory)
+
+
 def test_what_arrived_wrong_is_noticed(hub: HubServer, directory: Path) -> None:
     hub.keep = False
     assert "is not what was sent" in refused(directory)
@@ -147,11 +178,15 @@ def test_a_bad_name(hub: HubServer, directory: Path, name: str) -> None:
 
 
 def test_a_name_that_is_not_ours(hub: HubServer, directory: Path) -> None:
-    assert "may not write there" in refused(directory, "someone/drafter")
+    rights = "If that is about rights, choose a name of yours, or a token with write permission for it."
+    assert refused(directory, "someone/drafter") == (
+        "someone/drafter: the Hub refuses it (403): You don't have the rights to create a model under this namespace. "
+        + rights
+    )
     assert sent(hub) == ["/api/repos/create"]
     hub.repos["someone/drafter"] = Repo()
     hub.requests.clear()
-    assert "may not write there" in refused(directory, "someone/drafter")
+    assert rights in refused(directory, "someone/drafter")
     assert not [request for request in hub.requests if request.method == "PUT" or "/commit/" in request.path]
     hub.fault("create", status=409)  # a private one of somebody else
     assert "does not see it" in refused(directory)
@@ -193,7 +228,8 @@ def test_a_server_that_quotes_the_token(hub: HubServer, directory: Path, monkeyp
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", quoting)
     assert refused(directory) == (
-        "org/drafter: the upload failed: bad header Bearer … for https://x.test/y (1). Run it again: it resumes."
+        "org/drafter: the upload failed: bad header … for https://x.test/y (1). Run it again: it resumes. "
+        "The repository was created on the way (private)."
     )
 
 

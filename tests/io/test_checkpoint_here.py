@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from helpers.commands import run_here
 from helpers.first_pair import first_bundle
-from helpers.hub_server import HubServer
+from helpers.hub_fixtures import Patient, text_of
+from helpers.hub_server import TOKEN, HubServer
 from seam import verify
 
 import mtp_extract
@@ -107,3 +109,61 @@ def test_only_links_of_the_cache_are_followed(published: HubServer) -> None:
     (place / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(MtpExtractError, match=r"config\.json is missing, or a link"):
         verify(place)
+
+
+SAID = {"X-Error-Message": f"Enable access to gated repositories in the settings of {TOKEN} to view this one."}
+# What fetching one asks for, in this order; before version 2 huggingface_hub takes the list of files from the first.
+OF_DIRECTORY = ["info", *([] if huggingface_hub.__version__.startswith("1.") else ["tree"]), "resolve", "storage"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (403, "The Hub says: Enable access to gated repositories in the settings of … to view this one."),
+        (429, "the server limits the rate of requests (429) (attempt 5, the last). Try again later."),
+        (503, "the server is not available (503) (attempt 5, the last). Try again later."),
+    ],
+)
+@pytest.mark.parametrize("where", OF_DIRECTORY)
+def test_a_directory_that_cannot_be_fetched_says_why(
+    published: HubServer, patience: Patient, where: str, status: int, message: str
+) -> None:
+    """And not that offline mode is on."""
+    published.fault(where, status=status, headers=SAID, times=10_000)
+    with pytest.raises(SourceError) as caught:
+        checkpoint_here(REPO)
+    assert str(caught.value).startswith(f"hf://{REPO}: ")
+    assert str(caught.value).endswith(message)
+    assert TOKEN not in text_of(caught.value)
+
+
+@pytest.mark.parametrize("where", OF_DIRECTORY)
+def test_a_directory_is_fetched_once_the_hub_answers(
+    published: HubServer, patience: Patient, extracted: Path, where: str
+) -> None:
+    published.fault(where, status=503, times=2)
+    assert verify(Path(checkpoint_here(REPO))) == verify(extracted)
+
+
+def test_a_directory_that_is_not_in_the_cache_is_not_had_offline(
+    published: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context, pytest.raises(SourceError, match="the server cannot be reached"):
+        context.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+        checkpoint_here(REPO)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match=r"offline mode is on \(HF_HUB_OFFLINE\)"):
+        checkpoint_here(REPO)
+
+
+def test_storage_that_fails_in_its_own_library_is_told_as_such(
+    published: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hf_xet has no error of its own for it."""
+
+    def fail(*given: object, **options: object) -> None:
+        raise RuntimeError(f"CAS error: 503 for https://cas.test/x?sig={TOKEN}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(SourceError, match=r"the storage failed: CAS error: 503 for https://cas\.test/x \(attempt 5"):
+        checkpoint_here(REPO)

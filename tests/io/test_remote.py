@@ -147,7 +147,7 @@ def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> N
 
 
 # Of "resolve" the first request asks for the file's commit; ranges are asked for after that.
-@pytest.mark.parametrize(("where", "skip"), [("resolve", 1), ("storage", 0)])
+@pytest.mark.parametrize(("where", "skip"), [("resolve", 0), ("resolve", 1), ("storage", 0)])
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
 def test_what_goes_away_is_asked_again(
     bundle: HubServer, patience: Patient, where: str, skip: int, status: int
@@ -155,6 +155,25 @@ def test_what_goes_away_is_asked_again(
     bundle.fault(where, status=status, times=3, skip=skip, headers={"Retry-After": "3600"})
     assert whole(URL) == DATA
     assert patience.waits == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("status", [200, 416])
+def test_a_range_that_is_denied_for_a_while_is_asked_for_again(
+    bundle: HubServer, patience: Patient, status: int, skip: int
+) -> None:
+    """As by one of several caches, which lost the file, or sends all of it."""
+    bundle.fault("storage", status=status, headers={"Content-Range": "bytes */0"}, skip=skip)
+    assert whole(URL) == DATA
+    assert patience.waits == [0.5]
+
+
+def test_a_plain_server_that_sent_ranges_does_so_again(hub: HubServer, patience: Patient) -> None:
+    hub.plain["/a"] = hub.add("x/y", "z", DATA)
+    for status in (200, 416):
+        hub.fault("plain", status=status, skip=1)
+    assert whole(hub.url() + "/a") == DATA
+    assert patience.waits == [0.5, 1.0]
 
 
 def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience: Patient) -> None:
@@ -189,7 +208,9 @@ def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -
 @pytest.mark.parametrize(
     ("where", "fault", "text", "waits"),
     [
-        ("resolve", {"status": 503}, "is not available (503). Run it again", 0),
+        ("resolve", {"status": 503}, "is not available (503) (attempt 5, the last). Try again later", 4),
+        ("storage", {"status": 416, "skip": 1}, "denies that the file goes beyond byte 1048576 (416)", 6),
+        ("storage", {"status": 200}, "found another answer (200)", 6),
         ("resolve", {"status": 429, "skip": 1}, "limits the rate of requests (429)", 6),
         ("storage", {"status": 503}, "is not available (503)", 6),
         ("storage", {"status": 403}, "the server refuses access (403)", 6),

@@ -10,7 +10,7 @@ from time import sleep
 from typing import Any
 
 import pytest
-from helpers.bounds import HANG
+from helpers.bounds import HANG, bounded
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
 from mtp_extract.errors import MtpExtractError, ServerError
@@ -117,6 +117,70 @@ def test_times_are_those_of_arrival() -> None:
     assert (answer.tokens, answer.first_s, answer.seconds) == (3, 1.0, 0.0)
 
 
+def at_a_time(*sizes: int, thoughts: int = 0, **usage: Any) -> list[tuple[float, bytes]]:
+    """A text of so many tokens in each event, of four letters each, a second apart, after a second of ``thoughts``."""
+    events, sent = list[tuple[float, bytes]](), thoughts
+    for number, size in enumerate(sizes):
+        sent += size
+        so_far = used(sent) if usage.get("so_far") else {}
+        events.append((11.0 + number, written({"choices": [{"text": "word" * size}], **so_far})))
+    details = {"completion_tokens": sent, **{name: value for name, value in usage.items() if name != "so_far"}}
+    return [*events, (11.0 + len(sizes) - 1, written(FINISHED, {"usage": details}))]
+
+
+@pytest.mark.parametrize(
+    ("usage", "first", "timed"),
+    [
+        ({}, None, None),  # it has more tokens than bytes: how many of them are its text's, nobody says
+        ({"so_far": True}, 102, 8),
+        ({"completion_tokens_details": {"reasoning_tokens": 100}}, 101, 9),
+        ({"reasoning_tokens": 100}, 101, 9),
+    ],
+)
+def test_thoughts_that_are_not_streamed_are_no_part_of_the_text(
+    usage: dict[str, Any], first: int | None, timed: int | None
+) -> None:
+    """Ten tokens in four seconds, after a hundred that nobody saw."""
+    answer = read(*at_a_time(2, 2, 2, 2, 2, thoughts=100, **usage), asked=200)
+    assert (answer.tokens, answer.seconds, answer.unstreamed) == (110, 4.0, True)
+    assert (answer.first_tokens, answer.timed_tokens) == (first, timed)
+
+
+def test_thoughts_that_are_streamed_are_text() -> None:
+    """Whatever is said of them; and the first text is one token, unless the server says how many."""
+    thought = written({"choices": [{"delta": {"reasoning": "hm, "}}]})
+    end = written({"choices": [{"delta": {"content": "so"}}]}, FINISHED, {"usage": {"completion_tokens": 2}})
+    counted = end.replace(b'"completion_tokens": 2', b'"completion_tokens": 2, "reasoning_tokens": 1')
+    for data in (end, counted):
+        answer = read((11.0, thought), (12.0, data))
+        assert (answer.first_tokens, answer.timed_tokens, answer.unstreamed) == (None, 1, False)
+    assert read(*at_a_time(3, 2, 2, so_far=True)).timed_tokens == 4
+    assert read(*at_a_time(3, 2, 2)).timed_tokens == 6
+
+
+def test_an_answer_may_be_no_stream(connect: Connect) -> None:
+    with model_server("llama-server") as server:
+        server.streams = False
+        answers = [ask(connect(server.url), chat=chat) for chat in (True, False)]
+    for answer in answers:
+        assert answer.text == "".join(words_of(PROMPT, 3))
+        assert (answer.tokens, answer.seconds, answer.streamed) == (3, 0.0, False)
+        assert answer.counted == Counters(tokens=3, drafted=4, accepted=1)
+
+
+def test_one_token_beyond_the_limit_is_an_answer(connect: Connect, vllm: ModelServer) -> None:
+    vllm.lies = {PROMPT: 4}
+    assert ask(connect(vllm.url)).tokens == 4
+
+
+def test_a_line_that_comes_byte_by_byte_takes_no_longer_than_its_length() -> None:
+    """Each byte is looked at twice at most: a line of a megabyte is read in the time of its bytes."""
+    data = written({"choices": [{"text": "a" * (1 << 20)}]}, FINISHED)
+    with bounded(20):  # it was three minutes
+        answer = read_answer((data[at : at + 1] for at in range(len(data))), 0.0, 100, lambda: 0.0)
+    assert len(answer.text) == 1 << 20
+
+
 def test_token_ids_are_taken_where_they_are_all_there() -> None:
     def ids(*given: Any) -> tuple[int, ...] | None:
         events = ({"choices": [{"text": "a", "token_ids": some}]} for some in given)
@@ -170,6 +234,13 @@ def test_the_model_is_chosen(connect: Connect) -> None:
         with pytest.raises(ServerError, match="expected the model x, found") as caught:
             connect(server.url, model="x")
     assert caught.value.remedies == ("model",)
+
+
+def test_a_model_is_named_where_the_list_has_no_names(connect: Connect, vllm: ModelServer) -> None:
+    vllm.models[:] = [{"object": "model"}]
+    with pytest.raises(ServerError, match=r"expected one model, found none\. Name one"):
+        connect(vllm.url)
+    assert connect(vllm.url, model="mine").model == "mine"
 
 
 def test_the_key_is_sent_and_shown_to_nobody(
@@ -272,7 +343,9 @@ NO_EVENTS: tuple[Any, ...] = (
         (status(500, "x" * 5000), "found 500 Internal Server Error: x+…"),
         (status(400, "\x1b[31mred\nline"), r"found 400 Bad Request: \\x1b\[31mred\\nline"),
         (status(302), "found 302 Found"),
-        (body(b"<html>"), "expected a stream of events"),
+        (body(b"<html>"), "expected an event of an answer as JSON, found <html>"),
+        (body(b"<html>", "text/html"), "expected a stream of events"),
+        (body(b'{"detail": "no"}'), "expected a stream of events"),
         (cut, "the connection was lost"),
         (stream(TEXT, end=False), "expected a stream of events"),
         (stream(TEXT, b"not json"), "expected an event of an answer as JSON, found not json"),
@@ -286,11 +359,12 @@ NO_EVENTS: tuple[Any, ...] = (
         (stream(TEXT, told(num_draft_tokens=1.5)), "expected a count for num_draft_tokens, found 1.5"),
         (stream(TEXT, told(num_draft_tokens=1 << 60)), "expected a count"),
         (stream(TEXT, told(num_draft_tokens=[])), "expected a count"),
-        (stream(TEXT, used(4), FINISHED), "expected counts of an answer of up to 3 tokens, found 4 tokens"),
+        (stream(TEXT, used(5), FINISHED), "expected counts of an answer of up to 3 tokens, found 5 tokens"),
+        *((stream(TEXT, told(num_draft_tokens=odd)), "expected a count") for odd in (True, "1_0", "4", "١٢")),
         (stream(TEXT, used(0), FINISHED), "expected counts of an answer of up to 3 tokens, found 0 tokens"),
         (stream(TEXT, told(num_accepted_draft_tokens=5)), "expected counts of an answer"),
         (stream(TEXT, told(num_spec_steps=0)), "expected counts of an answer"),
-        (stream(TEXT, told(num_spec_steps=5)), "expected counts of an answer"),
+        (stream(TEXT, told(num_spec_steps=6)), "expected counts of an answer"),
         (stream(TEXT, told(num_draft_tokens=800, num_accepted_draft_tokens=800)), "expected counts of an answer"),
         (endless(b"a" * (1 << 16), "text/event-stream"), "too large"),
         (endless(b'data: {"choices": [{"text": "a"}]}\n' * 1000, "text/event-stream"), "too large"),
@@ -328,7 +402,10 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
     """None there, of something else, of what is no count, or without end."""
     server = connect(vllm.url)
     other = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
-    wrong = [b"vllm:request_success_total " + value for value in (b"NaN", b"-1", b"1e400", b"1.5", b"\xff\x1b[31m")]
+    wrong = [
+        b"vllm:request_success_total " + value
+        for value in (b"NaN", b"-1", b"1e400", b"1.5", b"1_0", "١".encode(), b"\xff\x1b[31m")
+    ]
     pages = [body(page, "a/b") for page in (other, *wrong)]
     for answer in (status(501), *pages, endless(b"}{" * (1 << 15), "text/plain")):
         vllm.overrides["/metrics"] = answer
@@ -342,7 +419,7 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
         (b"[]", "expected a list of models"),
         (b"{}", "expected one model, found none"),
         (b'{"data": {"id": "a"}}', "expected one model, found none"),
-        (b'{"data": [{"id": 7}, null, "a"]}', "expected one model, found 7, None"),
+        (b'{"data": [{"id": 7}, null, "a"]}', "expected one model, found none. Name one"),
     ],
 )
 def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:

@@ -26,6 +26,18 @@ def test_messages_are_written_by_the_template(pair: Pair, messages: list[dict[st
     assert result.tokens == pair.alone(result.prompt_tokens, 4)
 
 
+def test_parts_are_one_text_for_a_template_that_wants_a_string(pair: Pair) -> None:
+    """And null is none; in Jinja they would be Python's own words for them."""
+    codec = pair.generator.codec
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert codec.encode([{"role": "user", "content": parts}]) == codec.encode([{"role": "user", "content": "hel\nlo"}])
+    called = [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert codec.encode(called) == codec.encode([*HELLO, {"role": "assistant", "content": ""}])
+    for kind in ("image_url", "input_audio"):
+        with pytest.raises(PairError, match=f"found: content with a part that is no text but {kind}"):
+            codec.encode([{"role": "user", "content": [*parts, {"type": kind}]}])
+
+
 def test_text_is_a_message_when_asked(pair: Pair) -> None:
     codec = pair.generator.codec
     assert codec.encode("hello", chat_template=True) == codec.encode(HELLO)

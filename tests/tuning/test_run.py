@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import run_here
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 from seam import verify
@@ -15,9 +16,11 @@ from seam import verify
 from mtp_extract.cli.tune import _asked_to_stop
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.io.place import staged
+from mtp_extract.io.threads import Interrupted
 from mtp_extract.tuning import corpus as texts
 from mtp_extract.tuning.corpus import gather
 from mtp_extract.tuning.pair import Pair
+from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 from mtp_extract.tuning.work import locked
 
@@ -49,6 +52,26 @@ def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(("error", "status"), [(Interrupted(signal.SIGINT), 130), (MtpExtractError("no."), 1)])
+def test_the_place_of_what_was_written_until_then_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
+) -> None:
+    """After Ctrl-C and after a fault; not where there is nothing yet."""
+
+    def run_until_then(plan: TuningPlan, *tell: object) -> None:
+        if plan.mode == "qat":
+            plan.kept_in.mkdir()
+            (plan.kept_in / "texts.jsonl").touch()
+        raise error
+
+    monkeypatch.setattr("mtp_extract.cli.tune.run_tuning", run_until_then)
+    given = ("tune", tmp_path / "drafter", "--base", "base", "-o", tmp_path / "new")
+    nothing, something = (run_here(*given, "--mode", mode) for mode in ("norms", "qat"))
+    assert [done.returncode for done in (nothing, something)] == [status] * 2
+    assert nothing.stdout == ""
+    assert something.stdout == f"Text and state so far are in {tmp_path}/new.work/: the same command goes on there.\n"
 
 
 def test_what_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from mtp_extract.cli import validate
 from mtp_extract.data import sample_prompts
 from mtp_extract.errors import OutputError
 from mtp_extract.evaluation.prompts import read_prompts
+from mtp_extract.io.threads import interrupt
 from mtp_extract.validation.result import Validation
 
 # They share the pair, and a whole validation of it.
@@ -52,6 +54,18 @@ def test_sample(tmp_path: Path) -> None:
     assert report["verified"] and report["verdict"] in result.stdout
     worth = {name: (row["tree"], row["drafts"]) for name, row in report["drafters"][0]["worth"].items()}
     assert worth == {"1": (None, 1), "2": (None, 2), "2x1": ("2x1", 4)}
+
+
+def test_what_was_found_until_ctrl_c_is_printed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a report the command is what was typed, without the places of files."""
+    monkeypatch.setattr("mtp_extract.validation.run.check_transformers", lambda *given: interrupt(signal.SIGINT, None))
+    result = run_here("validate", checkpoint, f"--source={first_bundle()}", "--json")
+    assert result.returncode == 130
+    report = json.loads(result.stdout)
+    assert [check["name"] for check in report["checks"]][:2] == ["config", "files"]
+    assert report["notes"] == ["It ended early: what is missing was not measured."]
+    assert report["run"]["command"] == f"mtp-validate drafter --source={first_bundle().name} --json"
+    assert result.stderr.splitlines()[-1].startswith("error: interrupted; what was measured until then is above")
 
 
 def test_json(checkpoint: Path) -> None:

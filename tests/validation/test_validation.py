@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import shutil
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from hashlib import sha256
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +27,10 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, Pa
 from mtp_extract.evaluation.agreement import Change
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.files import REPORT_FILES
-from mtp_extract.report.page import plain_json
+from mtp_extract.report.page import as_html, plain_json
 from mtp_extract.speculate.target import Base
-from mtp_extract.validation.page import tables, write_validation
+from mtp_extract.validation import worth as worth_module
+from mtp_extract.validation.page import page_of, tables, write_validation
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation
 from mtp_extract.validation.run import run_validation
@@ -35,7 +42,7 @@ pytestmark = pytest.mark.xdist_group("validation")
 CHECKS = ["config", "files", "tensors", "function", "record", "transformers", "interpreter"]
 TIMES = {
     *("tokens_per_s", "forward_ms", "verify_ms", "draft_ms", "best"),
-    *("predicted_speedup", "measured_speedup", "verdict", "pair"),
+    *("predicted_speedup", "measured_speedup", "verdict", "pair", "when"),
 }
 TREES = ("3x2", "2x1x1")
 
@@ -79,6 +86,66 @@ def test_its_files(written: Path, plan: ValidationPlan) -> None:
     for path in written.iterdir():
         for place in (plan.directory, plan.base):
             assert str(place) not in path.read_text(), "where things lie here is nobody else's"
+
+
+def test_a_report_says_when_how_and_with_what_it_was_measured(
+    written: Path, validation: Validation, plan: ValidationPlan
+) -> None:
+    assert plan.prompts is not None and validation.run is not None
+    run = json.loads((written / "report.json").read_text())["run"]
+    assert (run["command"], run["prompts_sha256"]) == (None, sha256(plan.prompts.read_bytes()).hexdigest())
+    assert run["versions"] == {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "ai-edge-litert", "numpy")},
+    }
+    assert datetime.fromisoformat(run["when"]).utcoffset() == timedelta(0)
+    found = structs.replace(validation, run=structs.replace(validation.run, command="mtp-validate <b>"))
+    foot = as_html(page_of(found)).partition("<footer>")[2]
+    for words in (run["when"], "mtp-validate &lt;b&gt;", run["prompts_sha256"], f"torch {version('torch')}"):
+        assert words in foot
+
+
+def stopping(at: int) -> Callable[..., Any]:
+    """Ctrl-C when the drafts of a few texts are generated so many times."""
+    calls = count(1)
+    own = worth_module.Timed.of
+
+    def generated(*given: Any, **more: Any) -> Any:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return own(*given, **more)
+
+    return generated
+
+
+@pytest.mark.parametrize(("at", "measured"), [(1, []), (2, []), (3, ["1"])])
+def test_what_was_measured_until_it_ends_is_told(
+    plan: ValidationPlan, validation: Validation, monkeypatch: pytest.MonkeyPatch, at: int, measured: list[str]
+) -> None:
+    """The base alone, a chain of one, a chain of three: a call each."""
+    saved = list[Validation]()
+    monkeypatch.setattr(worth_module.Timed, "of", stopping(at))
+    with pytest.raises(KeyboardInterrupt):
+        run_validation(dataclasses.replace(plan, rescue=saved.append))
+    (found,) = saved
+    assert [check.passed for check in found.checks] == [True] * len(found.checks)
+    assert found.notes[-1] == "It ended early: what is missing was not measured."
+    if at == 1:
+        assert found.drafters == []
+        return
+    (drafter,), (whole,) = found.drafters, validation.drafters
+    assert plain_json(drafter.agreement) == plain_json(whole.agreement)
+    assert [*drafter.worth] == measured
+    words = (
+        "Measured: tokens per round "
+        if measured
+        else "Not measured: how well it drafts for a base (it ended before that)"
+    )
+    assert words in found.verdict
+    titles = [table.title for table in tables(found)]
+    assert ("What drafting is worth" in titles) is bool(measured)
+    assert "Acceptance by draft step" in titles
+    as_html(page_of(found))
 
 
 def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> None:
