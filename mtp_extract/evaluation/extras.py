@@ -7,7 +7,7 @@ from logging import CRITICAL
 
 from mtp_extract.errors import MtpExtractError, escape
 
-TRANSFORMERS = ">=5.16.1,<5.23"  # releases that construct an assistant and were tried, as pyproject.toml has them
+TRANSFORMERS = ">=5.16.1,!=5.23.0"  # releases that construct an assistant, as pyproject.toml has them
 
 
 def require(*modules: str) -> None:
