@@ -16,7 +16,7 @@ def require(*modules: str) -> None:
         if why := unusable(module):
             raise MtpExtractError(
                 f"expected the package {module}, but {why}. Validation and tuning need more packages than "
-                "extraction: pip install 'mtp-extract[validate]'"
+                "extraction: pip install '.[validate]' in the clone of mtp-extract, with its constraints.txt"
             )
 
 
