@@ -54,7 +54,12 @@ _LONGEST_MESSAGE = 4000
 
 
 def program(
-    command: Callable[..., None], examples: Mapping[str, str], *, kept: str = "nothing was kept", is_short: bool = False, no_arguments_is_help: bool = True
+    command: Callable[..., None],
+    examples: Mapping[str, str],
+    *,
+    kept: str = "nothing was kept",
+    is_short: bool = False,
+    no_arguments_is_help: bool = True,
 ) -> tuple[typer.Typer, Callable[..., None]]:
     """A program of one command: as typer has it, and the function that runs it and exits.
 
@@ -65,7 +70,11 @@ def program(
         no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": no_arguments_is_help, "epilog": epilog_of(examples)}
+    settings: dict[str, Any] = {
+        "context_settings": SETTINGS,
+        "no_args_is_help": no_arguments_is_help,
+        "epilog": epilog_of(examples),
+    }
     app.command(**settings)(_taking_fields(command))
     return app, partial(run, app, kept=kept, is_short=is_short)
 

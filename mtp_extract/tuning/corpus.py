@@ -195,7 +195,9 @@ def new_texts(texts: Sequence[Text], steps: int, seen: Sequence[Text] = ()) -> l
     return [text for index, text in enumerate(candidates) if index >= len(seen) and index not in repeated]
 
 
-def _require_enough(side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Sequence[Text] = ()) -> list[Text]:
+def _require_enough(
+    side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Sequence[Text] = ()
+) -> list[Text]:
     """The new texts of ``side``, if they are as many as it needs."""
     fresh = new_texts(texts[side], steps, seen)
     if len(fresh) < _LEAST[side]:
