@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["bench", "insert", "inspect", "tune", "validate"]
 
 
+_LARGEST_BASE = 100_000_000_000
+"""Bytes of a base that is fetched to be compared: no Gemma 4 has more. It is read tensor by tensor."""
+
+
 def inspect(
     source: str | os.PathLike[str],
     *,
@@ -48,7 +52,7 @@ def inspect(
         source: a bundle, as :func:`~mtp_extract.bundle.open_source` takes it, or a checkpoint: a directory or a
             ``.gguf``.
         against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
-            a base's directory.
+            a base's directory or its id on the Hub, from which it is fetched into the Hub's cache.
         tensors, graph: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; ``graph`` is of a bundle.
 
     Returns:
@@ -66,10 +70,11 @@ def inspect(
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress) as opened:
         if against is not None:
-            if not os.path.isdir(against):
+            place = Path(checkpoint_here(against, largest=_LARGEST_BASE))
+            if not place.is_dir():
                 why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
                 raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
-            return compare_base(opened, Path(against), progress)
+            return compare_base(opened, place, progress)
         return inspection.inspect(opened, tensors=tensors, graph=graph)
 
 

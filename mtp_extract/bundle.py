@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, UnsupportedError, escape
+from mtp_extract.errors import (
+    FormatError,
+    MtpExtractError,
+    NoDrafterError,
+    SourceError,
+    TruncatedError,
+    UnsupportedError,
+    escape,
+    few,
+)
 from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.graph.kinds import OWN_CACHES_SIGNATURE, another_kind
 from mtp_extract.graph.roles import NameCheck, check_names
+from mtp_extract.io.address import HubAddress
 from mtp_extract.io.file_kinds import HEAD, kind_of
-from mtp_extract.io.opening import open_source
+from mtp_extract.io.opening import Named, bundles_at, open_source
 from mtp_extract.io.source import Progress, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
@@ -33,6 +44,11 @@ SIGNATURE = "mtp_drafter"
 
 # Elements of all the models that are tried when no section is called a drafter.
 _SEARCH_BUDGET = 3_000_000
+
+_MOST_HEADERS = 64
+"""Bundles of a repository whose headers are read: 64 KiB of each."""
+
+_MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -60,11 +76,26 @@ class Opened(AbstractContextManager["Opened"]):
     # Index and key of the drafter's, where the user gave them; found if None.
     section: int | None = None
     signature: str | None = None
+    # Names of the other bundles of a repository, which this was chosen from by what their headers list.
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of how it was chosen: nothing where the file was named."""
+        if not self.passed_over:
+            return ()
+        others = few(self.passed_over, most=_MOST_LISTED)
+        return (f"{self.source.name} is the bundle of that repository with a drafter. Without one: {others}.",)
 
     @property
     def sections(self) -> tuple[Section, ...]:
         """Sections of the bundle; empty for a bare model."""
         return self.bundle.sections if self.bundle else ()
+
+    @property
+    def model_types(self) -> set[str]:
+        """What the header calls the sections: ``prefill_decode``, ``mtp_drafter``, …"""
+        return {section.model_type for section in self.sections if section.model_type}
 
     @property
     def is_model(self) -> bool:
@@ -192,6 +223,9 @@ class Opened(AbstractContextManager["Opened"]):
             raise NoDrafterError(
                 f"{name}: expected one signature of a drafter, found {keys}. Say which.", remedies=("signature=NAME",)
             )
+        if self.signature is None and OWN_CACHES_SIGNATURE in {s.key for s in model.signatures}:
+            kind = another_kind(f"K and V of its own: the signature {OWN_CACHES_SIGNATURE!r}, as of Qwen3.5's")
+            raise UnsupportedError(f"{name}: {model.region.what} holds {kind}")
         raise NoDrafterError(
             f"{name}: expected the signature {escape(self.signature or SIGNATURE)} in {model.region.what}, found "
             f"{keys}. Leave section and signature out, or give a file with a drafter.",
@@ -203,7 +237,7 @@ class Opened(AbstractContextManager["Opened"]):
         if self.bundle is None:
             kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind}"
-        kinds = ", ".join(map(escape, sorted({s.model_type for s in self.sections if s.model_type})))
+        kinds = ", ".join(map(escape, sorted(self.model_types)))
         return (
             f"{name}: no section holds an MTP drafter. Models in it: {kinds or 'none'}. Files for GPU and web (one "
             "artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file without a suffix, such as "
@@ -219,7 +253,7 @@ class Opened(AbstractContextManager["Opened"]):
 
 
 def open_bundle(
-    source: str | os.PathLike[str] | Source,
+    source: Named | Source,
     *,
     token: str | bool | None = None,
     progress: Progress | None = None,
@@ -229,7 +263,8 @@ def open_bundle(
     """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
 
     Args:
-        source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched.
+        source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched; of a
+            repository with several bundles, the one is taken whose header lists a drafter.
         token: as for :func:`open_source`.
         progress: called with bytes done and bytes in all while a remote range is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.
@@ -237,14 +272,63 @@ def open_bundle(
     Raises:
         SourceError: the bytes cannot be had.
         FormatError: the header of a bundle is damaged.
+        NoDrafterError: of a repository's several bundles none lists a drafter, or more than one does.
     """
+    bundles = bundles_at(source, token)
+    if len(bundles) > 1:
+        opened = _bundle_with_drafter(bundles, token, progress)
+    else:
+        opened = _open(bundles[0] if bundles else source, token, progress)
+    return replace(opened, section=section, signature=signature)
+
+
+def _open(source: Named | Source, token: str | bool | None, progress: Progress | None) -> Opened:
     opened = open_source(source, token=token, progress=progress)
     try:
         if opened.size == 0:
             raise SourceError(
                 f"{opened.name}: expected a .litertlm or .tflite file, found an empty file. Fetch it again."
             )
-        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None, section, signature)
+        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
     except BaseException:
         opened.close()
         raise
+
+
+def _bundle_with_drafter(
+    addresses: Sequence[HubAddress], token: str | bool | None, progress: Progress | None
+) -> Opened:
+    """The one of several bundles of a repository whose header lists a drafter. Of each the header is read, no more.
+
+    Raises:
+        NoDrafterError: none lists one, or more than one does; the message says what each holds.
+        SourceError: the bytes cannot be had, or there are too many bundles.
+    """
+    repository = addresses[0].repository
+    if len(addresses) > _MOST_HEADERS:
+        raise SourceError(f"{repository}: expected at most {_MOST_HEADERS} bundles, found {len(addresses)}. Name one.")
+    contents = dict[str, str]()
+    with ExitStack() as stack:
+        candidates = list[Opened]()
+        for address in addresses:
+            try:
+                opened = _open(address, token, progress)
+            except (FormatError, TruncatedError, UnsupportedError) as error:
+                # Another may be sound: an NPU's may be of a version that this release does not read.
+                contents[address.name] = str(error).removeprefix(f"{address.name}: ").partition(". ")[0]
+                continue
+            contents[address.name] = few(sorted(opened.model_types)) or "no models"
+            if MODEL_TYPE in opened.model_types:
+                candidates.append(stack.enter_context(opened))
+            else:
+                opened.close()
+        if len(candidates) == 1:
+            stack.pop_all()
+            others = tuple(name for name in contents if name != candidates[0].source.name)
+            return replace(candidates[0], passed_over=others)
+    count = len(candidates) or "none"
+    listed = few((f"{name} ({kinds})" for name, kinds in contents.items()), most=_MOST_LISTED, separator="; ")
+    raise NoDrafterError(
+        f"{repository}: expected one bundle with an MTP drafter, found {count} among {len(addresses)}: {listed}. Name "
+        "one of these addresses."
+    )

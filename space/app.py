@@ -112,7 +112,7 @@ def bundle_in_words(found: Mapping[str, Any]) -> str:
     else:
         shape = drafter["geometry"]
         stored = ", ".join(f"{count} {kind}" for kind, count in drafter["stored_types"].items())
-        name = plain(drafter["known_as"] or "of an unlisted model")
+        name = f"of {plain(drafter['known_as'])}'s shape" if drafter["known_as"] else "of an unlisted shape"
         said.append(
             f"**A drafter**: {name}, {drafter['parameters'] / 1e6:.2f} M parameters in {size(drafter['size'])} "
             f"({stored}); {shape['num_layers']} layers, hidden {shape['hidden_size']}, backbone "

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from helpers.commands import run_here
 from helpers.documents import LEFT_OUT, ROOT, Block, Command, anchors, blocks, commands, links, unlike
-from helpers.hub_fixtures import hub  # noqa: F401 - a fixture
+from helpers.hub_fixtures import E4B as HUB
+from helpers.hub_fixtures import hub, published_repository  # noqa: F401 - a fixture
 from helpers.hub_server import HubServer
 from helpers.model_server import model_server
 from helpers.prompt_files import few_of, write_prompts
@@ -34,7 +35,6 @@ RUN = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 READ = [*RUN, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 
 BUNDLE, DRAFTER, BASE = "gemma-4-E4B-it.litertlm", "gemma-4-E4B-it-mtp-drafter", "google/gemma-4-E4B-it"
-HUB = "litert-community/gemma-4-E4B-it-litert-lm"
 
 # --- what is not run, and why; what is left of it is checked as the next tables say
 
@@ -125,7 +125,7 @@ def servers() -> Iterator[Callable[[str], str]]:
 def desk(tmp_path: Path, drafter: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Desk:  # noqa: F811
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    hub.add(HUB, BUNDLE, sample_bundle().read_bytes())
+    published_repository(hub, HUB, sample_bundle())
     return Desk(tmp_path, drafter)
 
 

@@ -65,8 +65,9 @@ class Source(Record):
     #: `litertlm` for a bundle, `tflite` for a bare model, `checkpoint` for a directory of unknown origin
     kind: Literal["litertlm", "tflite", "checkpoint"]
     version: str | None  #: of the container; null for a bare model
-    #: what identifies the bytes beyond their name. Hub: `repository`, `path`, `revision`, `commit`,
-    #: `etag`, `sha256`; a URL: `url`, `etag`, `last_modified`; empty for a local file
+    #: what identifies the bytes beyond their name. Hub: `repository`, `path`, `revision`, `commit` and `etag`, of a
+    #: large file the SHA-256 that the Hub states, which is not computed here; a URL: `url`, `etag`, `last_modified`;
+    #: empty for a local file
     provenance: dict[str, str]
     section: Section | None  #: the drafter's section; null for a checkpoint
 

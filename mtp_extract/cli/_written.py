@@ -52,6 +52,11 @@ def is_rounded(record: Mapping[str, Any]) -> bool:
     return bool(roundings(*record["converted_from"], record))
 
 
+def drafter_of(shape: str | None) -> str:
+    """What to call a drafter: by its shape where that is known, which says nothing of its base."""
+    return f"MTP drafter of {shape}'s shape" if shape else "MTP drafter"
+
+
 def found_in(section: int | None, found_by: str) -> str:
     """Where it lies and how it was found."""
     where = f"section {section}, " if section is not None else ""

@@ -46,7 +46,7 @@ def command(
     with progress(quiet=print_json) as tick:
         result = convert(directory, out, **vars(plan), overwrite=overwrite, progress=tick)
     record = result.record
-    what = "EAGLE-3 head" if is_head(record) else f"{record['known_as'] or 'MTP'} drafter"
+    what = "EAGLE-3 head" if is_head(record) else "MTP drafter"
     before = escape(record["converted_from"][-1]["layout"])
     head = f"{what} of {escape(record['source']['name'])}, from its {before} format"
     show_written(result, plan.format, head, print_json=print_json)

@@ -45,6 +45,7 @@ def command(
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
 
     from mtp_extract.data import sample_bundle
+    from mtp_extract.litertlm.published import base_model_of
     from mtp_extract.pipeline.extraction import extract
 
     file = sample_bundle() if source is None else source
@@ -52,7 +53,9 @@ def command(
         result = extract(file, out, **vars(plan), overwrite=overwrite, sliding_window=sliding_window, progress=tick)
     source_, section = result.record["source"], result.record["source"]["section"]
     where = found_in(section["index"], section["found_by"])
-    head = f"{result.record['known_as'] or 'MTP'} drafter of {escape(source_['name'])} ({where})"
+    shape, base = result.record["known_as"], base_model_of(result.record)
+    head = f"MTP drafter of {escape(source_['name'])} ({where})"
+    head += f", for {base}" if base else f", of {shape}'s shape" if shape else ""
     show_written(result, plan.format, head, verbose=verbose, print_json=print_json)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._command import AsJson, program
-from mtp_extract.cli._written import found_in, say_geometry, say_proof
+from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, size, table, write_json
 from mtp_extract.errors import escape, several
 
@@ -34,7 +34,7 @@ def command(
         str | None,
         typer.Option(
             help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
-            metavar="SOURCE|DIR",
+            metavar="SOURCE|DIR|ORG/NAME",
         ),
     ] = None,
     print_json: AsJson = False,
@@ -89,6 +89,8 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         say(f"  derived from {escape(report['against'])} again:")
         for check in report["checks"]:
             say(f"    {check['name']}: {escape(check['evidence'])}")
+        if (compared := report["against_published"]) is not None:
+            say(f"  {_comparison_with_published(compared)}")
     say_geometry(holds["geometry"], holds["parameters"])
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
@@ -97,12 +99,27 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
 
 
+def _comparison_with_published(compared: Mapping[str, Any]) -> str:
+    """What the SHA-256 of the bundle, which was computed, says of where it comes from."""
+    published = compared["published"]
+    if published is None:
+        return f"the bundle's SHA-256 is what the Hub states: {compared['sha256']}"
+    file = f"{published['repository']}/{published['file']} ({published['note']})"
+    if compared["is_published"]:
+        return f"the bundle is {file}, by its SHA-256, for {published['base_model']}"
+    return (
+        f"the bundle has the size of {file} and another SHA-256, {compared['sha256']}: it was changed, or not "
+        "downloaded completely"
+    )
+
+
 def _show_bundle(report: Mapping[str, Any]) -> None:
     version = f" {report['version']}" if report["version"] else ""
     known = f", {report['known_bundle']}" if report["known_bundle"] else ""
     drafter, holds = report["drafter"], "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
     if drafter is not None:
-        holds = f"the {drafter['known_as'] or 'MTP'} drafter for {drafter['base_model'] or 'a base that is not known'}"
+        base = drafter["base_model"]
+        holds = f"the drafter for {base}" if base else f"an {drafter_of(drafter['known_as'])}; its base is not said"
     say_all(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{known}; holds {holds}")
     table(list(report["items"].items()))
     if sections := report["sections"]:
@@ -115,13 +132,19 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
 
 
 def _show_drafter(drafter: Mapping[str, Any]) -> None:
+    from mtp_extract.proof.grids import rounding_in_words
+
     where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
-    say(f"{drafter['known_as'] or 'MTP'} drafter: {where}, {size(drafter['size'])}")
+    say(f"{drafter_of(drafter['known_as'])}: {where}, {size(drafter['size'])}")
     say_geometry(drafter["geometry"], drafter["parameters"])
     say(
         f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
         f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"
     )
+    if rounded := rounding_in_words(drafter["rounded_activations"], ranges=True):
+        say(f"  {rounded}")
+    if not drafter["layer_scalars"]:
+        say("  no layer scalars in its graph, as in Google's files of April 2026: each is 1")
     say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.doctor.counts import Counts, compare
 from mtp_extract.doctor.faults import SOUND, Expected, expect
 from mtp_extract.doctor.plan import DoctorPlan
@@ -24,6 +24,7 @@ from mtp_extract.evaluation.progress import Say, silent
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.formats import format_of
 from mtp_extract.io.address import public_name
+from mtp_extract.litertlm.published import base_model_of
 from mtp_extract.pipeline.check import read_record
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -129,8 +130,9 @@ def identify(place: Path, name: str) -> Identity:
     """
     layout, record = format_of(place), read_record(place)
     config = layout.read(place).config
-    known = known_drafter(config) if isinstance(config, DrafterConfig) else {"base_model": config.base}
-    made_for = (record.get("tuning") or record.get("ordered_head") or {}).get("base") or (known or {}).get("base_model")
+    made_for = base_model_of(record) if record else None
+    if made_for is None and not isinstance(config, DrafterConfig):
+        made_for = config.base
     return Identity(name, layout.name, made_for)
 
 

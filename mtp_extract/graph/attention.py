@@ -9,16 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import CONVERSIONS, REDUCTIONS, SELECTIONS, Call, axis_of, grid_of, ints
-from mtp_extract.graph.evaluate import LAYOUT, inputs_of, moved
+from mtp_extract.graph.call import (
+    CONVERSIONS,
+    DTYPES,
+    REDUCTIONS,
+    SELECTIONS,
+    Call,
+    axis_of,
+    grid_of,
+    has_few_bits,
+    holds_codes,
+    ints,
+    keeps_numbers,
+)
+from mtp_extract.graph.evaluate import LAYOUT, evaluate, inputs_of, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
+from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.forms import (
     SCORE,
     Attention,
     Cache,
     CacheAxes,
     Form,
+    OutputGuard,
     Rotated,
     Scored,
     Scores,
@@ -30,10 +43,10 @@ from mtp_extract.graph.forms import (
 )
 from mtp_extract.graph.positions import Positions
 from mtp_extract.graph.views import View
-from mtp_extract.litertlm.storage import FLOAT_TYPES
-from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
 
 _MOST_NUMBERS = 1 << 20
+_ANY_SLOT = ("REDUCE_MAX", "REDUCE_ANY")
 
 _STAGES: dict[tuple[str | float | None, ...], str] = {
     ("REDUCE_MAX", "score", None): "largest",
@@ -78,6 +91,8 @@ class AttentionReader:
             return self._converted(node, operands[0])
         if node.kind == "BATCH_MATMUL":
             return self._product(node, operands)
+        if node.kind in SELECTIONS and (mixed := self._mixed_operand(operands)) is not None:
+            return self._guarded(node, operands, mixed)
         first = next((form for form in operands if isinstance(form, Cache | Scored)), None)
         if isinstance(first, Cache):
             return self._scaled_cache(node, first, operands)
@@ -145,20 +160,14 @@ class AttentionReader:
     # Operators that hand numbers on.
 
     def _converted(self, node: Node, form: Form | None) -> Form:
-        """DEQUANTIZE and CAST: only of caches, to the floats that their codes or halves stand for."""
+        """The same numbers in another type; and of a cache whose zero point is 0, a CAST to the codes themselves."""
         source, target = node.operand(0).tensor, node.outputs[0].tensor
-        if isinstance(form, Cache) and target.type is TensorType.FLOAT32 and node.kind != "QUANTIZE":
-            own = self.graph.inputs[form.name].tensor
-            grid = grid_of(own)
-            if source.type in FLOAT_TYPES:
-                return form
-            if grid is not None and (source.type, grid_of(source)) == (own.type, grid):
-                if node.kind == "DEQUANTIZE":
-                    return form
-                if not grid[1]:
-                    # CAST makes the codes themselves.
-                    return replace(form, factor=form.factor / grid[0])
-        raise UnreadableError(f"holds numbers inside of an attention as {target.type_name}")
+        if form is not None and keeps_numbers(node):
+            return form
+        grid = grid_of(source)
+        if isinstance(form, Cache) and node.kind == "CAST" and target.type in FLOAT_TYPES and grid and not grid[1]:
+            return replace(form, factor=form.factor / grid[0])
+        raise UnreadableError(f"turns {source.type_name} inside of an attention into {target.type_name}")
 
     # Products.
 
@@ -168,11 +177,11 @@ class AttentionReader:
         flips = [bool(Call(self.graph, node).option(slot, "?", False)) for slot in (0, 1)]
         if not isinstance(right, Cache):
             raise UnreadableError("multiplies what no attention multiplies, or the other way round")
-        tensor = node.operand(1).tensor
-        if {node.operand(0).tensor.type, node.outputs[0].tensor.type} != {TensorType.FLOAT32}:
-            raise UnreadableError("computes scores, or mixes values, in another type than FLOAT32")
-        if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
-            raise UnreadableError(f"multiplies integers of {right.name} that have no scale")
+        tensors = [node.operand(0).tensor, node.operand(1).tensor, node.outputs[0].tensor]
+        if tensors[0].type != tensors[2].type:
+            raise UnreadableError(f"multiplies {tensors[0].type_name} and makes {tensors[2].type_name} of it")
+        if any(tensor.type not in FLOAT_TYPES and grid_of(tensor) is None for tensor in tensors):
+            raise UnreadableError(f"multiplies {right.name} as integers that have no scale")
         if isinstance(left, Scored):
             return self.mixed(left, right, *flips)
         return self.scores(self.rotated(left), right, *flips)
@@ -222,6 +231,8 @@ class AttentionReader:
             if not np.isfinite(made.number).all():
                 raise UnreadableError("multiplies a query by what is no number")
             return made
+        if holds_codes(value.tensor):
+            raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
         table = value.depends == Depends.POSITION and value.tensor.type in FLOAT_TYPES
         if kind == "DIV" or not table or rotated.by.any() or inputs_of([value]) != {INPUT_POS}:
             raise UnreadableError("brings a query together with something else than one table of the position")
@@ -309,6 +320,55 @@ class AttentionReader:
         self.attentions.setdefault(expr, attention)
         return Term(factor, expr, head[row] * width + dimension)
 
+    # Output guards.
+
+    def _mixed_operand(self, operands: Sequence[Form | None]) -> int | None:
+        """The place of what heads mixed among the operands of a selection; None where there is none."""
+        places = [i for i, form in enumerate(operands) if isinstance(form, Term) and form.expr in self.attentions]
+        return places[0] if operands[0] is None and len(places) == 1 else None
+
+    def _guarded(self, node: Node, operands: Sequence[Form | None], mixed: int) -> Term:
+        """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.slots` decides which it chooses."""
+        term, condition = operands[mixed], node.operand(0)
+        assert isinstance(term, Term)
+        attention = self.attentions[term.expr]
+        if self.expressions.number_of(operands[3 - mixed]) != 0:
+            raise UnreadableError("replaces what heads mixed by something else than 0")
+        if attention.guard is not None:
+            raise UnreadableError("chooses again between what heads mixed and 0")
+        if broadcast_shape(node, operands) != term.ids.shape:
+            raise UnreadableError("repeats what heads mixed")
+        if node.kind == "SELECT" and len(condition.tensor.shape) != term.ids.ndim:
+            raise UnreadableError("chooses whole rows")
+        guard = OutputGuard(condition, *self._any_slot(condition), keeps=mixed == 1)
+        parts = (attention.scores, attention.value, attention.axes, attention.window, guard)
+        expr = self.expressions.expr("mixed", *parts, size=term.expr.size)
+        self.attentions.setdefault(expr, replace(attention, guard=guard))
+        return replace(term, expr=expr)
+
+    def _any_slot(self, condition: Value) -> tuple[Value, Tree]:
+        """The one reduction over all slots that ``condition`` is computed of, and what it reduces."""
+        if condition.depends & Depends.DATA:
+            raise UnreadableError("chooses by what is computed of activations or caches")
+        reductions = {id(v): v for v in ancestors(condition) if v.producer and v.producer.kind in _ANY_SLOT}
+        if len(reductions) != 1:
+            raise UnreadableError(
+                f"chooses by {len(reductions)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
+            )
+        (reduced,) = reductions.values()
+        assert reduced.producer is not None
+        mask, axes = reduced.producer.operand(0), ints(self.graph.integers(reduced.producer.operand(1)))
+        rank = len(mask.tensor.shape)
+        if mask.tensor.shape[-1:] != (self.positions.slots,) or rank - 1 not in {axis_of(a, rank) for a in axes}:
+            raise UnreadableError("chooses by some slots of a mask alone")
+        if mask.tensor.type != reduced.tensor.type or reduced.tensor.type not in DTYPES or has_few_bits(mask.tensor):
+            raise UnreadableError(f"chooses by a mask of {mask.tensor.type_name}")
+        if any(
+            v.depends and v is not reduced for v in ancestors(condition, frozenset([id(reduced)])) if not v.producer
+        ):
+            raise UnreadableError("chooses by more than whether any slot is shown")
+        return reduced, ("leaf", mask, rank - 1)
+
     # From scores to weights.
 
     def scored(self, node: Node, operands: Sequence[Form | None]) -> Scored:
@@ -359,9 +419,9 @@ class AttentionReader:
         around = node.operand(0)
         if not isinstance(scored, Scored) or scored.stage != "score" or around.depends:
             raise UnreadableError("writes something else than the scores of a window")
-        if around.tensor.type not in FLOAT_TYPES or not around.constant:
-            raise UnreadableError("writes the scores of a window into something else than stored numbers")
-        numbers, view, shape = np.unique(self.graph.floats(around)), scored.view, around.tensor.shape
+        if around.tensor.type not in FLOAT_TYPES:
+            raise UnreadableError(f"writes the scores of a window into numbers of {around.tensor.type_name}")
+        numbers, view, shape = np.unique(self._ground(around)), scored.view, around.tensor.shape
         at = scored.slot_axis
         begins = np.clip(self.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
         label, places, start = view.along(at)
@@ -373,6 +433,19 @@ class AttentionReader:
         by_slot = np.outer([own == label for own in view.labels], np.arange(shape[at]))
         whole = replace(view.with_axis(at, by_slot), starts={})
         return Scored("score", replace(scored.scores, tree=tree), whole)
+
+    def _ground(self, around: Value) -> Floats:
+        """The numbers of a constant that is stored, or filled with one number."""
+        if around.constant:
+            return self.graph.floats(around)
+        filler = around.producer
+        if (
+            filler is None
+            or filler.kind != "FILL"
+            or ints(self.graph.integers(filler.operand(0))) != [*around.tensor.shape]
+        ):
+            raise UnreadableError("writes the scores of a window into something else than constant numbers")
+        return evaluate(self.graph, {}, [filler.operand(1)])[0].reshape(-1)
 
     # Masks.
 

@@ -82,6 +82,20 @@ def has_few_bits(tensor: Tensor) -> bool:
     return holds_codes(tensor) or tensor.type in FLOAT_TYPES - {TensorType.FLOAT32}
 
 
+def keeps_numbers(node: Node) -> bool:
+    """Whether a conversion hands the same numbers on, rounded at most: between floats, and between floats and what
+    codes stand for. CAST of codes makes others: the codes themselves.
+    """
+    source, target = node.operand(0).tensor, node.outputs[0].tensor
+    if node.kind == "CAST":
+        return {source.type, target.type} <= FLOAT_TYPES
+    if node.kind == "DEQUANTIZE":
+        # The codes of a constant may have several scales.
+        known = node.operand(0).constant or source.type in FLOAT_TYPES or holds_codes(source)
+        return target.type is TensorType.FLOAT32 and known
+    return holds_codes(target) and (source.type in FLOAT_TYPES or holds_codes(source))
+
+
 @contextmanager
 def computing(label: str) -> Iterator[None]:
     """Errors of Python and NumPy about operands that do not fit become one of ours that begins with ``label``.

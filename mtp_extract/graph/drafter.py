@@ -22,16 +22,18 @@ import numpy as np
 
 from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks
-from mtp_extract.graph.call import computing
+from mtp_extract.graph.call import computing, grid_of
 from mtp_extract.graph.expressions import Expr
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Attention, heads_and_width, leaves_of
+from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
 from mtp_extract.graph.roles import FoundRole, SetAside, in_order, set_aside
 from mtp_extract.graph.rotation import Rotation, rotation_of
-from mtp_extract.litertlm.tflite import Tensor, TensorType
+from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.tflite import Tensor
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -67,7 +69,7 @@ class Walk:
     rms_norm_eps: float
     hidden_activation: str
     caches: Mapping[str, Tensor]
-    coarse: tuple[Value, ...]  # activations on a grid
+    rounded: tuple[Value, ...]  # as in Reading
     reading: Reading = field(repr=False, compare=False)
 
 
@@ -80,6 +82,7 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
+    require_kind(graph)
     for kind, name, names in (
         ("output", LOGITS, graph.outputs),
         ("output", PROJECTED, graph.outputs),
@@ -88,8 +91,9 @@ def walk(graph: FlatGraph) -> Walk:
         if name not in names:
             found = ", ".join(map(escape, names)) or "none"
             raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
-        if names[name].tensor.type is not TensorType.FLOAT32:
-            raise UnsupportedError(f"The {kind} {names[name].label} should be FLOAT32, as runtimes hand it over.")
+        tensor = names[name].tensor
+        if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
+            raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
     return _Drafter(graph).walk()
 
 
@@ -120,7 +124,7 @@ class _Drafter(Blocks):
             self.one_epsilon(),
             self.one_activation(),
             MappingProxyType({name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}),
-            tuple(reading.coarse),
+            tuple(reading.rounded),
             reading,
         )
 

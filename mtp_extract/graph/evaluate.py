@@ -38,6 +38,12 @@ def _broadcast(call: Call, x: Array, shape: Array) -> Array:
     return np.broadcast_to(x, ints(shape))
 
 
+def _fill(call: Call, shape: Array, number: Array) -> Array:
+    if number.ndim:
+        raise call.refuse("repeats more than one number")
+    return _broadcast(call, number, shape)
+
+
 def _slice(call: Call, x: Array, begin: Array, size: Array) -> Array:
     starts = ints(begin)
     ends = [d if n == -1 else b + n for b, n, d in zip(starts, ints(size), x.shape, strict=True)]
@@ -87,6 +93,7 @@ _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "BROADCAST_TO": ((0,), _broadcast),
     "CONCATENATION": (_ALL, _joined(np.concatenate, 0)),
     "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, ints(axis)[0])),
+    "FILL": ((1,), _fill),
     "GATHER": ((0,), _gather),
     "PACK": (_ALL, _joined(np.stack, 1)),
     "RESHAPE": ((0,), _reshape),
@@ -153,12 +160,24 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 
 def _cast(call: Call, x: Array) -> Array:
     """To floats, bools, or integers of integers; to float64, which the evaluator refuses, where a type is unknown."""
-    kind = np.dtype(DTYPES.get(call.node.outputs[0].tensor.type))
+    target = call.node.outputs[0].tensor.type
+    kind = np.dtype(DTYPES.get(target))
+    if target in FLOAT_TYPES - {TensorType.FLOAT32}:
+        return _rounded_to_half(x.astype(np.float32), target)
     if kind.kind in "bf" or x.dtype.kind == "b":
         return x.astype(kind)
     if x.dtype.kind == "f":
         raise call.refuse("makes integers of floats")
     return _within(call, x, kind)
+
+
+def _rounded_to_half(x: Array, kind: TensorType) -> Array:
+    """float32 numbers, to the nearest of FLOAT16 or BFLOAT16, ties to even; what is not finite stays as it is."""
+    if kind is TensorType.FLOAT16:
+        return x.astype(np.float16).astype(np.float32)
+    bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+    upper = (bits + 0x7FFF + (bits >> 16 & 1)).astype(np.uint32) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), upper.view(np.float32), x)
 
 
 def _batch_matmul(call: Call, left: Array, right: Array) -> Array:
@@ -210,12 +229,18 @@ def inputs_of(values: Sequence[Value]) -> frozenset[str]:
     return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
 
 
-def evaluate(graph: FlatGraph, inputs: Mapping[str, Array], wanted: Sequence[Value]) -> list[Array]:
+def evaluate(
+    graph: FlatGraph,
+    inputs: Mapping[str, Array],
+    wanted: Sequence[Value],
+    known: Mapping[int, Array] = MappingProxyType({}),
+) -> list[Array]:
     """What ``wanted`` are, for every sample.
 
     Args:
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
             :data:`~mtp_extract.graph.call.DTYPES`.
+        known: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
 
     Returns:
         per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32.
@@ -226,8 +251,8 @@ def evaluate(graph: FlatGraph, inputs: Mapping[str, Array], wanted: Sequence[Val
         RoleError: a value is read and nothing computes it.
         FormatError: operands do not fit the operator.
     """
-    reached = {id(value): value for start in wanted for value in ancestors(start)}
-    nodes = [node for node in graph.nodes if any(id(value) in reached for value in node.outputs)]
+    reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(known))}
+    nodes = [node for node in graph.nodes if any(id(value) in reached.keys() - known.keys() for value in node.outputs)]
     samples = max(map(len, inputs.values()), default=1)
     if sum(value.tensor.elements * (samples if value.depends else 1) for value in reached.values()) > _IN_ALL:
         raise UnsupportedError(f"{wanted[0].label} is computed of more numbers than any drafter has.")
@@ -236,17 +261,22 @@ def evaluate(graph: FlatGraph, inputs: Mapping[str, Array], wanted: Sequence[Val
     parts = []
     for at in range(0, samples, step):
         fed = {name: np.moveaxis(a[at : at + step] if name in several else a, 0, -1) for name, a in inputs.items()}
-        parts.append(_run(graph, fed, nodes, wanted))
+        parts.append(_run(graph, fed, nodes, wanted, {key: np.moveaxis(a, 0, -1) for key, a in known.items()}))
     return [
         np.moveaxis(np.concatenate(own, -1) if several & inputs_of([value]) else own[0], -1, 0)
         for value, own in zip(wanted, zip(*parts, strict=True), strict=True)
     ]
 
 
-def _run(graph: FlatGraph, inputs: Mapping[str, Array], nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
+def _run(
+    graph: FlatGraph,
+    inputs: Mapping[str, Array],
+    nodes: Sequence[Node],
+    wanted: Sequence[Value],
+    known: dict[int, Array],
+) -> list[Array]:
     """What ``wanted`` are for some samples, side by side; a value without further readers is forgotten."""
     last = {id(value): node for node in nodes for value in node.inputs} | {id(value): None for value in wanted}
-    known: dict[int, Array] = {}
 
     def read(value: Value) -> Array:
         if id(value) in known:
@@ -285,7 +315,7 @@ def _run(graph: FlatGraph, inputs: Mapping[str, Array], nodes: Sequence[Node], w
 
 
 def _check_bits(call: Call) -> None:
-    """Of numbers of few bits only floats are made; those of half precision may be moved before."""
+    """Of numbers of few bits only floats are made, but numbers may be rounded to half precision and moved there."""
     kind, made = call.node.kind, [value.tensor for value in call.node.outputs]
     seen = [call.tensor(position) for position in range(len(call.node.inputs))]
     if not any(map(has_few_bits, (*seen, *made))):
@@ -294,7 +324,8 @@ def _check_bits(call: Call) -> None:
     types = {tensor.type for tensor in made} | {seen[i].type for i in LAYOUT.get(kind, ()) if i < len(seen)}
     moves = kind in LAYOUT and len(types) == 1 and not on_grid
     widens = not any(map(has_few_bits, made)) and (kind == "DEQUANTIZE" or (kind == "CAST" and not on_grid))
-    if not (moves or widens):
+    narrows = kind == "CAST" and types <= FLOAT_TYPES and not on_grid
+    if not (moves or widens or narrows):
         raise call.refuse("computes with numbers of few bits")
 
 

@@ -7,7 +7,7 @@ whose body does something else than its name says is not taken at its word.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
 from types import MappingProxyType
@@ -26,6 +26,7 @@ _DEEPEST_COMPOSITE = 8
 _LARGEST_ATTRIBUTES = 1 << 12
 _MOST_NODES = 10_000
 _EDGES_PER_NODE = 10
+_KEEP_NUMBERS = frozenset({"DEQUANTIZE", "RESHAPE", "TRANSPOSE"})
 _MOST_SMALL_ELEMENTS = 1 << 20
 _MOST_READ = 1 << 27
 _COST_OF_A_READ = 1 << 10
@@ -52,9 +53,14 @@ class Depends(IntFlag):
 
 INPUT_POS = "input_pos"
 PARAM_TENSOR = "param_tensor"
+CACHE_PREFIX = "kv_cache_"
+RUNTIME_BMM = "odml.runtime_bmm"
+"""The product of queries or weights with a cache, in files of Google's own exporter."""
 MASK = "mask"
 MASK_LOCAL = "mask_local"
 
+_OTHER_NAMES = {"positions": INPUT_POS}
+_MASK_TYPES = frozenset({TensorType.BOOL, TensorType.FLOAT32, TensorType.FLOAT16})
 _DEPENDS: MappingProxyType[str, Depends] = MappingProxyType(
     # The runtime computes what is in param_tensor from the position.
     {INPUT_POS: Depends.POSITION, PARAM_TENSOR: Depends.POSITION, MASK: Depends.MASK, MASK_LOCAL: Depends.MASK}
@@ -132,6 +138,8 @@ class FlatGraph:
     constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and index
     # By composite, the epsilon that it says to have. Accelerators compute with it, and not with the body's.
     epsilons: dict[str, float] = field(repr=False)
+    # Name of an input in the signature → its name in ``inputs``, as :func:`runtime_inputs` has it.
+    input_names: Mapping[str, str] = field(repr=False)
     # How many elements of constants all readers of the graph together may still ask for.
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
 
@@ -169,6 +177,7 @@ class _Builder:
         self.opened: list[int] = []
         self.edges = 0
         self.epsilons: dict[str, float] = {}
+        self.cache_scales: list[tuple[Operator, float, Tensor]] = []
         self.handed: list[tuple[Operator, Tensor, Tensor]] = []
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
@@ -220,8 +229,12 @@ class _Builder:
         arguments = {
             inner: outer for inner, outer in zip(body.inputs, inputs, strict=True) if outer is not None and inner >= 0
         }
-        if (epsilon := _epsilon(op)) is not None:
+        if (epsilon := _attribute(op, "epsilon")) is not None:
             self.epsilons[op.label] = epsilon
+        if op.composite == RUNTIME_BMM and len(inputs) > 1 and inputs[1] is not None:
+            scale = _attribute(op, "scale")
+            if scale is not None:
+                self.cache_scales.append((op, scale, handed_on(inputs[1], _KEEP_NUMBERS).tensor))
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
@@ -262,6 +275,26 @@ class _Builder:
         self.nodes.append(node)
 
 
+def runtime_inputs(inputs: Mapping[str, Tensor]) -> dict[str, str]:
+    """The inputs of a signature by what runtimes hand over in them: ``input_pos``, ``mask``, ``mask_local`` …
+
+    LiteRT-LM knows the same input by several names (``mask`` or ``attn_mask``; ``local_mask``, ``attn_mask_local``,
+    ``local_attn_mask`` or ``mask_local``). So a mask is what has a mask's type and is called one, and its name tells
+    local from global. Whatever else there is, and a second input of the same kind, keeps its name.
+
+    Returns:
+        name in the signature → name in :attr:`FlatGraph.inputs`.
+    """
+    names: dict[str, str] = {name: name for name in inputs}
+    for name, tensor in inputs.items():
+        meaning = _OTHER_NAMES.get(name, name)
+        if "mask" in name and tensor.type in _MASK_TYPES and not name.startswith(CACHE_PREFIX):
+            meaning = MASK_LOCAL if "local" in name else MASK
+        if meaning not in names.values():
+            names[name] = meaning
+    return names
+
+
 def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NODES) -> FlatGraph:
     """The graph of ``signature`` with its composites opened; ``most_nodes`` is more than any real one has.
 
@@ -277,15 +310,18 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
             f"The signature {escape(signature.key)!r} names one tensor twice, or one that is no input of its graph: a "
             "runtime cannot fill it so."
         )
+    names = runtime_inputs({name: graph.tensors[index] for name, index in signature.inputs.items()})
     arguments = {
         index: Value([graph.tensors[index]], input_name=name, depends=_DEPENDS.get(name or "", Depends.DATA))
         for index in graph.inputs
         if index >= 0
-        for name in (by_tensor.get(index),)
+        for name in (names[by_tensor[index]] if index in by_tensor else None,)
     }
     values = builder.build(signature.subgraph, arguments)
     for op, inner, outer in builder.handed:
         _require_same(op, inner, outer)
+    for op, scale, cache in builder.cache_scales:
+        _require_scale(op, scale, cache)
     for value in arguments.values():
         if value.input_name is None and value.consumers:
             raise RoleError(
@@ -294,7 +330,9 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
             )
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
-    return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants, builder.epsilons)
+    return FlatGraph(
+        model, signature, tuple(builder.nodes), inputs, outputs, builder.constants, builder.epsilons, names
+    )
 
 
 def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:
@@ -312,21 +350,42 @@ def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:
         raise RoleError(f"{op.label} takes {inner.label} for {outer.label}: another type, shape or scale.")
 
 
-def _epsilon(op: Operator) -> float | None:
-    """The attribute ``epsilon`` of a composite.
+def _require_scale(op: Operator, said: float, cache: Tensor) -> None:
+    """Check that the attribute ``scale`` of a product with a cache is the cache's own scale.
+
+    Raises:
+        UnsupportedError: it is another one. Accelerators compute with the attribute, CPUs with the cache's.
+    """
+    scales = [] if cache.quantization is None else cache.quantization.scale.tolist()
+    # Of floats it says nothing, as 0 or 1.
+    if scales[:1] == [np.float32(said)] or (cache.type in FLOAT_TYPES and said in (0.0, 1.0)):
+        return
+    own = f"{scales[0]:g}" if scales else "none"
+    raise UnsupportedError(
+        f"{op.label}: its attribute says that the scale of {cache.label} is {said:g}, and the tensor's own is {own}. "
+        "Which of the two a runtime uses depends on its hardware, so there is no one function to extract. Export the "
+        "file again."
+    )
+
+
+def _attribute(op: Operator, key: str) -> float | None:
+    """A number among the attributes of a composite; None where there is none of this name.
 
     Raises:
         UnsupportedError: its attributes cannot be read.
     """
-    if not op.attributes:
+    if not 0 < len(op.attributes) <= _LARGEST_ATTRIBUTES:
         return None
     try:
-        attributes = flexbuffers.Loads(op.attributes) if len(op.attributes) <= _LARGEST_ATTRIBUTES else None
+        root = flexbuffers.GetRoot(op.attributes)
+        # Only this key is looked up: what else there is may be nested without end.
+        found = root.AsMap[key] if root.IsMap else None
+        return float(found.AsFloat) if found is not None and (found.IsFloat or found.IsInt) else None
+    except KeyError:
+        return None
     except Exception as error:
         # The library trusts its input.
-        raise UnsupportedError(f"{op.label} has attributes that cannot be read.") from error
-    found = attributes.get("epsilon") if isinstance(attributes, dict) else None
-    return float(found) if isinstance(found, float | int) else None
+        raise UnsupportedError(f"{op.label} has attributes that cannot be read: the file is damaged.") from error
 
 
 def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:

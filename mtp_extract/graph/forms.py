@@ -10,14 +10,14 @@ Operators that move elements keep the form. What is done to a score on its way t
 slot by slot what becomes of the score. Its leaves are numbers, and values that positions and masks decide::
 
     tree := SCORE | ("add", tree, leaf, ±1) | ("select", leaf, tree|leaf, tree|leaf)
-          | ("window", tree, its window, what stands elsewhere)
+          | ("window", tree, its window, what stands elsewhere) | ("within", tree, lowest, highest)
     leaf := number | ("leaf", value, its axis of slots or None)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +149,31 @@ class Scored:
     def slot_axis(self) -> int:
         return self.view.only("slot")
 
+    def within(self, lowest: float, highest: float) -> Scored:
+        """The same on a grid from ``lowest`` to ``highest``, which cuts off what a mask wrote for what it hides."""
+        if self.stage != "score" or self.scores.tree == SCORE:
+            return self
+        tree = ("within", self.scores.tree, lowest, highest)
+        return replace(self, scores=replace(self.scores, tree=tree))
+
+
+class OutputGuard(NamedTuple):
+    """A selection between what heads mixed and 0, by whether a mask shows any slot.
+
+    JAX attentions end in ``where(any(mask), mixed, 0)``, for rows that are hidden altogether.
+
+    Attributes:
+        condition: what the selection chooses by.
+        reduced: the largest number of the mask, or whether any is true; ``condition`` is computed of this alone.
+        mask: the leaf that is reduced, a number for each slot.
+        keeps: the condition's truth that chooses what heads mixed.
+    """
+
+    condition: Value
+    reduced: Value
+    mask: Tree
+    keeps: bool
+
 
 @dataclass(frozen=True, eq=False)
 class Attention:
@@ -157,12 +182,20 @@ class Attention:
     Attributes:
         axes: of V.
         window: the slots whose weights alone meet V; None for all.
+        guard: what chooses between the result and 0; None for nothing.
     """
 
     scores: Scores
     value: str
     axes: CacheAxes
     window: Window | None
+    guard: OutputGuard | None = None
+
+    @property
+    def mask_values(self) -> list[Value]:
+        """The values that positions and masks decide, of its scores and of its output guard."""
+        guards = [] if self.guard is None else [self.guard.mask[1]]
+        return list({id(value): value for value in (*leaves_of(self.scores.tree), *guards)}.values())
 
     @property
     def all_windows(self) -> list[Window]:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.graph.call import DTYPES
 from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.forms import Attention, Tree, Window, leaves_of
+from mtp_extract.graph.forms import Attention, OutputGuard, Tree, Window
 from mtp_extract.graph.positions import Positions, filled
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
@@ -29,8 +30,8 @@ from mtp_extract.litertlm.tflite import TensorType
 Bools = npt.NDArray[np.bool_]
 Doubles = npt.NDArray[np.float64]
 
-_HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""What LiteRT's runtime writes where a float mask hides a slot."""
+HIDDEN_BY_FLOATS = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
+"""What LiteRT's runtime writes where a mask of floats hides a slot; it writes 0 where the mask shows one."""
 _LARGEST_OFFSET = 64.0
 """What may be added to a score that is seen: more would round it away."""
 _MOST_NUMBERS = 64
@@ -89,13 +90,14 @@ class Masks:
         bits = np.array(list(itertools.product((True, False), repeat=len(either))))
         free = dict(zip(either, np.tile(bits, (len(positions), 1)).T[..., None], strict=True))
         at = np.repeat(positions, len(bits))
-        leaves = leaves_of(attention.scores.tree)
+        leaves = attention.mask_values
         needed = inputs_of(leaves) if leaves else frozenset()
         shown = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
         fed = self.positions.fed(needed, at)
         for name in needed & set(shown):
             value, rows = self.graph.inputs[name], np.broadcast_to(shown[name], (at.size, self.slots))
-            fed[name] = filled(value, rows if value.tensor.type not in FLOAT_TYPES else np.where(rows, 0, _HIDDEN))
+            hidden = HIDDEN_BY_FLOATS.get(value.tensor.type) if value.tensor.type is not None else None
+            fed[name] = filled(value, rows if hidden is None else np.where(rows, 0, hidden))
         for value in leaves:
             self._check_slot_by_slot(value)
         found = evaluate(self.graph, fed, leaves) if leaves else []
@@ -112,21 +114,26 @@ class Masks:
         if kind == "score":
             return Effect(np.ones(shape, bool), np.zeros(shape), np.zeros(shape, bool))
         if kind == "leaf":
-            return Effect(np.zeros(shape, bool), self._numbers(tree, cases), np.zeros(shape, bool))
+            return Effect(np.zeros(shape, bool), self.numbers(tree, cases), np.zeros(shape, bool))
         assert isinstance(tree, tuple)
         if kind == "add":
             one = self.effect(tree[1], cases)
-            offset = one.offset + tree[3] * self._numbers(tree[2], cases)
+            offset = one.offset + tree[3] * self.numbers(tree[2], cases)
             return Effect(one.scored, offset, one.lost | one.scored & ~(np.abs(offset) <= _LARGEST_OFFSET))
+        if kind == "within":
+            inner = self.effect(tree[1], cases)
+            # A score that was seen is rounded, and cut off by less; one that was hidden stands at an end of the grid.
+            hidden = ~inner.scored | ~(np.abs(inner.offset) <= _LARGEST_OFFSET)
+            return replace(inner, offset=np.where(hidden, np.clip(inner.offset, *tree[2:]), inner.offset))
         if kind == "window":
             chosen, yes, no = cases.within[tree[2]], self.effect(tree[1], cases), self.effect(tree[3], cases)
         else:
-            chosen = self._numbers(tree[1], cases) != 0
+            chosen = self.numbers(tree[1], cases) != 0
             yes, no = (self.effect(part, cases) for part in tree[2:])
         scored, lost = np.where(chosen, yes.scored, no.scored), np.where(chosen, yes.lost, no.lost)
         return Effect(scored, np.where(chosen, yes.offset, no.offset), lost)
 
-    def _numbers(self, leaf: Tree | float, cases: Cases) -> Doubles:
+    def numbers(self, leaf: Tree | float, cases: Cases) -> Doubles:
         """A leaf slot by slot, ``[samples, slots]``."""
         shape = (cases.positions.size, self.slots)
         if not isinstance(leaf, tuple):
@@ -138,6 +145,13 @@ class Masks:
         if not np.array_equal(table, np.broadcast_to(table[:, :1], table.shape), equal_nan=True):
             raise UnsupportedError(f"{value.label} masks heads differently, which no checkpoint does.")
         return np.broadcast_to(table[:, 0], shape)
+
+    def guard_keeps(self, guard: OutputGuard, largest: float) -> Bools:
+        """Whether ``guard`` keeps what heads mixed where the largest number of its mask is ``largest``, by element."""
+        reduced = guard.reduced.tensor
+        given = np.full((1, *reduced.shape), largest, DTYPES[reduced.type])
+        (condition,) = evaluate(self.graph, {}, [guard.condition], {id(guard.reduced): given})
+        return np.asarray(condition == guard.keeps)
 
     # A mask acts slot by slot.
 
@@ -156,7 +170,7 @@ class Masks:
             if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
                 raise UnsupportedError(
                     f"{node.op.label} brings slots of a mask together, or moves them; a drafter's masks act slot by "
-                    "slot. Nothing is written. Please report the file."
+                    "slot. Nothing is written."
                 )
 
     def _keeps_slots(self, node: Node) -> bool:
@@ -167,9 +181,9 @@ class Masks:
 
     # Rows that are alike.
 
-    def rows_are_alike(self, tree: Tree) -> bool:
-        """Whether all rows of the masks of ``tree`` are the same, up to a shift."""
-        return all(self._line(value) in (SHIFTED, UNIFORM) for value in leaves_of(tree))
+    def rows_are_alike(self, values: Iterable[Value]) -> bool:
+        """Whether all rows of the masks ``values`` are the same, up to a shift."""
+        return all(self._line(value) in (SHIFTED, UNIFORM) for value in values)
 
     def _line(self, value: Value) -> Line | None:
         """How ``value`` depends on position and slot; None where neither a line nor a shift says it."""

@@ -16,6 +16,7 @@ from mtp_extract.graph.call import DTYPES, Array, Call, has_few_bits
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
+from mtp_extract.litertlm.tflite import TensorType
 
 _MOST_SLOTS = 1 << 20
 _MOST_NUMBERS = 64
@@ -136,7 +137,8 @@ def filled(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
         UnsupportedError: it has another size, or a type that holds no numbers.
     """
     kind = DTYPES.get(value.tensor.type)
-    if kind is None or has_few_bits(value.tensor) or value.tensor.elements != numbers.shape[1]:
+    halves = value.tensor.type is TensorType.FLOAT16 and is_mask(value.input_name or "")
+    if kind is None or (has_few_bits(value.tensor) and not halves) or value.tensor.elements != numbers.shape[1]:
         raise UnsupportedError(
             f"The input {value.label} does not hold the {numbers.shape[1]} numbers that runtimes fill."
         )

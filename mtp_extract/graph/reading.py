@@ -22,15 +22,18 @@ from mtp_extract.graph.call import (
     SELECTIONS,
     Call,
     axis_of,
+    code_range,
     computing,
     grid_of,
+    has_few_bits,
     holds_codes,
     ints,
+    keeps_numbers,
 )
 from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
-from mtp_extract.graph.forms import Cache, Form, Rotated, shape_of
+from mtp_extract.graph.forms import Cache, Form, Rotated, Scored, shape_of
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor
@@ -57,6 +60,14 @@ _OPERANDS = {
     **dict.fromkeys(SELECTIONS, 3),
 }
 """How many operands an operator has, of those that have a number of them."""
+COMPUTED_BY_SCALES = frozenset(
+    ("ADD", "SUB", "MUL", "DIV", "SQRT", "RSQRT", "TANH", "GELU", "SUM", "MEAN", "SOFTMAX", "BATCH_MATMUL")
+)
+"""Operators whose kernels compute with what codes stand for; MINIMUM, MAXIMUM, NEG and selections take the codes
+themselves (LiteRT 2.3.0, as tests/graph/test_codes.py shows).
+"""
+_LARGEST_IN_HALF = 64.0
+"""How many times larger or smaller FLOAT16 may hold a value: ordinary numbers neither leave it so nor vanish in it."""
 _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 """Operators and what their bound times this is at least, where no number of a drafter reaches it."""
 _MOST_ELEMENTS = 1 << 17
@@ -72,7 +83,7 @@ class Reading:
         scaled: expression → values that are all of it times constants, in the order of the graph.
         products: expression of a product with a matrix → its operator.
         inside: its attentions.
-        coarse: values that the file holds on a grid.
+        rounded: activations that the file holds in other types than FLOAT32, and weights that an operator rounds.
     """
 
     def __init__(self, graph: FlatGraph, outputs: Sequence[str], *, whole: bool = True) -> None:
@@ -86,7 +97,7 @@ class Reading:
         self.first: dict[Expr, tuple[Value, float]] = {}
         self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}
         self.products: dict[Expr, Node] = {}
-        self.coarse: list[Value] = []
+        self.rounded: list[Value] = []
         self.inside = AttentionReader(graph, self.expressions)
         self._read_inputs()
         needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
@@ -95,7 +106,6 @@ class Reading:
                 made = self.read(node)
                 for value, form in zip(node.outputs, made, strict=True):
                     self.keep(value, form)
-        self._check_queries()
 
     def _read_inputs(self) -> None:
         caches = caches_of(self.graph.inputs)
@@ -106,6 +116,8 @@ class Reading:
             if name in caches and self.whole:
                 self.forms[id(value)] = Cache(name, View.whole(range(4), value.tensor.shape))
             elif value.depends & Depends.DATA:
+                if has_few_bits(value.tensor):
+                    self.rounded.append(value)
                 self.keep(value, self.expressions.whole("input", name, size=value.tensor.elements))
 
     def read(self, node: Node) -> tuple[Form, ...]:
@@ -122,9 +134,10 @@ class Reading:
             if not self.whole:
                 return tuple(self._unread(value, str(why)) for value in node.outputs)
             raise UnsupportedError(
-                f"{node.op.label} {why}; no drafter has such an operator there. Nothing is written. Please report the "
-                "file."
+                f"{node.op.label} {why}; this release knows no drafter with such an operator there. Nothing is written."
             ) from None
+        if node.kind not in LAYOUT:
+            self.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
         return made if isinstance(made, tuple) else (made,)
 
     @staticmethod
@@ -144,8 +157,13 @@ class Reading:
         types |= {made.tensor.type_name for made in node.outputs} - {"BOOL"}
         if len(types) > 1:
             raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
-        if node.kind not in LAYOUT and any(holds_codes(value.tensor) for value in (*operands, *node.outputs)):
-            raise UnreadableError("computes with codes, which LiteRT's kernels do in ways of their own")
+        tensors = [value.tensor for value in (*operands, *node.outputs) if value is not chosen_by]
+        if node.kind in LAYOUT or not any(map(holds_codes, tensors)):
+            return
+        if node.kind in SELECTIONS and len(set(map(grid_of, tensors))) == 1:
+            return
+        if node.kind not in COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
+            raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
 
     def _unread(self, value: Value, why: str) -> Term:
         made = self.expressions.whole("unread", value, why, size=value.tensor.elements)
@@ -179,14 +197,18 @@ class Reading:
         node, tensor = value.producer, value.tensor
         if node is not None and shape_of(form) != tuple(tensor.shape):
             raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")
-        held = grid_of(tensor) is not None
-        if isinstance(form, Term | Rotated) and self.whole and tensor.type is not TensorType.FLOAT32 and not held:
-            raise UnsupportedError(f"{value.label} holds an activation; expected FLOAT32, or codes with a scale.")
-        moved = node is not None and (node.kind in LAYOUT or node.kind == "QUANTIZE")
+        grid = grid_of(tensor)
+        if isinstance(form, Term | Rotated) and self.whole and tensor.type not in FLOAT_TYPES and grid is None:
+            raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
+        if tensor.type is TensorType.FLOAT16 and not 1 / _LARGEST_IN_HALF <= _factor_of(form) <= _LARGEST_IN_HALF:
+            raise UnsupportedError(
+                f"{value.label} holds {_factor_of(form):g} times a value of a drafter as FLOAT16, in which numbers of "
+                "ordinary size overflow or vanish so: that is more than rounding. Nothing is written."
+            )
         if isinstance(form, Term):
             form = self._keep_term(value, replace(form, ids=form.ids.reshape(tensor.shape)))
-            if held and not moved:
-                self.coarse.append(value)
+        elif isinstance(form, Scored) and grid is not None and tensor.type is not None:
+            form = form.within(*((code - grid[1]) * grid[0] for code in code_range(tensor.type)))
         self.forms[id(value)] = form
 
     def _keep_term(self, value: Value, term: Term) -> Term:
@@ -197,17 +219,6 @@ class Reading:
             if term.numbers:
                 self.scaled.setdefault(term.expr, []).append((term, value))
         return term
-
-    def _check_queries(self) -> None:
-        """No normed query may be held on a grid: what it scores would be another function of it."""
-        for value in self.coarse:
-            term, grid = self.forms[id(value)], grid_of(value.tensor)
-            if (
-                isinstance(term, Term)
-                and grid is not None
-                and self.expressions.origin(term.expr, term.ids)[0] in self.inside.queries
-            ):
-                raise UnsupportedError(f"{value.label} holds a normed query as {value.tensor.type_name}.")
 
     # Operands.
 
@@ -237,7 +248,7 @@ class Reading:
             return None
         if tensor.elements == 1:
             number = float(evaluate(self.graph, {}, [value])[0].reshape(-1)[0])
-            stored = handed_on(value, ("DEQUANTIZE", "RESHAPE"))
+            stored = handed_on(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
             return replace(self.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
         if value.producer is None:
             ids = np.arange(tensor.elements).reshape(tensor.shape)
@@ -251,6 +262,8 @@ class Reading:
 
     def _matrix(self, node: Node) -> Term:
         weight = weight_of(self.graph, node)
+        between = [value for value in ancestors(node.operand(1)) if value.producer is not None]
+        self.rounded += [value for value in between if has_few_bits(value.tensor)]
         read = self.operand(node, 0)
         if not isinstance(read, Term):
             raise UnreadableError(
@@ -303,11 +316,12 @@ class Reading:
         raise UnreadableError("is none that a drafter needs")
 
     def _converted(self, node: Node, term: Term) -> Term:
-        if node.kind == "QUANTIZE":
-            self.coarse.append(node.outputs[0])
-        elif not _makes_floats(node):
+        if not keeps_numbers(node):
             types = f"{node.operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
             raise UnreadableError(f"turns {types}, and not into the same numbers")
+        if node.kind == "QUANTIZE" and self.expressions.is_constant(term):
+            # A quantizer stores a constant's codes; what an operator rounds or cuts off is no longer the constant.
+            raise UnreadableError("rounds a constant to codes")
         return term
 
     def _summed(self, node: Node, term: Term) -> Term:
@@ -317,6 +331,14 @@ class Reading:
         made = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
         keeps = Call(self.graph, node).option(0, "?", False)
         return replace(made, ids=made.ids.reshape((*term.ids.shape[:-1], *([1] if keeps else []))))
+
+
+def _factor_of(form: Form) -> float:
+    """How many times larger than a value of ordinary size ``form`` is."""
+    if isinstance(form, Term | Cache):
+        return abs(form.factor)
+    rotated = form.scores.rotated if isinstance(form, Scored) else form
+    return float(np.abs(rotated.number).max(initial=0.0))
 
 
 # Products with a matrix of constants: FULLY_CONNECTED of a weight that is stored ``[out, in]``.
@@ -331,12 +353,13 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
     """
     value = node.operand(1)
     maker = value.producer
-    if maker is not None and _makes_floats(maker):
+    while maker is not None and maker.kind in CONVERSIONS and keeps_numbers(maker) and maker.kind != "QUANTIZE":
         value = maker.operand(0)
+        maker = value.producer
     tensor = value.tensor
     if not value.constant or len(tensor.shape) != 2:
         raise UnreadableError("multiplies by no matrix of constants")
-    if tensor.type not in FLOAT_TYPES and maker is None:
+    if tensor.type not in FLOAT_TYPES and value is node.operand(1):
         _check_codes(QuantizedTensor.of(graph.model, tensor))
     if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
         raise UnsupportedError(
@@ -344,13 +367,6 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
             "weights of the model, and this release does not rotate them back."
         )
     return value
-
-
-def _makes_floats(maker: Node) -> bool:
-    """Whether it makes floats of the same numbers. CAST of codes makes others: the codes themselves."""
-    types = {maker.operand(0).tensor.type, maker.outputs[0].tensor.type}
-    floats = maker.outputs[0].tensor.type is TensorType.FLOAT32
-    return floats and (maker.kind == "DEQUANTIZE" or (maker.kind == "CAST" and types <= FLOAT_TYPES))
 
 
 def _check_codes(source: QuantizedTensor) -> None:

@@ -119,7 +119,7 @@ def _plan_drafter(
     added: bool,
 ) -> InsertionPlan:
     opened, source = drafter.opened, drafter.opened.source
-    notes = check_drafter(checkpoint.mtp, drafter.config, source.name)
+    notes = [*opened.remarks, *check_drafter(checkpoint.mtp, drafter.config, source.name)]
     if not added and (problems := "; ".join(base_misfits(drafter))):
         # What was there before stays, fit or not.
         notes.append(f"In this bundle the drafter could not run before: {problems}.")
@@ -145,7 +145,8 @@ def _plan_base(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
-    slots, notes = _slots_of_base(opened, checkpoint), []
+    slots = _slots_of_base(opened, checkpoint)
+    notes = [*opened.remarks]
     encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
     written = tuple(overlays(encoding for own in encodings.values() for encoding in own))
     if written and any(place.found.input is not None for slot in slots for place in slot.places):

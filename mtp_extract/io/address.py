@@ -11,7 +11,6 @@ from mtp_extract.errors import SourceError, escape
 
 BUNDLE = ".litertlm"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MODEL_FILES = (BUNDLE, ".tflite", ".task")
 _CACHED = re.compile(r"(?P<folder>.*/models--(?P<repository>[^/]+))/snapshots/(?P<commit>[0-9a-f]{40})(/(?P<path>.*))?")
 
@@ -38,11 +37,11 @@ class HubAddress:
     def record(self, commit: str, etag: str | None) -> dict[str, str]:
         """What identifies the file, for the record: repository, path, the revision asked for and its commit.
 
-        The Hub's ETag is the SHA-256 of the content for a file in LFS or Xet, git's blob id for others.
+        The Hub's ETag is the SHA-256 of the content for a file in LFS or Xet, git's blob id for others. It is what the
+        Hub says, or the name of the copy in its cache: nothing was hashed.
         """
         record = {"repository": self.repository, "path": self.path, "revision": self.revision or "main"}
-        record |= {"commit": commit} | ({"etag": etag} if etag else {})
-        return record | ({"sha256": etag} if etag and _SHA256.fullmatch(etag) else {})
+        return record | {"commit": commit} | ({"etag": etag} if etag else {})
 
 
 def parse_address(text: str) -> HubAddress | None:

@@ -19,14 +19,17 @@ _LARGEST = 4_000_000_000
 """Bytes of a checkpoint that is fetched: a drafter has far less, and a base that is named by mistake more."""
 
 
-def open_source(
-    source: str | os.PathLike[str] | Source, *, token: str | bool | None = None, progress: Progress | None = None
-) -> Source:
+Named = str | os.PathLike[str] | HubAddress
+"""How a user, or an address that was read before, names a file."""
+
+
+def open_source(source: Named | Source, *, token: str | bool | None = None, progress: Progress | None = None) -> Source:
     """Open what the user named, as bytes.
 
     Args:
         source: a path; an id of the Hugging Face Hub, ``[hf://]org/name[@revision][/file]``, of a repository the one
-            bundle in it; a URL of the Hub's site, or any other. What is open already is returned as it is.
+            bundle in it; a URL of the Hub's site, or any other; or an address. What is open already is returned as
+            it is.
         token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
         progress: called with bytes done and bytes in all while a remote range is fetched ahead.
 
@@ -35,12 +38,45 @@ def open_source(
     """
     if isinstance(source, Source):
         return source
-    text, progress = os.fspath(source), progress or nothing_shown
+    progress = progress or nothing_shown
+    if address := _address_of(source):
+        return _open_hub(address, token, progress)
+    assert not isinstance(source, HubAddress)
+    text = os.fspath(source)
     if "://" not in text and os.path.lexists(text):
         return _open_local(Path(text))
-    if address := parse_address(text):
-        return _open_hub(address, token, progress)
     return RemoteSource(public_url(text), text, False, None, progress) if "://" in text else LocalSource(text)
+
+
+def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
+    """The addresses of the bundles in the repository or folder of the Hub that ``source`` names, by their paths.
+
+    Offline, of those that the Hub's cache has.
+
+    Returns:
+        An empty list where ``source`` names a file, whether on the Hub or elsewhere.
+
+    Raises:
+        SourceError: there is no such repository, or no bundle in it.
+    """
+    address = None if isinstance(source, Source) else _address_of(source)
+    if address is None or address.is_file:
+        return []
+    paths = _sizes(address, token)
+    bundles = [replace(address, path=path) for path in sorted(paths) if path.endswith(BUNDLE)]
+    if not bundles:
+        present = few(paths) or "no files"
+        raise SourceError(f"{address.name}: expected a {BUNDLE}, found {present}. Name another repository, or a file.")
+    return bundles
+
+
+def _address_of(source: Named) -> HubAddress | None:
+    """What ``source`` names on the Hub; None for a path that exists here, and for an address of another site."""
+    if isinstance(source, HubAddress):
+        return source
+    text = os.fspath(source)
+    exists = "://" not in text and os.path.lexists(text)
+    return None if exists else parse_address(text)
 
 
 def public_url(url: str) -> str:
@@ -68,7 +104,7 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if not address.is_file:
-        address = _bundle_in(address, token)
+        address = _only_bundle(address, token)
     name, repository, path, revision = address.name, address.repository, address.path, address.revision
 
     def copy_of(revision: str | None) -> Source | None:
@@ -93,14 +129,13 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
     return remote
 
 
-def _bundle_in(address: HubAddress, token: str | bool | None) -> HubAddress:
+def _only_bundle(address: HubAddress, token: str | bool | None) -> HubAddress:
     """The address of the one ``.litertlm`` in the repository or folder that ``address`` names."""
-    paths = _sizes(address, token)
-    found = [replace(address, path=path) for path in sorted(paths) if path.endswith(BUNDLE)]
-    if len(found) != 1:
-        names = few((one.name for one in found), most=20) or few(paths) or "no files"
+    bundles = bundles_at(address, token)
+    if len(bundles) > 1:
+        names = few((bundle.name for bundle in bundles), most=20)
         raise SourceError(f"{address.name}: expected one {BUNDLE}, found {names}. Name a file.")
-    return found[0]
+    return bundles[0]
 
 
 def is_checkpoint(place: str | os.PathLike[str]) -> bool:
@@ -148,11 +183,20 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
-    """Path → bytes of the files of the repository that ``address`` names, or of its folder."""
-    from huggingface_hub import HfApi, constants
+    """Path → bytes of the files of the repository that ``address`` names, or of its folder.
 
-    api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
-    # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+    Offline, of those that the Hub's cache has of that revision.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
     with faults(address.name):
-        about = api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0)
-    return {one.rfilename: one.size or 0 for one in about.siblings or () if one.rfilename.startswith(address.path)}
+        if constants.HF_HUB_OFFLINE:
+            folder = Path(snapshot_download(address.repository, revision=address.revision, local_files_only=True))
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+        else:
+            api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
+            # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+            about = api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0)
+            sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+    return {path: size for path, size in sizes.items() if path.startswith(address.path)}

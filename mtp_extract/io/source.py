@@ -8,6 +8,7 @@ read then ends in an exception instead of a SIGBUS, and resident memory is what 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from abc import abstractmethod
@@ -28,6 +29,7 @@ Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
 
 _PAGE = 1 << 15
+_HASHED_AT_ONCE = 1 << 22
 
 
 def nothing_shown(done: int, total: int) -> None:
@@ -78,6 +80,14 @@ class Source(AbstractContextManager["Source"]):
 
     def prefetch(self, offset: int, length: int) -> None:
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
+
+    def sha256(self, progress: Progress = nothing_shown) -> str:
+        """SHA-256 of all bytes, which are read: about 3 seconds a GiB."""
+        digest = hashlib.sha256()
+        for begin in range(0, self.size, _HASHED_AT_ONCE):
+            digest.update(self.read(begin, min(_HASHED_AT_ONCE, self.size - begin)))
+            progress(min(begin + _HASHED_AT_ONCE, self.size), self.size)
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Release what the source holds. Reading afterwards is an error."""

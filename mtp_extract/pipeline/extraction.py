@@ -22,9 +22,13 @@ from mtp_extract.errors import SourceError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place
 from mtp_extract.io.source import Progress, Source, nothing_shown
+from mtp_extract.litertlm.holes import missing_rows, zero_pages
+from mtp_extract.litertlm.published import known_bundle
+from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
+from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.proof import Proof, in_words, prove
 
 
@@ -115,16 +119,54 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
     Raises:
         ProofError: they do not compute the same.
         UnsupportedError: the graph holds an operator that is none of a drafter's.
+        SourceError: a part of the file was not downloaded.
     """
+    require_complete(drafter)
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.
     tensors = checkpoint.whole().tensors
     with np.errstate(over="ignore", invalid="ignore"):
         return prove(drafter.graph, drafter.walk, checkpoint.mtp, tensors.__getitem__)
 
 
+def require_complete(drafter: Shard) -> None:
+    """Refuse a file in which a part of a matrix was never downloaded: what is proven of its zeros is of no use.
+
+    Raises:
+        SourceError: rows are zero, and their scales say otherwise.
+    """
+    source = drafter.opened.source
+    if source.path is None and known_bundle(source):
+        # Ranges of a published file, as the Hub serves them: nothing can be missing.
+        return
+    for role, constant in _stored_matrices(drafter):
+        if rows := missing_rows(constant):
+            raise SourceError(
+                f"{source.name}: rows {rows.start} to {rows.stop - 1} of {role} ({constant.tensor.label}) hold zeros "
+                "where their scales say that there are numbers, or have scales of 0: not downloaded completely? Fetch "
+                "the file again, and compare its SHA-256 with the publisher's."
+            )
+
+
+def _stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Every matrix that the file stores, by its role."""
+    for found in drafter.walk.roles:
+        if len(found.shape) == 2 and found.tensor is not None:
+            yield found.role, QuantizedTensor.of(drafter.model, found.tensor)
+
+
 def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
     """What a user should know of the file."""
+    yield from drafter.opened.remarks
+    for role, constant in _stored_matrices(drafter):
+        zeros = 0 if constant.storage.by_rows else sum(end - begin for begin, end in zero_pages(constant.location))
+        if zeros:
+            yield (
+                f"{role} holds {zeros:,} bytes of zeros in whole pages. If they were not meant, the file was not "
+                "downloaded completely."
+            )
     for role, others in drafter.names.contradicted.items():
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
-    if any(found.input is not None for found in drafter.walk.roles) and not EVERY[made.format.name].activations:
-        yield "The graph quantizes activations statically; their scales are in extraction.json alone."
+    if rounded := rounding_in_words(list_rounded(drafter.graph, drafter.walk)):
+        # A format with static scales says by itself which of them it holds.
+        ends = "." if EVERY[made.format.name].activations else "; the checkpoint computes in floats."
+        yield rounded + ends

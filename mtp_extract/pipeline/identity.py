@@ -30,7 +30,7 @@ from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, es
 from mtp_extract.formats import format_named, format_of
 from mtp_extract.formats.directory import static_scale
 from mtp_extract.pipeline.check import AGAIN, RECORD, Check, ReadDirectory, changed_files, read_record, unexpected_in
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint, require_complete
 from mtp_extract.proof.proof import in_words
 from mtp_extract.report.card import roundings
 
@@ -151,6 +151,7 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
         CheckpointError: the directory holds no checkpoint that can be read.
         MtpExtractError: the bundle cannot be read.
     """
+    require_complete(source)
     original, chains = checkpoint_of(source), dict[str, Chain]()
     format_ = format_named(read.layout) if read else format_of(directory)
     written = read.written if read else format_.read(directory)

@@ -17,11 +17,12 @@ from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.io.source import Progress, nothing_shown
-from mtp_extract.litertlm.published import known_bundle
+from mtp_extract.litertlm.published import compare_with_published, known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.proof.grids import list_rounded
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
         return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
         return Inspection({**report, "drafter": None, "problem": str(error)}, error)
-    found["base_model"] = (drafter.known or known or {"base_model": None})["base_model"]
+    found["base_model"] = known["base_model"] if known else None
     return Inspection({**report, "drafter": found}, None)
 
 
@@ -89,7 +90,9 @@ def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
         "stored_types": dict(sorted(Counter(role.tensor.type_name for role in roles if role.tensor).items())),
         "roles_found": len(roles),
         "set_aside_count": len(drafter.walk.aside),
+        "layer_scalars": sum(role.role.endswith(".layer_scalar") for role in roles),
         "names_confirmed": len(set(drafter.names.confirmed)),
+        "rounded_activations": list_rounded(drafter.graph, drafter.walk),
         "model": _model(drafter.model, tensors),
     }
 
@@ -159,10 +162,11 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: it is damaged, holds no drafter, or is not what its record or ``bundle`` says.
     """
-    read, checks, against = ReadDirectory.of(place), list[Check](), None
+    read, checks, against, published = ReadDirectory.of(place), list[Check](), None, None
     if bundle is not None:
         with open_bundle(bundle, progress=progress) as opened:
             checks, against = verify_against(read, opened), opened.source.name
+            published = compare_with_published(opened.source, progress)
     config, listed = read.written.config, list[dict[str, Any]]()
     for role, shape in shapes_of(config).items():
         if (weight := read.written.tensors.get(role.name)) is None:
@@ -180,6 +184,7 @@ def inspect_checkpoint(
         "directory": str(read.directory),
         "files": len({*read.record["files"]} - {CARD}) if read.is_recorded else None,
         "against": against,
+        "against_published": published,
         "checks": [asdict(check) for check in checks],
         "ok": problem is None,
         "extraction": read.record if read.is_recorded else None,

@@ -19,14 +19,13 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.weight import Constant, Weight, divided, filled, row_ranges
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import code_range, computing, grid_of
-from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
-from mtp_extract.graph.evaluate import inputs_of
+from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.reading import LARGEST
 from mtp_extract.litertlm.storage import Floats, read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
-from mtp_extract.proof.grids import hold_grids
+from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.rotations import hold_rotations
 from mtp_extract.proof.slots import SlotsOfLayer
 
@@ -66,7 +65,6 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
     layouts, largest = _layouts(walk), [_largest_score(graph, walk, i) for i in range(len(walk.layers))]
     rows, alike = _hold_slots(graph, walk, config, largest)
     coarse = hold_rotations(graph, walk, config)
-    grids = hold_grids(graph, walk)
     _hold_tensors(graph.model, walk, config, read)
     return {
         "positions": positions.slots,
@@ -74,7 +72,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
         "mask_rows": {"computed": rows, "of": positions.slots, "alike": alike},
         "largest_scores": [float(f"{score:.4g}") for score in largest],
         "cache_axes": layouts,
-        **grids,
+        "rounded_activations": list_rounded(graph, walk),
         "coarse_tables": coarse,
     }
 
@@ -96,7 +94,8 @@ def _hold_names(walk: Walk) -> None:
 
 def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
     """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
-    inputs = inputs_of([graph.outputs[LOGITS], graph.outputs[PROJECTED]])
+    # What runtimes promise of an input does not depend on whether an operator reads it.
+    inputs = frozenset(graph.inputs)
     masks, found = Masks(graph, walk.reading.inside.positions), []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor
@@ -104,7 +103,7 @@ def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Se
         if not abs(scale / config.attention_scale - 1) <= _SAME:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
-                f"{config.attention_scale:g}. Nothing is written. Please report the file."
+                f"{config.attention_scale:g}. Nothing is written."
             )
     return max(rows for rows, _ in found), all(alike for _, alike in found)
 
@@ -212,13 +211,10 @@ def in_words(proof: Mapping[str, Any]) -> list[str]:
         "of every tensor are the bundle's"
     ]
     said += [
-        f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}; the exact "
+        f"but for the file's own RoPE table of layer {table['layer']}, held in {escape(table['held_in'])}; the exact "
         "theta is written"
         for table in proof["coarse_tables"]
     ]
-    if held := proof["activations_held_in"]:
-        kinds = ", ".join(f"{escape(count)} in {escape(kind)}" for kind, count in held.items())
-        said.append(
-            f"in real numbers: the file's own kernels round activations ({kinds}), a checkpoint of floats does not"
-        )
+    if rounded := rounding_in_words(proof["rounded_activations"], ranges=True):
+        said.append(f"in real numbers: {rounded}; that rounding is the runtime's, and a checkpoint of floats has none")
     return said

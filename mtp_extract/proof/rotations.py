@@ -32,7 +32,7 @@ def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[
     """Hold how every layer rotates its queries.
 
     Returns:
-        the layers whose RoPE table the file stores in half precision, which are written as exact theta, and its types.
+        the layers whose cosines and sines the file holds in half precision, and its types; the exact theta is written.
 
     Raises:
         ProofError: a query is rotated otherwise than by the config's RoPE.
@@ -59,12 +59,12 @@ def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.floa
         worst = int(wrong.argmax())
         raise ProofError(
             f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
-            f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written. Please report the file."
+            f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written."
         )
     own = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     # Exporters that store a table compute it in float64.
     if (apart := _apart(layer, own, doubt)) and _apart(layer, exact, doubt):
-        raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written. Please report the file.")
+        raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
     return held_in
 
 
@@ -90,15 +90,17 @@ def _apart(layer: Layer, own: npt.NDArray[np.floating], doubt: float) -> str:
 
 
 def _rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
-    """How far stored cosines and sines are rounded by their type, and the types of half precision that are stored."""
+    """How far cosines and sines are rounded by their type, and the types of half precision that they are held in."""
     sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
     kinds = {id(v): v.producer.kind for v in sources if v.producer is not None}
     # A table is taken from, or converted, and nothing is computed of it.
     computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
-    tables = [v for value in values for v in ancestors(value, computed) if v.constant and v.tensor.elements > 1]
+    stored = [v for value in values for v in ancestors(value, computed) if v.tensor.elements > 1]
+    tables = [v for v in stored if v.constant]
     # Converters turn constants of half precision into float32: that all are such is no chance.
     doubt = max((_SHARES[TensorType.FLOAT16] for v in tables if _is_half(graph, v)), default=0.0)
-    doubt = max([doubt, *(_SHARES.get(v.tensor.type, 0.0) for v in tables)])
+    # What is computed may be rounded to half precision by a CAST before it meets a query.
+    doubt = max([doubt, *(_SHARES.get(v.tensor.type, 0.0) for v in stored)])
     held = {source.tensor.type_name for source in sources if source.tensor.type in _SHARES}
     return doubt, " and ".join(sorted(held)) or ("half precision" if doubt else "")
 

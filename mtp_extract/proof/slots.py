@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.drafter import Layer
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR
-from mtp_extract.graph.forms import Window
+from mtp_extract.graph.forms import OutputGuard, Window
 from mtp_extract.graph.masks import Cases, Effect, Masks
 
 Bools = npt.NDArray[np.bool_]
@@ -20,6 +21,7 @@ _SAME_OFFSET = 1e-6
 _WEIGHS_NOTHING = 104.0
 """How far below another a score is nothing beside it in float32."""
 _MOST_ROWS = 1 << 11
+_MOST_MASK_NUMBERS = 16
 _NUMBERS_AT_ONCE = 1 << 19
 
 
@@ -44,7 +46,7 @@ class SlotsOfLayer:
             UnsupportedError: rows are neither alike nor few.
         """
         slots, attention = self.masks.slots, self.layer.attention
-        alike = self.masks.rows_are_alike(attention.scores.tree)
+        alike = self.masks.rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
                 f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few. Nothing is "
@@ -56,6 +58,7 @@ class SlotsOfLayer:
         either: list[str | Window] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
         # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
         either += attention.all_windows if alike else ()
+        shown, hidden = set[float](), set[float]()
         for some in np.array_split(rows, max(1, (rows.size * slots << len(either)) // _NUMBERS_AT_ONCE)):
             cases = self.masks.cases(attention, some, either)
             seen, possible = self._by_config(cases)
@@ -63,6 +66,12 @@ class SlotsOfLayer:
             for inside in cases.within.values():
                 possible &= inside | ~seen
             self._hold_scores(cases, self.masks.effect(attention.scores.tree, cases), seen & possible, ~seen & possible)
+            if attention.guard is not None:
+                numbers = self.masks.numbers(attention.guard.mask, cases)
+                shown.update(np.unique(numbers[seen & possible]).tolist())
+                hidden.update(np.unique(numbers[~seen & possible]).tolist())
+        if attention.guard is not None:
+            self._hold_guard(attention.guard, shown, hidden)
         return len(rows), alike
 
     def _hold_window(self, window: Window) -> None:
@@ -112,8 +121,27 @@ class SlotsOfLayer:
                 reckoned = f"|q · K| may be {self.largest:.4g}"
                 self._refuse(int(cases.positions[row]), f"slot {slot} {what} ({reckoned})")
 
+    def _hold_guard(self, guard: OutputGuard, shown: Collection[float], hidden: Collection[float]) -> None:
+        """The output guard keeps what heads mixed exactly where the layer sees a slot; runtimes show the query's own.
+
+        Args:
+            shown, hidden: all numbers that the guard's mask has at slots that the layer sees, and at others.
+        """
+        if len(shown) + len(hidden) > _MOST_MASK_NUMBERS or not min(shown) > max(hidden, default=-math.inf):
+            wrong = "looks at other slots than the layer sees"
+        elif not all(self.masks.guard_keeps(guard, number).all() for number in shown):
+            wrong = "replaces what heads mixed by 0 where a slot is seen"
+        elif any(self.masks.guard_keeps(guard, number).any() for number in hidden):
+            wrong = "keeps what heads mixed where the layer sees no slot"
+        else:
+            return
+        raise ProofError(
+            f"layers.{self.index}.attention: its output guard, by {guard.condition.label}, {wrong}; a checkpoint's "
+            "attention has no such guard. Nothing is written."
+        )
+
     def _refuse(self, position: int, what: str) -> None:
         raise ProofError(
-            f"layers.{self.index}.attention: the graph and the checkpoint part here (the mask at position {position}): "
-            f"{what}. No checkpoint of this kind computes that; nothing is written. Please report the file."
+            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {what}. "
+            "Nothing is written."
         )

@@ -71,6 +71,7 @@ def model_card(
         words: what whoever publishes it says on it.
     """
     head, base, argument = is_head(record), _base_of(record, words), _source_argument(record)
+    published = bundle_of(record)
     again = f"mtp-extract {argument}" if record["source"]["section"] else "mtp-convert DRAFTER"
     return filled(
         "card.md",
@@ -80,6 +81,7 @@ def model_card(
         rounded=roundings(*record["converted_from"]),
         serving=how_to_serve(record, base or "BASE_MODEL", head=head, again=again),
         licence=license_of(record),
+        published=published["name"] if published else None,
         record=record,
         argument=argument,
         head=head,

@@ -2,16 +2,22 @@
 
 Twice. *In floats* every tensor of codes is float32: constants become the numbers that their codes stand for,
 activations and caches lose their scales, and QUANTIZE and DEQUANTIZE between two floats become CAST, which does
-nothing. The same kernels and operators run, nothing rounds, and the two programs differ by the order of float additions
-alone. *As it is*, the section computes with its integers and rounds activations: how far that is from floats is
-reported, and bounded loosely, which shows that the floats are the section's own.
+nothing. The same operators run, nothing rounds, and the two programs differ by the order of float additions alone. *As
+it is*, the section computes with its integers and rounds activations: how far that is from floats is reported, and
+bounded loosely, which shows that the floats are the section's own.
+
+LiteRT has two sets of kernels for this. XNNPACK's are the ones that LiteRT-LM runs, but the memory that they take for
+an attention over whole caches grows with the square of their length: 17 GB for a drafter of E2B with 32 003 slots. The
+*reference kernels*, plain loops, take 0.5 GB for it. They compute the section in floats, always, and the section as it
+is where its caches are long. Of INT8 and INT4 they make the same codes as XNNPACK but where two codes are as near
+(its other plain kernels, optimized ones, take INT4's -8 for another number); only scales by block they do not know.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,46 +31,56 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
+from mtp_extract.graph.flat import INPUT_POS
+from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
+    NEAR,
     Apart,
     Inputs,
     Outputs,
+    allowed_difference,
     apart,
+    caches_of,
     examined,
-    nearby,
     random_inputs,
     reference_outputs,
 )
 
-NEARBY, FAR = 1e-5, 1e-4
-"""Largest difference of an output in floats, as a share of its range, that counts as the same function.
-
-Far from the first position two float32 angles and the sums over many slots differ by more: 6e-5 of a drafter of E4B's
-shape.
-"""
-
 AS_IT_IS = 0.5
 """Least correlation, over all cases, with what the section computes of its integers."""
 
+XNNPACK_SLOTS = 4096
+"""Longest caches that XNNPACK is asked to look at: 0.25 GB for a drafter of E2B, 1.06 GB of twice as many."""
+
 _CAST = 53
+_ROOM_FOR_TABLES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Parity:
-    """A drafter beside Google's interpreter."""
+    """A drafter beside Google's interpreter.
 
-    nearby: Apart  # with every tensor of codes as floats, at the first positions
-    in_floats: Apart  # at all positions
-    as_it_is: Apart  # with the file's integers, which round activations
+    Attributes:
+        nearby: with every tensor of codes as floats, at the first positions.
+        in_floats: at all positions.
+        as_it_is: with the file's integers, which round activations.
+        nearby_allowed, allowed: the largest difference of the first two that counts as the same function.
+    """
+
+    nearby: Apart
+    in_floats: Apart
+    as_it_is: Apart
+    nearby_allowed: float
+    allowed: float
 
     @property
     def agrees(self) -> bool:
         """Whether the two compute the same function."""
-        in_floats = self.nearby.worst <= NEARBY and self.in_floats.worst <= FAR
+        in_floats = self.nearby.worst <= self.nearby_allowed and self.in_floats.worst <= self.allowed
         return in_floats and self.as_it_is.correlation >= AS_IT_IS
 
 
@@ -80,8 +96,16 @@ def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int =
         return reference_outputs(drafter, source, ours), interpreted(source, theirs, floats=floats)
 
     ours, theirs = outputs(True)
-    near = nearby(random_inputs(source, samples, seed, quiet=True))
-    return Parity(apart(ours[:near], theirs[:near]), apart(ours, theirs), apart(*outputs(False)))
+    positions = [int(inputs[INPUT_POS][0]) for inputs in random_inputs(source, samples, seed, quiet=True)]
+    near = [position for position in positions if position < NEAR]
+    terms = max(weight.shape[-1] for weight in drafter.parameters())
+    return Parity(
+        nearby=apart(ours[: len(near)], theirs[: len(near)]),
+        in_floats=apart(ours, theirs),
+        as_it_is=apart(*outputs(False)),
+        nearby_allowed=allowed_difference(terms, max(near)),
+        allowed=allowed_difference(terms, max(positions)),
+    )
 
 
 def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Check:
@@ -97,10 +121,11 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
         except UnsupportedError as error:
             return None, str(error)
         rough = parity.as_it_is
+        kernels = "the reference kernels" if needs_reference_kernels(source) else "XNNPACK"
         return parity.agrees, (
             f"with the file's integers as floats, outputs within {parity.nearby.worst:.1e} of their range at the first "
-            f"positions, {NEARBY:.0e} being allowed, and within {parity.in_floats.worst:.1e} at all, {FAR:.0e} being "
-            f"allowed; with integers, within {rough.worst:.1e}, correlated by "
+            f"positions, {parity.nearby_allowed:.1e} being allowed, and within {parity.in_floats.worst:.1e} at all, "
+            f"{parity.allowed:.1e} being allowed; with integers, by {kernels}, within {rough.worst:.1e}, correlated by "
             f"{rough.correlation:.3f}, the same top token in {rough.top1} of {samples} samples"
         )
 
@@ -109,7 +134,7 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
 
 
 def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list[Outputs]:
-    """What Google's interpreter, with the CPU kernels that LiteRT-LM uses, computes of each of ``steps``.
+    """What Google's interpreter computes of each of ``steps``.
 
     Args:
         floats: run the section in floats.
@@ -117,35 +142,62 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
     Raises:
         UnsupportedError: the interpreter is not there, or cannot run the section.
     """
-    name, region = source.model.region.source.name, source.model.region
-    if why := unusable("ai_edge_litert.interpreter", "Interpreter"):
+    name = source.model.region.source.name
+    if why := unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
         raise UnsupportedError(f"{name}: Google's interpreter (ai-edge-litert) cannot be asked: {why}.")
     if source.model.weights is not None:
         raise UnsupportedError(
             f"{name}: the drafter's weights lie in a section of their own, which the interpreter cannot be given. "
             "Parity is possible for files that hold them in the drafter's section."
         )
-    from ai_edge_litert.interpreter import Interpreter
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
+    plain = floats or needs_reference_kernels(source)
+    resolver = OpResolverType.BUILTIN_REF if plain else OpResolverType.AUTO
     try:
         with _without_stderr():
-            content = in_floats(source.model) if floats else region.read(0, region.size)
-            interpreter = Interpreter(model_content=content, num_threads=1)
+            content = _section(source, floats=floats)
+            interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             interpreter.allocate_tensors()
-            run = interpreter.get_signature_runner(source.signature.key)
-            takes, gives, found = run.get_input_details(), run.get_output_details(), list[Outputs]()
-            for inputs in steps:
-                made = run(**{name: encoded(inputs[name], detail) for name, detail in takes.items()})
-                found.append((decoded(made[LOGITS], gives[LOGITS]), decoded(made[PROJECTED], gives[PROJECTED])))
-            return found
+            runner = interpreter.get_signature_runner(source.signature.key)
+            return [_output(runner, source.graph.input_names, inputs) for inputs in steps]
     except UnsupportedError:
         raise
     except Exception as error:  # What a tool of another release raises has no class of its own.
         raise UnsupportedError(f"{name}: Google's interpreter cannot run the drafter: {escape(error)}.") from error
 
 
+def needs_reference_kernels(source: Shard) -> bool:
+    """Whether the section as it is goes to the reference kernels, since XNNPACK would take gigabytes for its caches."""
+    longest = max(source.walk.caches[key].shape[axis] for (key, axis), _ in caches_of(source).values())
+    return longest > XNNPACK_SLOTS
+
+
+def _section(source: Shard, *, floats: bool) -> bytes:
+    """The section as the interpreter is given it."""
+    if floats:
+        return in_floats(source.model)
+    if needs_reference_kernels(source) and any(_has_blocks(t) for g in source.model.subgraphs for t in g.tensors):
+        return in_floats(source.model, _has_blocks)
+    return source.model.region.read(0, source.model.region.size)
+
+
+def _output(runner: Any, names: Mapping[str, str], inputs: Inputs) -> Outputs:
+    """One step of the section, which calls its inputs by ``names``."""
+    takes = runner.get_input_details()
+    gives = runner.get_output_details()
+    computed = runner(**{name: encoded(inputs[names[name]], detail) for name, detail in takes.items()})
+    return decoded(computed[LOGITS], gives[LOGITS]), decoded(computed[PROJECTED], gives[PROJECTED])
+
+
 def encoded(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
-    """``values`` as the interpreter takes this input: floats as the nearest codes, ties to even, clipped."""
+    """``values`` as the interpreter takes this input: floats as the nearest codes, ties to even, clipped.
+
+    A mask that is no bool is 0, and where it hides a slot the number that LiteRT's runtime writes.
+    """
+    if values.dtype == np.bool_ and detail["dtype"] != np.bool_:
+        hidden = HIDDEN_BY_FLOATS[TensorType[np.dtype(detail["dtype"]).name.upper()]]
+        return np.where(values, 0, hidden).astype(detail["dtype"])
     if values.dtype != np.float32 or detail["dtype"] == np.float32:
         return values
     (scale, zero_point), limits = detail["quantization"], np.iinfo(detail["dtype"])
@@ -176,8 +228,11 @@ def _without_stderr() -> Iterator[None]:
         os.close(nothing)
 
 
-def in_floats(model: TfliteModel) -> bytes:
+def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None) -> bytes:
     """The section of ``model`` in floats, which Google's own classes of the schema take apart and write again.
+
+    Args:
+        chosen: tensors to make float32; by default all that hold codes (:func:`is_coded`).
 
     Raises:
         UnsupportedError: it has codes that this release cannot read.
@@ -186,30 +241,45 @@ def in_floats(model: TfliteModel) -> bytes:
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
-    made = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
-    for buffer in made.buffers:
-        if buffer.data is None and buffer.offset > 1:  # it lies behind the flatbuffer
-            buffer.data = np.frombuffer(model.region.read(buffer.offset, buffer.size), np.uint8)
-            buffer.offset = buffer.size = 0
-    cast = len(made.operatorCodes)
-    made.operatorCodes.append(schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST))
-    for graph, known in zip(made.subgraphs, model.subgraphs, strict=True):
+    chosen = chosen or is_coded
+    section = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
+    _bring_in_constants(section, model)
+    cast = len(section.operatorCodes)
+    section.operatorCodes.append(schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST))
+    for graph, known in zip(section.subgraphs, model.subgraphs, strict=True):
         for tensor, was in zip(graph.tensors, known.tensors, strict=True):
-            if is_coded(was):
-                tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
-                if model.has_data(was):
-                    tensor.buffer = len(made.buffers)
-                    made.buffers.append(schema.BufferT(data=QuantizedTensor.of(model, was).floats().view(np.uint8)))
+            if not chosen(was):
+                continue
+            tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
+            if model.has_data(was):
+                values = QuantizedTensor.of(model, was).floats()
+                tensor.buffer = len(section.buffers)
+                section.buffers.append(schema.BufferT(data=values.view(np.uint8)))
         for node, operator in zip(graph.operators, known.operators, strict=True):
             ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
             if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
                 node.opcodeIndex, node.builtinOptionsType, node.builtinOptions = cast, 0, None
-    builder = flatbuffers.Builder(1 << 20)
-    builder.Finish(made.Pack(builder), TFLITE_IDENTIFIER)
+    # A builder that grows copies everything again and again.
+    size = sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
+    builder = flatbuffers.Builder(size + _ROOM_FOR_TABLES)
+    builder.Finish(section.Pack(builder), TFLITE_IDENTIFIER)
     return bytes(builder.Output())
+
+
+def _bring_in_constants(section: Any, model: TfliteModel) -> None:
+    """Into the flatbuffer, those that lie behind it: what is written again has no behind."""
+    for buffer in section.buffers:
+        if buffer.data is None and buffer.offset > 1:
+            buffer.data = np.frombuffer(model.region.read(buffer.offset, buffer.size), np.uint8)
+            buffer.offset = buffer.size = 0
 
 
 def is_coded(tensor: Tensor) -> bool:
     """Whether the integers of ``tensor`` stand for real numbers by scales of its own."""
     known = tensor.quantization
     return tensor.type not in FLOAT_TYPES and known is not None and (known.scales.count > 0 or known.details != "none")
+
+
+def _has_blocks(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has scales by block."""
+    return tensor.quantization is not None and tensor.quantization.blockwise is not None

@@ -32,8 +32,11 @@ from mtp_extract.pipeline.extraction import extract
 
 _LONGEST = 768  # slots; random contents of the 32003 of a published file prove nothing more
 _SHARE_OF_RANGE = 0.25
-_QUIET, _NEAR = np.float32(1e-3), 8
+_QUIET = np.float32(1e-3)
 _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √head_dim spread attention logits by as much
+
+NEAR = 8
+"""Positions below it are the first ones: their angles are exact but for the last bits."""
 
 Inputs = Mapping[str, NDArray[Any]]
 """What signatures take for one draft step, by name; activations and caches in float32. Some take no mask."""
@@ -99,24 +102,39 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
                 tensor = source.walk.caches[name]
                 inputs[name] = np.zeros(tensor.shape, np.float32)
                 visible = np.moveaxis(inputs[name], axis, 2)[:, :, : position + 1]
-                visible[:] = random.standard_normal(visible.shape) * (_spread(tensor) or spread)
+                visible[:] = _random_cache(random, visible.shape, tensor, spread)
         yield inputs
-        if quiet and position < _NEAR:
+        if quiet and position < NEAR:
             yield {**inputs, ACTIVATIONS: inputs[ACTIVATIONS] * _QUIET}
 
 
-def nearby(steps: Iterable[Inputs]) -> int:
-    """How many of ``steps`` are at the first positions; these come first."""
-    return sum(int(inputs[INPUT_POS][0]) < _NEAR for inputs in steps)
+def allowed_difference(terms: int, position: int) -> float:
+    """Largest difference of an output, as a share of its range, that two programs in float32 may show.
+
+    Every rounding is off by up to 2^-24 of a number. Those of a sum of ``terms`` products, added in another order,
+    wander off by the root of their number; ten times that covers the thirty sums that a drafter takes one after the
+    other, of which 1 to 5 were measured at widths of 240 to 5120. Roots, exponentials and tangents round too, so that
+    short sums are given no less than those of 256. And an angle at ``position`` is a product of two rounded numbers.
+    """
+    return 2**-24 * (10 * math.sqrt(max(terms, 256)) + 2 * position)
 
 
-def _spread(tensor: Tensor) -> float | None:
-    """A quarter of the largest number that a cache of codes can hold; None of floats."""
+def _random_cache(
+    random: np.random.Generator, shape: tuple[int, ...], tensor: Tensor, spread: float
+) -> NDArray[np.float64]:
+    """Numbers for a cache: of codes, those that codes stand for, so that a program in floats is given the same.
+
+    Args:
+        spread: their deviation, in floats; of codes it is a quarter of the largest number that one can stand for.
+    """
     packing, known = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
+    numbers = random.standard_normal(shape)
     if packing is None or known is None or not known.scales.count:
-        return None
+        return numbers * spread
+    scale = float(known.scale[0])
     zero_point = int(known.zero_point[0]) if known.zero_point.size else 0
-    return float(known.scale[0]) * (packing.highest - zero_point) * _SHARE_OF_RANGE
+    codes = np.rint(numbers * (packing.highest - zero_point) * _SHARE_OF_RANGE)
+    return np.clip(codes, packing.lowest - zero_point, packing.highest - zero_point) * scale
 
 
 def visible_slots(source: Shard, inputs: Inputs) -> dict[str, KV]:

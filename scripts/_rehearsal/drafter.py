@@ -1,4 +1,8 @@
-"""The drafter's section: four layers that read the base's caches; matrices in INT8, feed-forward and head in INT4."""
+"""The drafter's section: four layers that read the base's caches; matrices in INT8, feed-forward and head in INT4.
+
+Caches are INT8 and dequantized whole, as in the published files: what that costs an interpreter is part of what is
+rehearsed. Their steps are E2B's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from .decoder import attended
 from .shapes import FULL, ROPE, SLIDING, Shape
 
 TYPES = (SLIDING, SLIDING, SLIDING, FULL)
+STEPS = {(SLIDING, "k"): 0.005955, (SLIDING, "v"): 0.047244, (FULL, "k"): 0.001091, (FULL, "v"): 0.017857}
+"""What a code of a cache is worth."""
 
 
 def drafter(shape: Shape) -> Model:
@@ -20,8 +26,10 @@ def drafter(shape: Shape) -> Model:
     owner = {kind: max(i for i in range(shape.owners) if shape.types[i] == kind) for kind in (SLIDING, FULL)}
     caches = {
         kind: tuple(
-            graph.input(f"kv_cache_{which}_{index}", [1, shape.kv_heads, shape.cache, shape.head(index)])
-            for which in "kv"
+            graph.codes(
+                f"kv_cache_{part}_{index}", [1, shape.kv_heads, shape.cache, shape.head(index)], STEPS[kind, part]
+            )
+            for part in "kv"
         )
         for kind, index in owner.items()
     }
@@ -33,7 +41,7 @@ def drafter(shape: Shape) -> Model:
         query = graph.linear(normed, f"{layer}.q", shape.drafter_heads * head, 8)
         query = graph.norm(graph.reshape(query, [1, 1, shape.drafter_heads, head]), f"{layer}.qn")
         query = rotated(graph, query, position, *ROPE[kind])
-        key, value = caches[kind]
+        key, value = (graph.op("DEQUANTIZE", [cache], graph.shape(cache)) for cache in caches[kind])
         mixed = attended(graph, query, key, value, mask if kind == FULL else near)
         mixed = graph.linear(mixed, f"{layer}.o", shape.drafter_width, 8)
         stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))

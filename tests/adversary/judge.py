@@ -35,6 +35,8 @@ APART = 5e-5
 SAMPLES = (Sample(3), Sample(16), Sample(40), Sample(201), Sample(100, activations=8.0, values=8.0))
 """For every case; a bound that is far out shows only where numbers are loud."""
 
+_HALF = (schema.TensorType.FLOAT16, schema.TensorType.BFLOAT16)
+
 Arrays = Mapping[str, npt.NDArray[Any]]
 Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """Logits and projected state, for every set of inputs."""
@@ -85,16 +87,18 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> O
     """What LiteRT computes of ``graph`` in floats; the graph is changed to that end.
 
     With integer weights LiteRT rounds activations, which hides small differences. So the weights are turned to floats
-    first, by the rule of its own kernels: codes times the scales along the first axis. Static quantization of
-    activations (a QUANTIZE and the DEQUANTIZE that undoes it) is taken away: a checkpoint of floats has none, and its
-    record says so; ``exact``: it is executed all the same. ``inputs`` are the sound model's, which ``graph.adapt``
-    makes this one's. What the interpreter cannot run is a RuntimeError or ValueError of its own.
+    first, by the rule of its own kernels: codes times the scales along the first axis. Rounding of activations (a
+    QUANTIZE and the DEQUANTIZE that undoes it, casts to half precision and back) is taken away: a checkpoint of floats
+    has none, and its record says so; ``exact``: it is executed all the same. ``inputs`` are the sound model's, which
+    ``graph.adapt`` makes this one's. What the interpreter cannot run is a RuntimeError or ValueError of its own.
     """
     _float_weights(graph)
     if not exact:
-        for op in [op for op in graph.ops if graph.kind(op) == "DEQUANTIZE"]:
+        for op in [op for op in graph.ops if graph.kind(op) in ("DEQUANTIZE", "CAST")]:
             source = graph.producer(int(op.inputs[0]))
-            if source is not None and graph.kind(source) == "QUANTIZE":
+            if source is not None and (
+                graph.kind(source) == "QUANTIZE" or graph.main.tensors[op.inputs[0]].type in _HALF
+            ):
                 graph.rewire(int(op.outputs[0]), int(source.inputs[0]))
     data = pack(graph.model)
     # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
@@ -104,18 +108,22 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> O
         experimental_preserve_all_tensors=True,
     )
     runner = interpreter.get_signature_runner("mtp_drafter")
-    wanted = runner.get_input_details()
-    results = []
+    wanted, described = runner.get_input_details(), runner.get_output_details()
+    results: Outputs = []
     for arrays in inputs:
         given = {name: graph.adapt[name](array) if name in graph.adapt else array for name, array in arrays.items()}
         given |= {
-            name: np.zeros(described["shape"], described["dtype"])
-            for name, described in wanted.items()
-            if name not in given
+            name: np.zeros(detail["shape"], detail["dtype"]) for name, detail in wanted.items() if name not in given
         }
         found = runner(**{name: array for name, array in given.items() if name in wanted})
-        results.append((found["logits"].reshape(-1), found["projected_activations"].reshape(-1)))
+        results.append(tuple(_real(found[name], described[name]) for name in ("logits", "projected_activations")))
     return results
+
+
+def _real(array: npt.NDArray[Any], described: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """A result, flat; of codes, what they stand for."""
+    scale, zero_point = described["quantization"]
+    return array.reshape(-1) if array.dtype == np.float32 else (array.reshape(-1) - np.float32(zero_point)) * scale
 
 
 def _float_weights(graph: Graph) -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.variant_files import REFUSED, VARIANTS, variant
+from helpers.variant_files import REFUSED, STATIC, VARIANTS, variant
 from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.graph.call import grid_of
 
-MADE = sorted(set(VARIANTS) - REFUSED)
+TRUTH = VARIANTS | STATIC
+MADE = sorted(set(TRUTH) - REFUSED)
 
 
 def sha256(array: np.ndarray) -> str:
@@ -23,7 +24,7 @@ def sha256(array: np.ndarray) -> str:
 
 @pytest.mark.parametrize("name", MADE)
 def test_variant(name: str, tmp_path: Path) -> None:
-    expected = VARIANTS[name]
+    expected = TRUTH[name]
     extract(variant(name), tmp_path / "out", dtype="f32", codes=True)
     codes = load_file(tmp_path / "out" / "codes/codes.safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")

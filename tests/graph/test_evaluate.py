@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
@@ -115,6 +116,8 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[0]))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[]))
     yield OneOp("BROADCAST_TO", (floats(3, 1), index(2, 3, 4)))
+    yield OneOp("FILL", (index(2, 3), np.array(-1e30, np.float32)))
+    yield OneOp("FILL", (index(4), np.array(7, np.int32)), results=("int32",))
     for axis in (0, -1):
         yield OneOp("CONCATENATION", (x, x + 1), options("Concatenation", axis=axis))
         yield OneOp("PACK", (x, x + 1), options("Pack", valuesCount=2, axis=axis))
@@ -177,6 +180,15 @@ def test_an_operator_is_what_the_interpreter_computes(case: OneOp) -> None:
         assert found.shape == expected.shape
         assert found.dtype == expected.dtype
         np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_cast_to_half_precision_is_rounded_to_the_nearest_even(half: str) -> None:
+    near = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 1e-7, 1e5, -2.1, -np.inf], np.float32)
+    graph = flat(OneOp("CAST", (near,), options("Cast"), (half,)).model([near.shape]))
+    (found,) = evaluate(graph, {"i0": near[None]}, list(graph.outputs.values()))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found[0], near.astype(ml_dtypes.finfo(half).dtype).astype(np.float32))
 
 
 @each_case
@@ -287,7 +299,7 @@ REFUSED: list[tuple[OneOp, str]] = [
         "few bits",
     ),
     (OneOp("QUANTIZE", (floats(3),), options("Quantize"), ("int8",), GRID), "QUANTIZE"),
-    (OneOp("CAST", (floats(3),), options("Cast"), ("float16",)), "few bits"),
+    (OneOp("CAST", (ints(3, kind=np.int8),), options("Cast"), ("float16",), input_grid=GRID), "few bits"),
     (OneOp("NEG", (const(floats(3, 4).astype(np.float16)),), None, ("float16",)), "few bits"),
     (OneOp("RESHAPE", (const(floats(3, 4).astype(np.float16)), index(12))), "few bits"),
     (OneOp("DEQUANTIZE", (ints(3, kind=np.int8),), options("Dequantize")), "makes int8"),

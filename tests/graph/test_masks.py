@@ -15,7 +15,6 @@ from proof.test_proof import of
 from seam import MtpExtractError, evaluate, flat, read
 
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
-from mtp_extract.graph.forms import SCORE
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import Positions
 
@@ -90,9 +89,8 @@ def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
     masks = Masks(graph, Positions(graph))
     decided = [v for node in graph.nodes for v in node.outputs if not v.depends & Depends.DATA]
     for value in decided:
-        by_slot = value.tensor.shape[-1:] == (SLOTS,)
         try:
-            alike = masks.rows_are_alike(("select", ("leaf", value, 3 if by_slot else None), SCORE, -1e9))
+            alike = masks.rows_are_alike([value])
         except MtpExtractError:
             continue  # An integer that wraps around.
         if alike and value.tensor.elements in (1, SLOTS):
@@ -114,7 +112,7 @@ def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
 )
 def test_lines_are_followed(steps: list[Step], alike: bool) -> None:
     graph = graph_of(steps)
-    found = Masks(graph, Positions(graph)).rows_are_alike(("add", SCORE, ("leaf", graph.nodes[-1].outputs[0], 3), 1.0))
+    found = Masks(graph, Positions(graph)).rows_are_alike(graph.nodes[-1].outputs)
     assert found is alike
 
 
@@ -125,7 +123,7 @@ NOT_ALIKE += ["fourth: large integers/slot_100_late"]
 def alike(source: Any) -> bool:
     drafter = read(source)
     masks = Masks(drafter.graph, drafter.walk.reading.inside.positions)
-    return all(masks.rows_are_alike(layer.attention.scores.tree) for layer in drafter.walk.layers)
+    return all(masks.rows_are_alike(layer.attention.mask_values) for layer in drafter.walk.layers)
 
 
 @pytest.mark.parametrize("label", NOT_ALIKE)

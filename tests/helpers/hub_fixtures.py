@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer, hub_server
+from helpers.make_bundle import like_published, without_drafter
 
 
 @pytest.fixture
@@ -74,6 +75,26 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Patient:
     patient = Patient()
     monkeypatch.setattr("mtp_extract.io.remote.time", patient)
     return patient
+
+
+E4B = "litert-community/gemma-4-E4B-it-litert-lm"
+
+
+def published_repository(hub: HubServer, repository: str, bundle: Path) -> None:
+    """Put into ``hub`` the files of one of Google's repositories, as they are named; their contents are ``bundle``'s.
+
+    The files for the GPU and the web hold no drafter, nor does the NPU's; the headers are as those of real files.
+    """
+    stem = repository.rpartition("/")[2].removesuffix("-litert-lm")
+    hub.add(repository, f"{stem}.litertlm", like_published(bundle))
+    for suffix, model_type in (
+        ("-gpu", "tf_lite_artisan_text_decoder"),
+        ("-web", "tf_lite_artisan_text_decoder"),
+        ("_qualcomm_sm8750", "tf_lite_prefill_decode"),
+    ):
+        hub.add(repository, f"{stem}{suffix}.litertlm", without_drafter(bundle, model_type))
+    hub.add(repository, ".gitattributes", b"*.litertlm filter=lfs\n", lfs=False)
+    hub.add(repository, "README.md", b"# " + stem.encode(), lfs=False)
 
 
 def text_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -30,9 +30,17 @@ ALIGNMENT = 16384
 DRAFTER = {"model_type": "tf_lite_mtp_drafter"}
 """Items of a drafter's section."""
 
+PUBLISHED_ITEMS = {
+    "author": "The ODML Authors",
+    "uuid": "2fa073f5-0000-4000-8000-000000000001",
+    "creation_timestamp": "2026-04-28T22:06:55.560103+00:00",
+}
+"""What the header of E2B of May says of its file; the uuid is made up."""
+
 P = ParamSpec("P")
 _HEADER_START = 32
 _STRING_VALUE = 9
+_MODEL, _EXECUTOR_METADATA = 3, 9
 
 
 Memory = BytesSource
@@ -61,9 +69,35 @@ def drafter_of(path: Path) -> bytes:
     return next(p.data for p in parts_of(path) if "mtp_drafter" in p.items.get("model_type", ""))
 
 
+def like_published(path: Path, *, april: bool = False) -> bytes:
+    """The bundle at ``path`` with the header that people read in Google's published files.
+
+    Version 1.5.0, `author` in lower case, no executor metadata; the drafter's section has a model_type alone, in April
+    a backend_constraint beside it.
+    """
+    items = {**DRAFTER, **({"backend_constraint": "cpu"} if april else {})}
+    parts = [replace(part, items=items) if is_drafter(part) else part for part in parts_of(path)]
+    published = [part for part in parts if part.data_type != _EXECUTOR_METADATA]
+    return bundle(published, version=(1, 5, 0), items=PUBLISHED_ITEMS)
+
+
+def without_drafter(path: Path, model_type: str) -> bytes:
+    """The bundle at ``path`` as files for a GPU or the web are: its metadata, and one model called ``model_type``."""
+    parts = parts_of(path)
+    model = next(part for part in parts if part.items.get("model_type") == "tf_lite_prefill_decode")
+    metadata = [part for part in parts if part.data_type != _MODEL]
+    return bundle([*metadata, replace(model, items={"model_type": model_type})], version=(1, 5, 0))
+
+
+def is_drafter(part: Part) -> bool:
+    """Whether a section is called a drafter."""
+    return part.items.get("model_type") == DRAFTER["model_type"]
+
+
 def bundle(
     parts: Sequence[Part],
     *,
+    items: Mapping[str, str] | None = None,
     version: tuple[int, int, int] = (1, 7, 0),
     ranges: Sequence[tuple[int, int]] | None = None,
     header_end: int | None = None,
@@ -71,15 +105,15 @@ def bundle(
 ) -> bytes:
     """A ``.litertlm`` of ``parts``.
 
-    ``ranges`` are the byte ranges the header claims, ``header_end`` the end it claims for itself; by default the true
-    ones.
+    ``items`` are those of the file; by default there are none. ``ranges`` are the byte ranges the header claims,
+    ``header_end`` the end it claims for itself; by default the true ones.
     """
     places: list[tuple[int, int]] = []
     at = ALIGNMENT
     for part in parts:
         places.append((at, at + len(part.data)))
         at = -(-(at + len(part.data)) // ALIGNMENT) * ALIGNMENT
-    listing = _listing(parts, places if ranges is None else ranges)
+    listing = _listing(parts, places if ranges is None else ranges, items or {})
     end = _HEADER_START + len(listing)
     assert end <= ALIGNMENT, "the header of a test's bundle fits its first page"
     result = bytearray(places[-1][1] if places else end)
@@ -90,14 +124,16 @@ def bundle(
     return bytes(result)
 
 
-def _listing(parts: Sequence[Part], ranges: Sequence[tuple[int, int]]) -> bytes:
+def _listing(parts: Sequence[Part], ranges: Sequence[tuple[int, int]], file_items: Mapping[str, str]) -> bytes:
     builder, objects = flatbuffers.Builder(1024), list[int]()
     for part, (begin, end) in zip(parts, ranges, strict=True):
         items = vector(builder, [_item(builder, key, value) for key, value in part.items.items()])
         places = ("Uint64", 1, begin), ("Uint64", 2, end), ("Uint8", 3, part.data_type)
         objects.append(table(builder, 4, (TABLE, 0, items), *places))
     sections = table(builder, 1, (TABLE, 0, vector(builder, objects)))
-    builder.Finish(table(builder, 2, (TABLE, 1, sections)))
+    entries = [_item(builder, key, value) for key, value in file_items.items()]
+    system = [(TABLE, 0, table(builder, 1, (TABLE, 0, vector(builder, entries))))] if entries else []
+    builder.Finish(table(builder, 2, *system, (TABLE, 1, sections)))
     return bytes(builder.Output())
 
 

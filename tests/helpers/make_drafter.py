@@ -32,6 +32,8 @@ class DrafterSpec:
     cache: int = 16
     soft_cap: float | None = 30.0
     theta: float = 10000.0
+    cache_step: float | None = None
+    """What a code of an INT8 cache is worth; None of caches in floats."""
 
 
 @dataclass
@@ -65,7 +67,7 @@ def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     for bank, windows in enumerate(((w for w in spec.windows if w), (w for w in spec.windows if not w))):
         if any(True for _ in windows):
             kv = [1, spec.kv_heads, spec.cache, spec.head_dim]
-            caches[bank] = (graph.input(f"kv_cache_k_{bank}", kv), graph.input(f"kv_cache_v_{bank}", kv))
+            caches[bank] = tuple(_cache(graph, f"kv_cache_{part}_{bank}", kv, spec.cache_step) for part in "kv")
     stream = graph.linear(activations, "", spec.hidden)
     for window in spec.windows:
         stream = _layer(graph, spec, stream, window, position, mask, caches[1 if window is None else 0])
@@ -78,8 +80,14 @@ def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     return model.tree
 
 
+def _cache(graph: Graph, name: str, shape: list[int], step: float | None) -> int:
+    if step is None:
+        return graph.input(name, shape)
+    return graph.op("DEQUANTIZE", [graph.codes(name, shape, step)], shape)
+
+
 def _layer(
-    graph: _Plain, spec: DrafterSpec, stream: int, window: int | None, position: int, mask: int, kv: tuple[int, int]
+    graph: _Plain, spec: DrafterSpec, stream: int, window: int | None, position: int, mask: int, kv: tuple[int, ...]
 ) -> int:
     query = graph.linear(graph.norm(stream), "", spec.heads * spec.head_dim)
     query = graph.norm(graph.reshape(query, [1, 1, spec.heads, spec.head_dim]))
@@ -92,7 +100,7 @@ def _layer(
     return graph.times(fed_forward(graph, middle, "", spec.ffn, 8), graph.rng.uniform(0.5, 1))
 
 
-def _attention(graph: Graph, spec: DrafterSpec, query: int, seen: int, kv: tuple[int, int]) -> int:
+def _attention(graph: Graph, spec: DrafterSpec, query: int, seen: int, kv: tuple[int, ...]) -> int:
     front = graph.shape(query)[:-1]
     transposed = schema.BatchMatMulOptionsT(adjY=True)
     scores = graph.op("BATCH_MATMUL", [query, kv[0]], [*front, spec.cache], transposed)

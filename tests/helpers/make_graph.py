@@ -145,6 +145,14 @@ class Graph:
         self.inputs[name] = self.tensor(shape, kind, name)
         return self.inputs[name]
 
+    def codes(self, name: str, shape: Sequence[int], step: float) -> int:
+        """An input of the signature that takes INT8, each code worth ``step``."""
+        index = self.input(name, shape, "i8")
+        self.made.tensors[index].quantization = schema.QuantizationParametersT(
+            scale=np.array([step], np.float32), zeroPoint=np.zeros(1, np.int64)
+        )
+        return index
+
     def constant(self, values: npt.ArrayLike, kind: str = "f32", key: str = "") -> int:
         """A constant: with ``key`` outside of the flatbuffer, and shared."""
         array = np.asarray(values, _DTYPES[kind])

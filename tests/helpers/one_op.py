@@ -17,6 +17,7 @@ from helpers.make_bundle import add_buffer, added, code_of, pack
 _TYPES = {
     "float32": schema.TensorType.FLOAT32,
     "float16": schema.TensorType.FLOAT16,
+    "bfloat16": schema.TensorType.BFLOAT16,
     "int4": schema.TensorType.INT4,
     "int8": schema.TensorType.INT8,
     "uint8": schema.TensorType.UINT8,

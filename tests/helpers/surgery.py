@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache, partialmethod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
@@ -38,6 +39,7 @@ Change = Callable[[int], int]
 _TYPES: dict[Any, int] = {
     np.dtype(np.float32): schema.TensorType.FLOAT32,
     np.dtype(np.float16): schema.TensorType.FLOAT16,
+    np.dtype(ml_dtypes.bfloat16): schema.TensorType.BFLOAT16,
     np.dtype(np.int32): schema.TensorType.INT32,
     np.dtype(np.int64): schema.TensorType.INT64,
     np.dtype(np.int16): schema.TensorType.INT16,

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent.parent
-VARIANTS: dict[str, Any] = json.loads((HERE / "variants" / "truth.json").read_text())
+_TRUTH: dict[str, Any] = json.loads((HERE / "variants" / "truth.json").read_text())
+STATIC = {name: truth for name, truth in _TRUTH.items() if name.startswith("static_")}
+"""Static exports of a drafter of two layers in plain operators, as ``make_drafter.py`` writes it."""
+VARIANTS = {name: truth for name, truth in _TRUTH.items() if name not in STATIC}
+"""Drafters of four layers, of two exporters."""
 REFUSED = {"jax_hadamard"}
 """Those that must not be extracted: rotated weights."""
 

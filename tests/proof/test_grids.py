@@ -1,50 +1,84 @@
-"""Activations on grids: ordinary numbers lie on them, or the file is refused."""
+"""Activations that a file rounds: all of them are listed, and none of them is a reason to refuse."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 from adversary.edits import Edit, edge, over_int, through
 from helpers.make_bundle import Memory
 from helpers.surgery import sound
-from seam import Proof, UnsupportedError, prove
+from helpers.variant_files import variant
+from seam import Proof, UnsupportedError, in_words, prove
+
+from mtp_extract import extract
 
 
-def held(place: str, edit: Edit) -> Proof:
+def proven(place: str, edit: Edit) -> Proof:
+    """The proof of a sound drafter, ``edit`` put behind ``place``."""
     graph = sound("torch")
     edge(place, edit)(graph)
     return prove(Memory(graph.data()))
 
 
 @pytest.mark.parametrize(
-    ("place", "scale", "zero_point"), [("0.up", 0.02, 0), ("1.ffw_in", 0.05, 5), ("state", 0.1, 0)]
+    ("place", "edit", "expected"),
+    [
+        ("0.up", over_int(0.02), {"type": "INT8", "steps": [0.02, 0.02], "narrowest": [-2.56, 2.54]}),
+        ("1.ffw_in", over_int(0.05, 5), {"type": "INT8", "steps": [0.05, 0.05], "narrowest": [-6.65, 6.1]}),
+        ("state", over_int(0.001), {"type": "INT8", "steps": [0.001, 0.001], "narrowest": [-0.128, 0.127]}),
+        ("state", over_int(2.0), {"type": "INT8", "steps": [2.0, 2.0], "narrowest": [-256.0, 254.0]}),
+        (
+            "1.stream",
+            over_int(1e-6, 0, np.int16),
+            {"type": "INT16", "steps": [1e-6, 1e-6], "narrowest": [-0.0328, 0.0328]},
+        ),
+    ],
 )
-def test_a_grid_that_holds_ordinary_numbers_is_counted(place: str, scale: float, zero_point: int) -> None:
-    found = held(place, over_int(scale, zero_point))
-    assert found["activations_held_in"] == {"INT8": 1}
-    assert found["fewest_codes"] > 8
-    assert found["largest_share_cut_off"] < 0.2
+def test_a_rounded_activation_is_listed_however_coarse_it_is(
+    place: str, edit: Edit, expected: dict[str, object]
+) -> None:
+    proof = proven(place, edit)
+    assert proof["rounded_activations"] == [{"of": "activation", "count": 1, "logits": False, **expected}]
+
+
+def test_rounded_logits_are_said() -> None:
+    proof = proven("logits", over_int(0.01))
+    assert proof["rounded_activations"][0]["logits"] is True
+    assert any(
+        "1 activation is INT8 in the bundle (steps of 0.01," in line and "logits" in line for line in in_words(proof)
+    )
+
+
+def test_a_drafter_of_floats_has_nothing_to_list() -> None:
+    proof = prove(Memory(sound("torch").data()))
+    assert proof["rounded_activations"] == []
+    assert not any("activation" in line for line in in_words(proof))
+
+
+def test_the_coarsest_and_the_shortest_grids_of_a_file_are_listed() -> None:
+    """Of the file's own scales, read by Google's schema: all tensors of codes that are no constants and no caches."""
+    (entry,) = prove(variant("torch_static8_mix48_kv8"))["rounded_activations"]
+    assert (entry["type"], entry["count"], entry["logits"]) == ("INT8", 40, False)
+    assert entry["steps"] == [0.0135, 0.0946]
+    assert entry["narrowest"] == [-1.72, 1.71]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ending"), [("transformers", "; the checkpoint computes in floats."), ("gemma", ".")]
+)
+def test_an_extraction_says_so_in_one_line(tmp_path: Path, layout: str, ending: str) -> None:
+    result = extract(variant("torch_static8_mix48_kv8"), tmp_path / "out", format=layout)
+    lines = [note for note in result.notes if "in the bundle" in note]
+    assert lines == [f"40 activations are INT8 in the bundle (steps 0.0135 to 0.0946){ending}"]
+    assert any("40 activations are INT8" in line and "-1.72 to 1.71" in line for line in result.record["proof"])
 
 
 @pytest.mark.parametrize(
     ("place", "edit", "noun"),
-    [
-        ("state", over_int(0.001), "cut off"),  # numbers up to 0.127
-        ("state", over_int(0.05, 127), "cut off"),  # those below 0
-        ("state", over_int(2.0), "too little"),
-        ("1.stream", over_int(1e-6, dtype=np.int16), "cut off"),
-        ("logits", over_int(0.01), "cut off"),
-        ("0.query_normed", over_int(0.05), "query"),
-        ("0.rotated", over_int(0.05), "INT8"),
-        ("0.scores", over_int(0.5), "INT8"),
-        ("0.key", over_int(0.05), "INT8"),
-        ("0.attended", over_int(5.0), "too little"),
-        ("0.probabilities", over_int(1 / 256, -128), "INT8"),
-        ("1.stream", through(np.float16), "FLOAT16"),
-        ("0.scores", through(np.int32), "INT32"),
-        ("1.stream", through(np.int32), "INT32"),
-    ],
+    [("0.scores", through(np.int32), "INT32"), ("1.stream", through(np.int32), "INT32")],
 )
-def test_a_grid_that_leaves_too_little_is_refused(place: str, edit: Edit, noun: str) -> None:
+def test_activations_cut_to_integers_are_refused(place: str, edit: Edit, noun: str) -> None:
     with pytest.raises(UnsupportedError, match=noun):
-        held(place, edit)
+        proven(place, edit)

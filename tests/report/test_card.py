@@ -28,6 +28,9 @@ from mtp_extract.pipeline.writing import convert
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, card_metadata, model_card
 
 WORDS = CardWords("apache-2.0", base_model="org/base")
+E4B_MAY = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
+"""SHA-256 of a published file, which the Hub states as its ETag."""
+IDENTIFIED = {**RECORD["source"], "provenance": {**RECORD["source"]["provenance"], "etag": E4B_MAY}}
 UNKNOWN = {**RECORD["source"], "size": 1, "provenance": {}}
 
 
@@ -40,9 +43,10 @@ def card(**changes: Any) -> str:
 
 
 def test_the_metadata_is_what_huggingface_hub_reads() -> None:
-    validator("extraction")(RECORD)
-    read = ModelCard(card()).data.to_dict()
-    assert read == card_metadata(RECORD)
+    record = {**RECORD, "source": IDENTIFIED}
+    validator("extraction")(record)
+    read = ModelCard(card(source=IDENTIFIED)).data.to_dict()
+    assert read == card_metadata(record)
     assert read == {
         "license": "apache-2.0",
         "license_link": "https://www.apache.org/licenses/LICENSE-2.0",
@@ -67,13 +71,15 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
     ("changes", "said", "unsaid"),
     [
         (
-            {},
+            {"source": IDENTIFIED},
             (
+                "# Gemma 4 E4B drafter\n\nThe multi-token prediction (MTP) drafter of [google/gemma-4-E4B-it](https://",
+                *("vllm serve google/gemma-4-E4B-it", f"| ETag, as the server states it | `{E4B_MAY}` |"),
                 *("[Apache License 2.0](https://www.apache.org/licenses/LICENSE-2.0)", "5" * 64, COMMIT),
                 *("3,614,392,320 to 3,659,530,240", "| written as | `BF16` |", "--for gguf -o drafter-gguf"),
                 '\'{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}\'',
             ),
-            ("rounded", "report.json", "Proven"),
+            ("rounded", "report.json", "Proven", "BASE_MODEL", "not said", "| SHA-256 |", "| sha256 |"),
         ),
         ({"proof": ["all holds", "but one"]}, ("Proven before this was written: all holds; but one.",), ()),
         (
@@ -81,20 +87,35 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
             ("BASE_MODEL", "--against BUNDLE.litertlm", 'license: "other"', "terms of whoever made it hold"),
             ("base_model:", "Apache"),
         ),
-        # A drafter of a known geometry may be anybody's, but fits this base.
+        # A drafter of a known shape may be anybody's, and of anybody's base.
         (
             {"known_as": "Gemma 4 E4B", "source": UNKNOWN},
-            ('license: "other"', "terms of whoever made it hold", "google/gemma-4-E4B-it"),
-            ("Apache",),
+            (
+                *('license: "other"', "terms of whoever made it hold", "vllm serve BASE_MODEL"),
+                "# MTP drafter\n\nA multi-token prediction (MTP) drafter of Gemma 4 E4B's shape, extracted from",
+                "Which base that is, is not said",
+            ),
+            ("Apache", "google/gemma-4-E4B-it", "base_model"),
+        ),
+        # Of another server an ETag is any text.
+        (
+            {"source": {**UNKNOWN, "provenance": {"url": "https://x/y.litertlm", "etag": E4B_MAY}}},
+            ("Which base that is, is not said",),
+            ("google/", "Apache"),
         ),
         # Size, name, and where the section begins are those of the published file; its content is not.
         (
             {"source": {**RECORD["source"], "provenance": {}}},
-            ('license: "other"', "--against BUNDLE.litertlm", "google/gemma-4-E4B-it"),
-            ("Google", "| known as |"),
+            ('license: "other"', "--against BUNDLE.litertlm", "vllm serve BASE_MODEL"),
+            ("Google", "| known as |", "google/gemma-4-E4B-it"),
         ),
-        ({"source": by("litert-community/gemma-4-E4B-it-litert-lm")}, ('license: "apache-2.0"',), ()),
-        ({"known_as": None, "source": by("org/other")}, ('base_model: ["org/other"]', "hf://org/other@ab/x"), ()),
+        # Whose repository it is says the licence, and not which of its files' bases it is for.
+        (
+            {"source": by("litert-community/gemma-4-E4B-it-litert-lm")},
+            ('license: "apache-2.0"', "not said"),
+            ("base_model",),
+        ),
+        ({"known_as": None, "source": by("org/other")}, ("hf://org/other@ab/x", "not said"), ("base_model",)),
         (
             {"tuning": TUNED},
             (
@@ -104,6 +125,9 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
             ("--against",),
         ),
         ({"tuning": {**TUNED, "refused": [], "interrupted": False}}, (f"{GAIN}.",), ()),
+        # It is for the base that it was fitted to, whatever it was extracted for.
+        ({"tuning": TUNED, "source": IDENTIFIED}, ('base_model: ["org/name"]', "vllm serve org/name"), ("google/",)),
+        ({"tuning": {**TUNED, "base": "mine"}, "source": IDENTIFIED}, ("vllm serve BASE_MODEL",), ("google/",)),
         (
             {"dtype": "codes", "rule": "int4", "converted_from": [STEP]},
             ("were rounded to such here, by `int4`.", "On the way here numbers were rounded: BF16."),
@@ -158,9 +182,17 @@ def test_hostile_names_stay_names(name: str) -> None:
 
 def test_a_bundle_is_known_by_its_sha256_alone() -> None:
     """Inserting a tuned drafter in place keeps name and size."""
-    sums = {"0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0": "Gemma 4 E4B", "d" * 64: None, "": None}
+    sums = {
+        E4B_MAY: "Gemma 4 E4B",
+        "f335f2bfd1b758dc6476db16c0f41854bd6237e2658d604cbe566bcefd00a7bc": "Gemma 4 E4B",
+        "181938105e0eefd105961417e8da75903eacda102c4fce9ce90f50b97139a63c": "Gemma 4 E2B",
+        "ab7838cdfc8f77e54d8ca45eadceb20452d9f01e4bfade03e5dce27911b27e42": "Gemma 4 E2B",
+        "d" * 64: None,
+        "": None,
+    }
     for sha256, name in sums.items():
-        known: Any = known_bundle(SimpleNamespace(name="x", size=3659530240, provenance={"sha256": sha256}))
+        provenance = {"repository": "org/any", "etag": sha256}
+        known: Any = known_bundle(SimpleNamespace(name="x", size=3659530240, provenance=provenance))
         assert (known and known["name"]) == name
 
 

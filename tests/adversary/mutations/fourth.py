@@ -8,7 +8,7 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, cases, edge
+from adversary.edits import Case, Change, Sample, a_change, an_edit, cases, edge
 from adversary.mutations.attention import both, slots, visible
 from adversary.mutations.blocks import every_eps
 
@@ -49,16 +49,6 @@ def shaped_by_int64(place: str) -> Change:
 SHAPES: dict[str, Change] = {f"{place}_by_int64": shaped_by_int64(place) for place in ("state", "0.query")}
 
 
-def rounded_weight(edit: Edit) -> Change:
-    """A norm's weight through a narrower type."""
-    return lambda g: g.insert(g.norm("layers.0.pre_ffw_norm").weight, lambda w: edit(g, w))
-
-
-CONSTANTS: dict[str, Change] = {
-    "norm_weight_cast_fp16": rounded_weight(e.through(np.float16)),
-}
-
-
 @a_change
 def of_codes_given(g: Graph, name: str, scale: float, zero_point: int = 0) -> None:
     """The input itself is INT8."""
@@ -66,8 +56,6 @@ def of_codes_given(g: Graph, name: str, scale: float, zero_point: int = 0) -> No
 
 
 GRIDS: dict[str, Change] = {
-    "activations_cut_off_at_0.6": of_codes_given("activations", 0.005),
-    "logits_as_codes": edge("logits", lambda g, x: e.quantized(g, x, 6 / 127)),
     "keys_by_a_scale_of_0": of_codes_given("kv_cache_k_3", 0.0),
     "keys_by_a_zero_point_that_is_no_code": of_codes_given("kv_cache_k_3", 0.02, 1000),
 }
@@ -133,7 +121,6 @@ CACHES: dict[str, Change] = {
 CASES = (
     *cases("fourth: kernels of codes", KERNELS, exact=True),
     *cases("fourth: shapes of another type", SHAPES),
-    *cases("fourth: constants", CONSTANTS, exact=True),
     Case("fourth: constants", "infinite_epsilons", every_eps(np.inf)),
     *cases("fourth: grids of the interface", GRIDS, exact=True, why="runtimes hand over other numbers"),
     *cases("fourth: caches", CACHES, why=NO_ENGINE),

@@ -1,4 +1,4 @@
-"""Number types: shapes that a file declares, codes cast and wrapped, constants on grids, grids of few codes."""
+"""Number types: shapes that a file declares, codes cast and wrapped, constants on grids, masks cut off."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OTHERS: dict[str, Change] = {
     "norm_weight_cast_int32": recast(lambda g: g.norm("layers.0.pre_ffw_norm").weight, e.through(np.int32)),
 }
 
-# Grids of few codes, and numbers that half precision loses.
+# A grid that ends above what hides a slot, and numbers that half precision loses.
 
 
 def scaled_fp16(factor: float) -> Edit:
@@ -81,12 +81,12 @@ GRIDS: dict[str, Change] = {
     **{
         f"{place}_{name}": e.edge(place, edit)
         for place, edits in {
-            "activations": {"in_halves_int8": e.over_int(0.5), "fp16_of_1e-6": scaled_fp16(1e-6)},
-            "1.query_normed": {"of_2_int8": e.over_int(2 / 127), "fp16_of_1e-7": scaled_fp16(1e-7)},
-            "1.scores": {"in_halves_int8": e.over_int(0.5), "fp16_of_1e5": scaled_fp16(1e5)},
+            "activations": {"fp16_of_1e-6": scaled_fp16(1e-6)},
+            "1.query_normed": {"fp16_of_1e-7": scaled_fp16(1e-7)},
+            "1.scores": {"fp16_of_1e5": scaled_fp16(1e5)},
+            "1.masked": {"hidden_at_-3_int8": e.over_int(6 / 255)},
             "1.probabilities": {"fp16_of_1e-6": scaled_fp16(1e-6)},
-            "0.product": {"in_quarters_int16": e.over_int(0.25, 0, np.int16)},
-            "logits": {"in_halves_int16": e.over_int(0.5, 0, np.int16), "fp16_of_1e-7": scaled_fp16(1e-7)},
+            "logits": {"fp16_of_1e-7": scaled_fp16(1e-7)},
         }.items()
         for name, edit in edits.items()
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from helpers.surgery import Graph, Norm
 
@@ -360,6 +361,28 @@ EXACT: dict[str, Change] = {
 ROUNDED: dict[str, Change] = {
     "fp16_rope_tables": tabled(kind="fp16"),
     "logits_by_int16_codes": edge("logits", e.over_int(30 / 32767, 0, np.int16)),
+    "logits_given_as_int16": edge("logits", lambda g, x: e.quantized(g, x, 30 / 32767, 0, np.int16)),
+    "activations_given_as_int16": lambda g: e.as_codes(g, "activations", np.int16, 40 / 32767),
+    "norm_weight_cast_fp16": lambda g: g.insert(
+        g.norm("layers.0.pre_ffw_norm").weight, lambda w: e.through(np.float16)(g, w)
+    ),
+    "cos_cast_fp16": edge("0.cos", e.through(np.float16)),
+}
+# However coarse a grid is, and whatever of ordinary numbers it cuts off: that is the runtime's.
+ON_GRIDS: dict[str, Change] = {
+    f"{place}_{name}": edge(place, edit)
+    for place, edits in {
+        "activations": {"in_halves_int8": e.over_int(0.5), "within_1_int8": e.over_int(1 / 127)},
+        "1.query_normed": {"of_2_int8": e.over_int(2 / 127)},
+        "0.queries": {"within_a_half_int8": e.over_int(0.5 / 127)},
+        "1.scores": {"in_halves_int8": e.over_int(0.5), "fp16": e.through(np.float16)},
+        "1.probabilities": {"in_256ths": e.over_int(1 / 256, -128)},
+        "0.key": {"within_a_tenth_int8": e.over_int(0.1 / 127)},
+        "0.product": {"in_quarters_int16": e.over_int(0.25, 0, np.int16)},
+        "1.stream": {"bf16": e.through(ml_dtypes.bfloat16)},
+        "logits": {"in_halves_int16": e.over_int(0.5, 0, np.int16)},
+    }.items()
+    for name, edit in edits.items()
 }
 
 CASES = (
@@ -375,4 +398,5 @@ CASES = (
     *cases("same: absorbed", ABSORBED),
     *cases("same: spelled", EXACT, Sample(230, mask="past"), exact=True),
     *cases("same: rounded", ROUNDED, exact=True, rounding=2e-3),
+    *cases("same: on grids", ON_GRIDS),
 )

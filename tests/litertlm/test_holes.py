@@ -1,0 +1,155 @@
+"""Parts of a file that were never downloaded are told from rows that are zero in truth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.commands import run_here
+from helpers.make_bundle import drafter_of, load, pack, set_buffer
+
+import mtp_extract
+from mtp_extract.bundle import Opened
+from mtp_extract.io.source import BytesSource, Region
+from mtp_extract.litertlm.holes import PAGE, missing_rows, zero_pages
+from mtp_extract.litertlm.storage import Floats, QuantizedTensor, Storage
+from mtp_extract.litertlm.tflite import Tensor, TensorType
+
+ROWS, COLUMNS = 512, 64
+TINY = np.float32(1e-9) / np.float32(127)
+"""ai-edge-quantizer's scale of a row of zeros in INT8."""
+
+
+def stored(
+    zeros: slice,
+    scale: Floats,
+    *,
+    type_: TensorType = TensorType.INT8,
+    kind: str = "per_channel",
+    before: int = 0,
+    shape: tuple[int, int] = (ROWS, COLUMNS),
+) -> QuantizedTensor:
+    """A matrix of codes none of which is 0 but in the rows ``zeros``, ``before`` bytes after a page of its file."""
+    codes = np.random.default_rng(4).choice([-3, -2, -1, 1, 2, 3, 7], shape)
+    codes[zeros] = 0
+    storage = Storage(type_, shape, kind, 0, 32 if kind == "blockwise" else 0)
+    data = storage.stored(codes.reshape(-1)) if storage.packing else codes.astype(np.float32).tobytes()
+    source = BytesSource(bytes(2 * PAGE + before) + data)
+    tensor = Tensor(0, 0, "w", shape, int(type_), 0, 0, None, False, False)
+    region = Region(source, 2 * PAGE + before, len(data), "w")
+    return QuantizedTensor(tensor, region, storage, scale, np.zeros(scale.shape, np.int64))
+
+
+def scales(count: int = ROWS) -> Floats:
+    """As those of rows of ordinary weights: all different."""
+    return np.random.default_rng(5).uniform(1e-3, 1e-2, count).astype(np.float32)
+
+
+def with_scale(of_zeros: float, zeros: slice) -> Floats:
+    result = scales()
+    result[zeros] = of_zeros
+    return result
+
+
+@pytest.mark.parametrize(("before", "wanted"), [(0, range(128, 256)), (16, range(128, 255)), (4000, range(130, 257))])
+def test_a_page_of_zeros_is_a_hole_where_its_rows_have_scales_of_their_own(before: int, wanted: range) -> None:
+    """A page has 64 of these rows; zeros that are no whole page are around it."""
+    assert missing_rows(stored(slice(100, 300), scales(), before=before)) == wanted
+
+
+def test_rows_of_four_bits_and_blocks_are_found_too() -> None:
+    assert missing_rows(stored(slice(128, 384), scales(), type_=TensorType.INT4)) == range(128, 384)
+    # The scales of blocks are two a row; the message counts blocks.
+    found = missing_rows(stored(slice(128, 384), scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise"))
+    assert found == range(256, 768)
+
+
+def test_a_matrix_of_which_nothing_was_downloaded_is_a_hole() -> None:
+    assert missing_rows(stored(slice(None), scales())) == range(ROWS)
+
+
+@pytest.mark.parametrize("value", [TINY, 0.0, 1.0, 0.005, 2**-24])
+def test_rows_that_a_quantizer_wrote_as_zeros_are_sound(value: float) -> None:
+    """Whatever it writes as their scale, it is one number."""
+    zeros = slice(64, 320)
+    assert missing_rows(stored(zeros, with_scale(value, zeros))) is None
+
+
+def test_what_is_no_whole_page_is_sound() -> None:
+    """Rows that are zero by themselves, and zeros within rows."""
+    assert missing_rows(stored(slice(65, 127), scales())) is None
+    assert missing_rows(stored(slice(1, None, 2), scales())) is None
+
+
+def test_of_one_scale_for_all_or_floats_nothing_can_be_said() -> None:
+    assert missing_rows(stored(slice(64, 320), scales(1), kind="per_tensor")) is None
+    floats = stored(slice(64, 320), np.empty(0, np.float32), type_=TensorType.FLOAT32, kind="none")
+    assert missing_rows(floats) is None
+    assert [end - begin for begin, end in zero_pages(floats.location)] == [256 * COLUMNS * 4]
+
+
+def test_a_single_long_row_is_a_hole_where_its_scale_is_an_ordinary_one() -> None:
+    long = (8, 3 * PAGE)
+    ordinary = np.linspace(1e-3, 1e-2, 8, dtype=np.float32)
+    assert missing_rows(stored(slice(3, 4), ordinary, shape=long)) == range(3, 4)
+    for value in (TINY, 0, 1):
+        ordinary[3] = value
+        assert missing_rows(stored(slice(3, 4), ordinary, shape=long)) is None
+
+
+def test_a_page_of_scales_that_are_0_is_a_hole_where_codes_are_not() -> None:
+    shape, own = (2048, COLUMNS), scales(2048)
+    own[500:1524] = 0
+    assert missing_rows(stored(slice(0, 0), own, shape=shape)) == range(500, 501)
+    assert missing_rows(stored(slice(500, 1524), own, shape=shape)) is None
+    own[500:600] = 1e-3
+    assert missing_rows(stored(slice(0, 0), own, shape=shape)) is None
+
+
+def head_of(opened: Opened) -> Tensor:
+    return next(role.tensor for role in opened.drafter().walk.roles if role.role == "lm_head" and role.tensor)
+
+
+def punched(path: Path, sample: Path) -> Path:
+    """The sample as a download leaves it of which a piece of 8 KiB in its head is missing."""
+    data = bytearray(sample.read_bytes())
+    with mtp_extract.open(sample) as opened:
+        model = opened.drafter().model
+        begin = -(-model.locate(head_of(opened)).begin // PAGE) * PAGE
+    data[begin : begin + 2 * PAGE] = bytes(2 * PAGE)
+    path.write_bytes(data)
+    return path
+
+
+def test_a_bundle_with_a_hole_is_refused_by_tensor_and_rows(sample: Path, extracted: Path, tmp_path: Path) -> None:
+    hollow = punched(tmp_path / "hollow.litertlm", sample)
+    for name, *arguments in (
+        ("extract", hollow, "-o", tmp_path / "out"),
+        ("inspect", hollow, "--graph"),
+        ("inspect", extracted, "--against", hollow),
+    ):
+        done = run_here(name, *map(str, arguments))
+        assert done.returncode == 1
+        assert re.fullmatch(
+            r"error: \S*hollow\.litertlm: rows \d+ to \d+ of lm_head \(tensor .*\) hold zeros .* not downloaded "
+            r"completely\? Fetch the file again, and compare its SHA-256 with the publisher's\.\n",
+            done.stderr,
+        ), done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_zeros_in_floats_are_said_and_extracted(sample: Path, tmp_path: Path) -> None:
+    """Pruned rows are sound: of a head in F32, 400 rows of 256 bytes."""
+    model = load(drafter_of(sample))
+    with mtp_extract.open(sample) as opened:
+        head = head_of(opened)
+    tensor = model.subgraphs[head.subgraph].tensors[head.index]
+    values = np.random.default_rng(6).standard_normal(head.shape).astype(np.float32)
+    values[100:500] = 0
+    tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
+    set_buffer(model, tensor, values.tobytes())
+    (tmp_path / "pruned.tflite").write_bytes(pack(model))
+    made = mtp_extract.extract(tmp_path / "pruned.tflite", tmp_path / "out", dtype="f32")
+    assert any(re.match(r"lm_head holds (98,304|102,400) bytes of zeros in whole pages\.", note) for note in made.notes)
