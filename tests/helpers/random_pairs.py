@@ -71,7 +71,7 @@ def base_alone(base: Any, prompt: tuple[int, ...], tokens: int) -> tuple[int, ..
 
 
 def random_base(seed: int = 0, **changes: Any) -> Any:
-    """A random text-only Gemma 4 of width 32: sliding window 5, embeddings by layer, one KV-shared layer of each type."""
+    """A random text-only Gemma 4 of width 32: sliding window 5, embeddings by layer, one KV-shared layer a type."""
     settings = {
         "vocab_size": 40,
         "hidden_size": 32,
