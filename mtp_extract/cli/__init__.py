@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "Measure a running server with and without its drafter.",
     "doctor": "Find out why a server rejects drafts.",
     "upload": "Publish a checkpoint on the Hugging Face Hub.",
+    "sample": "Print where the sample's files are.",
     "schema": "Print the JSON schema of a record.",
 }
 """Each command and what it is for, in the order in which a user meets them; a module of this folder has its name."""

@@ -24,6 +24,7 @@ import typer
 from typer.main import get_command
 from typer.models import ParameterInfo
 
+from mtp_extract._version import __version__
 from mtp_extract.cli import terminal
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
@@ -33,6 +34,17 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Of the context of every command."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"mtp-extract {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)]
+_VERSION = inspect.Parameter("version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Version)
+
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the proof, sizes and files, too.")]
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
@@ -43,7 +55,12 @@ _LONGEST_MESSAGE = 4000
 
 
 def program(
-    command: Callable[..., None], examples: Mapping[str, str], *, kept: str = "nothing was kept", is_short: bool = False
+    command: Callable[..., None],
+    examples: Mapping[str, str],
+    *,
+    kept: str = "nothing was kept",
+    is_short: bool = False,
+    no_arguments_is_help: bool = True,
 ) -> tuple[typer.Typer, Callable[..., None]]:
     """A program of one command: as typer has it, and the function that runs it and exits.
 
@@ -51,9 +68,14 @@ def program(
         command: annotated as typer wants it; a parameter that is a plan stands for the fields of the plan that are.
         examples: for its help: a command line → what that does.
         kept, is_short: as :func:`run` explains them.
+        no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
     """
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    settings: dict[str, Any] = {"context_settings": SETTINGS, "no_args_is_help": True, "epilog": epilog_of(examples)}
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    settings: dict[str, Any] = {
+        "context_settings": SETTINGS,
+        "no_args_is_help": no_arguments_is_help,
+        "epilog": epilog_of(examples),
+    }
     app.command(**settings)(_taking_fields(command))
     return app, partial(run, app, kept=kept, is_short=is_short)
 
@@ -67,10 +89,10 @@ def _taking_fields(command: Callable[..., None]) -> Callable[..., None]:
     """``command``, called with the fields of its plans in place of the plans."""
     parameters = inspect.signature(command, eval_str=True).parameters
     plans = {name: list(_fields(one.annotation)) for name, one in parameters.items() if is_dataclass(one.annotation)}
-    shown = [option for name, one in parameters.items() for option in plans.get(name, [one])]
+    shown = [option for name, one in parameters.items() for option in plans.get(name, [one])] + [_VERSION]
 
     def run(**given: Any) -> None:
-        values = dict(given)
+        values = {name: value for name, value in given.items() if name != _VERSION.name}
         for name, options in plans.items():
             told = {option.name: values.pop(option.name) for option in options}
             values[name] = _made(parameters[name].annotation, told, {option.name: _flag(option) for option in options})

@@ -47,7 +47,7 @@ def show_written(
     if verbose:
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
-    command = next_command(engine, result.directory) if engine and not is_head(record) else None
+    command = next_command(engine.lower(), result.directory) if engine and not is_head(record) else None
     say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import typer.main
 from typer.core import TyperGroup
 
-from mtp_extract._version import __version__
 from mtp_extract.cli import COMMANDS, module_of
-from mtp_extract.cli._command import SETTINGS, epilog_of, run
+from mtp_extract.cli._command import SETTINGS, Version, epilog_of, run
 
 _EXAMPLES = {
     "mtp extract gemma-4-E4B-it.litertlm": "Writes the drafter to a directory that transformers, vLLM and SGLang load.",
@@ -41,17 +40,8 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"mtp-extract {__version__}")
-        raise typer.Exit
-
-
-_Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)]
-
-
 @app.callback(context_settings=SETTINGS, no_args_is_help=True, epilog=epilog_of(_EXAMPLES))
-def _commands(version: _Version = False) -> None:
+def _commands(version: Version = False) -> None:
     """Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles; check, convert, tune and measure it."""
 
 

@@ -29,6 +29,10 @@ _REMEMBERED = 3600.0
 """Seconds of work by which the time left is estimated: a batch may take minutes."""
 _WORTH_SHOWING = 1 << 26
 """Bytes."""
+_UNBOUNDED = 1 << 16
+"""Characters of a line where it goes to a file."""
+_SHORT = 16
+"""Characters of a cell that stays on one line: a number with its unit, an interval."""
 _LINES = 20
 """Of progress, where there is no terminal to redraw one on."""
 
@@ -41,9 +45,20 @@ def _line(stream: TextIO, text: str) -> None:
 
 def say(text: str) -> None:
     """A line on stdout; on a terminal that is narrower, it goes on in the next between words, further to the right."""
+    _line(sys.stdout, _wrap(text, _room()))
+
+
+def _wrap(text: str, width: int) -> str:
+    """``text`` broken between words; what continues a line is indented further."""
     indent = text[: len(text) - len(text.lstrip())] + "  "
-    whole: Any = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
-    _line(sys.stdout, textwrap.fill(text, _room(), subsequent_indent=indent, **whole))
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=indent,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def say_all(text: str) -> None:
@@ -76,7 +91,8 @@ def write_json(value: Any) -> None:
 def error(message: str) -> None:
     """An error on stderr."""
     sys.stdout.flush()
-    _line(sys.stderr, f"error: {message}")
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else _UNBOUNDED
+    _line(sys.stderr, _wrap(f"error: {message}", width))
     sys.stderr.flush()
 
 
@@ -105,6 +121,7 @@ def table(
 ) -> None:
     """``rows`` in columns that fit the terminal; numbers to the right. Cells are cut after ``longest`` characters.
 
+    No word and no number is broken in two: where the columns do not fit, each row is a list of its own, a cell a line.
     None and False are shown as a dash, True as "yes", and of floats three digits.
     """
     if not rows:
@@ -114,17 +131,39 @@ def table(
     from rich.table import Table as Grid
     from rich.text import Text
 
+    cells = [[escape(_cell(cell), longest) for cell in row] for row in rows]
     grid = Grid(box=None, show_header=bool(head), pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for index, title in enumerate(head or [""] * len(rows[0])):
         numeric = all(isinstance(row[index], (int, float)) for row in rows)
         grid.add_column(Text(title), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(escape(_cell(cell), longest)) for cell in row))
+    for row in cells:
+        grid.add_row(*(Text(cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _SHORT else cell) for cell in row))
+
     console = Console(width=_room(indent), file=io.StringIO(), force_terminal=False)
+    if _least_width([head or [""] * len(rows[0]), *cells]) > console.width:
+        _list_rows(cells, head, indent)
+        return
     with console.capture() as shown:
         console.print(grid)
     for line in shown.get().splitlines():
-        _line(sys.stdout, (indent + line).rstrip())
+        _line(sys.stdout, (indent + line).rstrip().replace("\N{NO-BREAK SPACE}", " "))
+
+
+def _least_width(rows: Sequence[Sequence[str]]) -> int:
+    """Of columns in which only long cells go on in another line, and between words."""
+    widths = [
+        max(len(word) for cell in column for word in ([cell] if len(cell) <= _SHORT else cell.split()))
+        for column in zip(*rows, strict=True)
+    ]
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _list_rows(rows: Sequence[Sequence[str]], head: Sequence[str], indent: str) -> None:
+    """Each of ``rows`` as its first cell, and below it the others with the titles of their columns."""
+    for first, *others in rows:
+        _line(sys.stdout, f"{indent}{first}")
+        for title, cell in zip(head[1:] or [""] * len(others), others, strict=True):
+            say(f"{indent}  {title}: {cell}" if title else f"{indent}  {cell}")
 
 
 def _cell(value: object) -> object:
@@ -138,7 +177,7 @@ def _cell(value: object) -> object:
 def _room(indent: str = "") -> int:
     """Characters beside ``indent`` on a line of stdout; no bound where it is no terminal and COLUMNS does not say."""
     if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
-        return 1 << 16
+        return _UNBOUNDED
     return max(shutil.get_terminal_size().columns - len(indent), 1)
 
 

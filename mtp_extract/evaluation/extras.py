@@ -7,7 +7,7 @@ from logging import CRITICAL
 
 from mtp_extract.errors import MtpExtractError, escape
 
-TRANSFORMERS = ">=5.16.1,<5.23"  # releases that construct an assistant and were tried, as pyproject.toml has them
+TRANSFORMERS = ">=5.16.1,!=5.23.0"  # releases that construct an assistant, as pyproject.toml has them
 
 
 def require(*modules: str) -> None:
@@ -16,7 +16,7 @@ def require(*modules: str) -> None:
         if why := unusable(module):
             raise MtpExtractError(
                 f"expected the package {module}, but {why}. Validation and tuning need more packages than "
-                "extraction: pip install 'mtp-extract[validate]'"
+                "extraction: pip install '.[validate]' in the clone of mtp-extract, with its constraints.txt"
             )
 
 

@@ -128,7 +128,7 @@ def format_named(name: str) -> Format:
 
 
 def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
-    """The format to write: the one called ``name``, or the best for the engine called so.
+    """The format to write: the one called ``name`` (in any case), or the best for the engine called so.
 
     Without a name it is the first of the architecture's.
 
@@ -136,6 +136,8 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
         ValueError: there is no format and no engine of that name.
         UnsupportedError: the engine loads no drafter of that architecture, or none at all.
     """
+    if name is not None:
+        name = name.lower()  # vLLM, SGLang and llama.cpp write themselves with capitals
     if name is not None and name in EVERY:
         return name
     if name is not None and name not in ENGINES:

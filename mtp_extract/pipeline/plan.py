@@ -55,7 +55,7 @@ class WritingPlan:
     def __post_init__(self) -> None:
         """Raise ValueError where a name is none of its choices."""
         check_values(self)
-        if self.format not in (None, *ENGINES, *EVERY):
+        if self.format is not None and self.format.lower() not in (*ENGINES, *EVERY):
             raise ValueError(f"format {escape(self.format)!r}: expected {either(NAMES)}.{nearest(self.format, NAMES)}")
 
     def choose(self, architecture: str = GEMMA4_MTP) -> str:

@@ -37,7 +37,9 @@ def next_command(engine: str, directory: object) -> str | None:
     if (block := _blocks().get(engine)) is None:
         return None
     lines = [line for line in re.sub(r"\\\n +", "", block).splitlines() if line and line[0] not in "#`"]
-    text = "; ".join(lines[-2:]).replace("WEIGHTS", "DRAFTER/mtp-*.gguf")
+    # What comes before the drafter is loaded, a reader who serves a base has done already.
+    first = next(number for number, line in enumerate(lines) if "DRAFTER" in line or "WEIGHTS" in line)
+    text = "; ".join(lines[first : first + 2]).replace("WEIGHTS", "DRAFTER/mtp-*.gguf")
     return text.replace("DRAFTER", shell_word(directory))
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from mtp_extract.drafter.protocol import BaseState, Drafter
+from mtp_extract.drafter.protocol import BaseState, Drafter, Fed
 from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.codec import Codec, Prompt
@@ -115,57 +116,84 @@ class SpeculativeGenerator:
             PairError: text or messages that cannot be encoded, an empty prompt, or a token the base does not have.
             DrafterError: a token cannot be drawn, as logits are no numbers.
         """
-        base, drafter, layers = self.base, self.drafter, self.drafter.needs.layers
-        given, sampling = self.codec.encode(prompt, chat_template=chat_template), Sampling(temperature, top_k, top_p)
-        random = torch.Generator(base.device).manual_seed(seed)
-        stops = base.stop_token_ids if stop_token_ids is None else stop_token_ids
-        running = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        most = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
-        whole = most if isinstance(most, Tree) else Tree((1,) * most)
-        cache, previous, rounds, start = base.new_cache(), None, list[Round](), self._clock()
-        fed = base.keep(cache, base.feed(torch.tensor([given], device=base.device), layers, cache), range(len(given)))
-        tokens = _to_host(sampling.choose(base.logits(fed.hidden[0, -1:]), random))
-        prefill_ms = 1e3 * (self._clock() - start)
-        while (left := max_new_tokens - len(tokens)) > 0 and tokens[-1] not in stops:
-            start = middle = self._clock()
-            nodes, drawn = torch.tensor([tokens[-1:]], device=base.device), list[Tensor]()
-            # Of the tokens that are left, one is the base's own.
-            tree = whole.to_depth(min(left - 1, running.value if running else whole.depth))
-            if tree.depth:
-                previous = drafter.start(BaseState(fed, fed.positions[:, -1:] + 1, base.embed, previous))
-                nodes, drawn = self._drafted(previous, nodes, tree, sampling, random)
-                middle = self._clock()
-            fed = base.feed(nodes, layers, cache, tree=tree)
-            way, new = _verified(nodes[0], base.logits(fed.hidden[0]), drawn, tree, sampling, random)
-            fed = base.keep(cache, fed, way)
-            draft_ms, verify_ms = 1e3 * (middle - start), 1e3 * (self._clock() - middle)
-            if running:
-                running.observe(tree.depth, len(way) - 1, draft_ms, verify_ms)
-            new = new[: next((place + 1 for place, token in enumerate(new) if token in stops), len(new))]
-            rounds.append(Round(tuple(new), tree.depth, min(len(way) - 1, len(new)), draft_ms, verify_ms))
-            tokens += new
-        return Generation(given, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
+        prompt_tokens = self.codec.encode(prompt, chat_template=chat_template)
+        stop_tokens = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
+        sampling = Sampling(temperature, top_k, top_p)
+        random = torch.Generator(self.base.device).manual_seed(seed)
 
-    def _drafted(
+        running_length = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
+        longest = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
+        full_tree = longest if isinstance(longest, Tree) else Tree((1,) * longest)
+
+        # The prompt's own forward gives the first token.
+        started = self._clock()
+        cache = self.base.new_cache()
+        fed = self._prefill(prompt_tokens, cache)
+        tokens = _to_host(sampling.choose(self.base.logits(fed.hidden[0, -1:]), random))
+        prefill_ms = 1e3 * (self._clock() - started)
+
+        rounds: list[Round] = []
+        draft_state = None
+        while len(tokens) < max_new_tokens and tokens[-1] not in stop_tokens:
+            # Of the tokens that may still come, one is the base's own.
+            most_drafts = max_new_tokens - len(tokens) - 1
+            depth = min(most_drafts, running_length.value if running_length else full_tree.depth)
+            tree = full_tree.to_depth(depth)
+
+            started = drafted = self._clock()
+            nodes = torch.tensor([tokens[-1:]], device=self.base.device)
+            distributions: list[Tensor] = []
+            if tree.depth:
+                round_start = BaseState(fed, fed.positions[:, -1:] + 1, self.base.embed, draft_state)
+                draft_state = self.drafter.start(round_start)
+                nodes, distributions = self._draft(draft_state, nodes, tree, sampling, random)
+                drafted = self._clock()
+
+            fed = self.base.feed(nodes, self.drafter.needs.layers, cache, tree=tree)
+            logits = self.base.logits(fed.hidden[0])
+            accepted_path, new_tokens = _verify(nodes[0], logits, distributions, tree, sampling, random)
+            fed = self.base.keep(cache, fed, accepted_path)
+            verified = self._clock()
+
+            accepted = len(accepted_path) - 1
+            draft_ms = 1e3 * (drafted - started)
+            verify_ms = 1e3 * (verified - drafted)
+            if running_length:
+                running_length.observe(tree.depth, accepted, draft_ms, verify_ms)
+
+            new_tokens = _until_stop(new_tokens, stop_tokens)
+            accepted = min(accepted, len(new_tokens))
+            rounds.append(Round(tuple(new_tokens), tree.depth, accepted, draft_ms, verify_ms))
+            tokens += new_tokens
+        return Generation(prompt_tokens, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
+
+    def _prefill(self, prompt_tokens: Sequence[int], cache: DynamicCache) -> Fed:
+        """Run the base over the prompt; all of it stays in ``cache``."""
+        prompt = torch.tensor([prompt_tokens], device=self.base.device)
+        fed = self.base.feed(prompt, self.drafter.needs.layers, cache)
+        return self.base.keep(cache, fed, range(len(prompt_tokens)))
+
+    def _draft(
         self, state: Any, pending: Tensor, tree: Tree, sampling: Sampling, random: torch.Generator
     ) -> tuple[Tensor, list[Tensor]]:
-        """The tokens of a tree's nodes, int64 [1, nodes], and of each draft that was drawn, from which distribution.
+        """The tokens of a tree's nodes, int64 [1, nodes], and the distribution that each drawn draft was drawn from.
 
         Drafts are drawn in a chain of sampled text alone: a tree has the drafter's likeliest tokens.
         """
-        levels, drawn = [pending], list[Tensor]()
+        levels = [pending]
+        distributions: list[Tensor] = []
         for depth, width in enumerate(tree.widths, 1):
             logits, state = self.drafter.step(state, levels[-1])
             logits = logits[0].to(pending.device)
             if sampling.greedy or tree.width > 1:
-                chosen = logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
+                drafts = logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
             else:
-                drawn.append(sampling.probabilities(logits))
-                chosen = draw(drawn[-1], random).clamp(min=0)
-            levels.append(chosen.view(1, -1))
+                distributions.append(sampling.probabilities(logits))
+                drafts = draw(distributions[-1], random).clamp(min=0)
+            levels.append(drafts.view(1, -1))
             if width > 1 and depth < tree.depth:
                 state = state.fork(width)
-        return torch.cat(levels, dim=1), drawn
+        return torch.cat(levels, dim=1), distributions
 
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -174,19 +202,44 @@ class SpeculativeGenerator:
         return time.perf_counter()
 
 
-def _verified(
-    nodes: Tensor, logits: Tensor, drawn: Sequence[Tensor], tree: Tree, sampling: Sampling, random: torch.Generator
+def _verify(
+    nodes: Tensor,
+    logits: Tensor,
+    distributions: Sequence[Tensor],
+    tree: Tree,
+    sampling: Sampling,
+    random: torch.Generator,
 ) -> tuple[list[int], list[int]]:
-    """The nodes that stand, the root first, and the new tokens: those of the drafts among them, and the base's own."""
-    if drawn:
-        accepted, following = judge(sampling.probabilities(logits), nodes[1:], drawn, random)
-        held, *tokens, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
-        return [*range(held + 1)], [*tokens[:held], last]
-    # The base chooses a token after every node, and the tree is followed as long as it holds that token.
+    """Judge the drafts of a round by the base's logits.
+
+    Args:
+        nodes: int64 [nodes], the pending token and the drafts after it.
+        logits: [nodes, vocabulary], the base's, after each node.
+        distributions: what the drafts of a sampled chain were drawn from; empty where they are the likeliest tokens.
+
+    Returns:
+        the accepted nodes, the pending token's first, and the new tokens: the accepted drafts and the base's own.
+    """
+    if distributions:
+        # Speculative sampling: draft x stands with probability min(1, p(x) / q(x)).
+        accepted, following = judge(sampling.probabilities(logits), nodes[1:], distributions, random)
+        count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
+        return list(range(count + 1)), [*drafts[:count], last]
+
+    # The base chooses a token after every node; a draft stands while it is the one that the base chose.
     both = _to_host(torch.cat((nodes, sampling.choose(logits, random))))
-    tokens, choices = both[: len(nodes)], both[len(nodes) :]
-    way = tree.followed(tokens, choices)
-    return way, [choices[node] for node in way]
+    tokens = both[: len(nodes)]
+    choices = both[len(nodes) :]
+    accepted_path = tree.followed(tokens, choices)
+    return accepted_path, [choices[node] for node in accepted_path]
+
+
+def _until_stop(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
+    """``tokens`` up to the first stop token, which is included."""
+    for place, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: place + 1]
+    return tokens
 
 
 def _to_host(tokens: Tensor) -> list[int]:
@@ -195,10 +248,10 @@ def _to_host(tokens: Tensor) -> list[int]:
     Raises:
         DrafterError: a token could not be drawn.
     """
-    found: list[int] = tokens.tolist()
-    if NOT_DRAWN in found:
+    numbers: list[int] = tokens.tolist()
+    if NOT_DRAWN in numbers:
         raise DrafterError(
             "expected logits to draw a token from, found some that are no numbers: a weight is damaged, or the type "
             "that drafter or base computes in is too small; prove the checkpoint, or compute in bfloat16"
         )
-    return found
+    return numbers

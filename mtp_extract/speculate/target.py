@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,6 +55,9 @@ class Base:
         self.windows: dict[str, int | None] = {kind: windows[kind] for kind in dict.fromkeys(layer_types)}
         own = self.num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:own])}
+        # transformers 5.24 renamed the argument, and hands nothing back to who uses the old name.
+        names_of_arguments = inspect.signature(model.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names_of_arguments else "past_key_values"
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -117,9 +121,9 @@ class Base:
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=masks,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 return_shared_kv_states=True,
+                **{self._cache_argument: cache},
             )
         finally:
             for hook in hooks:

@@ -24,7 +24,7 @@ from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_pr
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.text import Tokens, Writer, agreement, connected, number, people_texts
+from mtp_extract.tuning.text import Tokens, Writer, agreement, connect_writer, number, people_texts
 
 TRAINED, WATCHED, HELD_OUT, SHIPPED = "trained", "watched", "held out", "shipped"
 """Trained on; measured during training, to keep the best; measured before and after, to save or refuse; and, where the
@@ -104,34 +104,44 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     Raises:
         MtpExtractError: too few prompts or texts, or a server has another base.
     """
-    plan, sides, steps, text_from = pair.plan, divided(pair.plan), pair.plan.draft_steps, None
-    kinds, found = list[list[Text]](), list[tuple[str, Prompt, Text]]()
-    asked = [(side, item) for side, items in sides.items() for item in items if side == SHIPPED or not plan.text]
-    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in asked]
-    with connected(plan) as server:
-        contents = {tokens: item.content for tokens, (_, item) in zip(prompts, asked, strict=True)}
+    plan = pair.plan
+    sides = divided(plan)
+
+    # Texts by people are there already, but for the shipped prompts; all others are to be written.
+    unwritten = [(side, item) for side, items in sides.items() for item in items if side == SHIPPED or not plan.text]
+    by_people = [(side, item) for side, items in sides.items() for item in items if side != SHIPPED and plan.text]
+    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in unwritten]
+    to_train = [tokens for tokens, (side, _) in zip(prompts, unwritten, strict=True) if side == TRAINED]
+    contents = {tokens: item.content for tokens, (_, item) in zip(prompts, unwritten, strict=True)}
+
+    with connect_writer(plan) as server:
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
-        if plan.text:
-            mine = [(side, item) for side, items in sides.items() if side != SHIPPED for item in items]
-            found += ((side, item, text) for side, item in mine for text in people_texts(item, writer))
-        found += ((*of, text) for of, text in zip(asked, writer.texts(prompts, tell), strict=True))
-        texts = {side: [text for where, _, text in found if where == side] for side in sides}
-        trained = [tokens for tokens, (side, _) in zip(prompts, asked, strict=True) if side == TRAINED]
+        written = [(side, item, text) for side, item in by_people for text in people_texts(item, writer)]
+        new = writer.texts(prompts, tell)
+        written += [(side, item, text) for (side, item), text in zip(unwritten, new, strict=True)]
+        texts = {side: [text for of_side, _, text in written if of_side == side] for side in sides}
+
+        text_from = None
         if server or plan.text:
-            greedy = replace(writer, temperature=0.0).texts(trained, tell) if plan.temperature else texts[TRAINED]
+            # How far the base at hand would have written the same.
+            greedy = replace(writer, temperature=0.0).texts(to_train, tell) if plan.temperature else texts[TRAINED]
             text_from = agreement(pair.base, greedy, server)
-        kinds.append(_enough(TRAINED, texts, steps))
+
+        kinds = [_require_enough(TRAINED, texts, plan.draft_steps)]
         if not plan.text:
-            kinds += _further_kinds(writer, trained, tell)
+            kinds += _further_kinds(writer, to_train, tell)
+
     # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
-    learned = [*chain.from_iterable(kinds)]
-    watched = _enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED]
-    held_out = _enough(HELD_OUT, texts, steps, [*learned, *watched])
-    shipped = new_texts(texts[SHIPPED], steps, [*learned, *watched, *held_out])
-    # Of texts that are alike the first is left.
-    items = {text: item for _, item, text in reversed(found)}
-    both = tuple((items[text], text) for text in (*held_out, *shipped))
-    return Corpus(tuple(map(tuple, filter(None, kinds))), tuple(watched), both, len(held_out), text_from)
+    learned = list(chain.from_iterable(kinds))
+    watched = _require_enough(WATCHED, texts, plan.draft_steps, learned)[:_MOST_WATCHED]
+    held_out = _require_enough(HELD_OUT, texts, plan.draft_steps, [*learned, *watched])
+    shipped = new_texts(texts[SHIPPED], plan.draft_steps, [*learned, *watched, *held_out])
+
+    # Of texts that are alike the first one's prompt counts.
+    item_of = {text: item for _, item, text in reversed(written)}
+    measured = tuple((item_of[text], text) for text in (*held_out, *shipped))
+    trained = tuple(tuple(kind) for kind in kinds if kind)
+    return Corpus(trained, tuple(watched), measured, len(held_out), text_from)
 
 
 def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
@@ -187,18 +197,20 @@ def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Ite
 
 def new_texts(texts: Sequence[Text], steps: int, seen: Sequence[Text] = ()) -> list[Text]:
     """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``seen``, nor one before them."""
-    found = [*seen, *(text for text in texts if len(text.anchors) >= steps)]
-    again = repeats([text.tokens for text in found])
-    return [text for index, text in enumerate(found) if index >= len(seen) and index not in again]
+    candidates = [*seen, *(text for text in texts if len(text.anchors) >= steps)]
+    repeated = repeats([text.tokens for text in candidates])
+    return [text for index, text in enumerate(candidates) if index >= len(seen) and index not in repeated]
 
 
-def _enough(side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Sequence[Text] = ()) -> list[Text]:
+def _require_enough(
+    side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Sequence[Text] = ()
+) -> list[Text]:
     """The new texts of ``side``, if they are as many as it needs."""
-    found = new_texts(texts[side], steps, seen)
-    if len(found) < _LEAST[side]:
+    fresh = new_texts(texts[side], steps, seen)
+    if len(fresh) < _LEAST[side]:
         raise MtpExtractError(
-            f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(found)}: the "
+            f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(fresh)}: the "
             "others are shorter, or repeat one that counts. Give other ones.",
             remedies=("prompts", "text"),
         )
-    return found
+    return fresh

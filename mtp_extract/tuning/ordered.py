@@ -67,37 +67,70 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     Raises:
         MtpExtractError: there is too little text of a kind.
     """
-    before, strange = dense(pair.origin.checkpoint), random_texts(pair, tell)
-    vocabulary, held_out = before.config.vocab_size, [text for _, text in corpus.held_out]
+    dense_checkpoint = dense(pair.origin.checkpoint)
+    random_by_side = random_texts(pair, tell)
+    vocabulary = dense_checkpoint.config.vocab_size
     count = clusters_of(vocabulary)
-    most, size = max(_LEAST_STATES, _STATES_A_CENTROID * count), vocabulary // count
-    pair.say(f"reading the drafter's states over {len(corpus.trained) + len(strange[TRAINED])} texts")
-    shares = (corpus.trained, 1 - _RANDOM_SHARE), (strange[TRAINED], _RANDOM_SHARE)
-    taught = [collect(pair, drafter, texts, int(share * most), (LITERT, TRANSFORMERS)) for texts, share in shares]
-    watched = [collect(pair, drafter, texts, most) for texts in (corpus.watched, strange[WATCHED])]
-    states = sum(len(one.states) for one in taught)
+    tokens_a_cluster = vocabulary // count
+
+    # States to learn from and to choose by: over the base's text, and over what it writes after random tokens.
+    most_states = max(_LEAST_STATES, _STATES_A_CENTROID * count)
+    pair.say(f"reading the drafter's states over {len(corpus.trained) + len(random_by_side[TRAINED])} texts")
+    conventions = (LITERT, TRANSFORMERS)
+    taught = [
+        collect(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most_states), conventions),
+        collect(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most_states), conventions),
+    ]
+    watched = [
+        collect(pair, drafter, corpus.watched, most_states),
+        collect(pair, drafter, random_by_side[WATCHED], most_states),
+    ]
+
+    states = sum(len(sample.states) for sample in taught)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
-    rows = torch.from_numpy(before.tensors["lm_head"].array().copy())
-    ordering, centroids, best_step = build_head(rows, taught, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
+    rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
+    steps = pair.plan.optimizer_steps
+    ordering, centroids, best_step = build_head(rows, taught, watched, count, steps, pair.plan.seed)
+
     # Centroids as they will be read.
-    written = as_written(pair.origin, ordered(before, ordering, centroids, 1)).tensors[CENTROIDS]
-    rows, cluster = torch.from_numpy(written.array().copy()), cluster_of(ordering, count)
-    top_k = least_top_k([ranks(one.states, rows, cluster[one.choices]) for one in watched], vocabulary, count)
-    # Windows of one text by people are one to an interval.
-    units, kept = units_of(corpus), dict[str, Any]()
-    for name, texts, index in (
-        ("as trained on", held_out[: corpus.own], units[: corpus.own]),
-        ("shipped prompts", held_out[corpus.own :], units[corpus.own :]),
-        ("random tokens", strange[HELD_OUT], torch.arange(len(strange[HELD_OUT]))),
-    ):
+    written = as_written(pair.origin, ordered(dense_checkpoint, ordering, centroids, 1)).tensors[CENTROIDS]
+    stored_centroids = torch.from_numpy(written.array().copy())
+    cluster = cluster_of(ordering, count)
+    watched_ranks = [ranks(sample.states, stored_centroids, cluster[sample.choices]) for sample in watched]
+    top_k = least_top_k(watched_ranks, vocabulary, count)
+
+    # What of the dense head's choices it keeps, on each kind of held-out text.
+    kept_by_kind: dict[str, Any] = {}
+    for name, texts, unit_of_text in _held_out_kinds(corpus, random_by_side[HELD_OUT]):
         if texts:
-            one = collect(pair, drafter, texts, most)
-            hits = (ranks(one.states, rows, cluster[one.choices]) < top_k).double()
-            share = share_over_texts(index[one.text], hits)
-            kept[name] = {"share": share.value, "interval": share.ci95}
-    about: dict[str, Any] = {"centroids": count, "top_k": top_k, "tokens_a_cluster": size, "best_step": best_step}
-    about |= {"states": states, "rows_read": count + top_k * size, "rows_dense": vocabulary, "kinds": kept}
-    return ordered(before, ordering, centroids, top_k), about
+            sample = collect(pair, drafter, texts, most_states)
+            hits = (ranks(sample.states, stored_centroids, cluster[sample.choices]) < top_k).double()
+            share = share_over_texts(unit_of_text[sample.text], hits)
+            kept_by_kind[name] = {"share": share.value, "interval": share.ci95}
+
+    about: dict[str, Any] = {
+        "centroids": count,
+        "top_k": top_k,
+        "tokens_a_cluster": tokens_a_cluster,
+        "best_step": best_step,
+        "states": states,
+        "rows_read": count + top_k * tokens_a_cluster,
+        "rows_dense": vocabulary,
+        "kinds": kept_by_kind,
+    }
+    return ordered(dense_checkpoint, ordering, centroids, top_k), about
+
+
+def _held_out_kinds(corpus: Corpus, random_tokens: Sequence[Text]) -> Iterator[tuple[str, Sequence[Text], Tensor]]:
+    """By kind of held-out text: its name, its texts, and for each text the unit that an interval counts.
+
+    Windows of one text by people are one unit.
+    """
+    texts = [text for _, text in corpus.held_out]
+    units = units_of(corpus)
+    yield "as trained on", texts[: corpus.own], units[: corpus.own]
+    yield "shipped prompts", texts[corpus.own :], units[corpus.own :]
+    yield "random tokens", random_tokens, torch.arange(len(random_tokens))
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:

@@ -188,7 +188,7 @@ def people_texts(item: Prompt, writer: Writer) -> list[Text]:
 
 
 @contextmanager
-def connected(plan: TuningPlan) -> Iterator[Server | None]:
+def connect_writer(plan: TuningPlan) -> Iterator[Server | None]:
     """The server that ``plan`` names, if it names one; its errors name the arguments of a plan."""
     if plan.text_from is None:
         yield None

@@ -225,30 +225,49 @@ def _standing(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
     accepted has the base's distribution p; so along a text x drawn from p the first i drafts are accepted with the mean
     of ∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
     """
-    base, steps, temperature = pair.base, pair.plan.draft_steps, pair.plan.temperature
+    base = pair.base
+    steps = pair.plan.draft_steps
+    temperature = pair.plan.temperature
+
     # All anchors, in order.
     anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
     device = drafter.lm_head.weight.device
     batch = Batch.of(states_of(base, drafter.needs, texts), drafter.needs, anchors, real, device)
-    states, where = Rounds(drafter, steps)(batch, base.embed, LITERT), aims(batch, steps)
-    whole, following = counting(batch, steps, greedy=False).all(dim=0), batch.fed.tokens.flatten()
+    states = Rounds(drafter, steps)(batch, base.embed, LITERT)
+    positions = aims(batch, steps)
+    complete = counting(batch, steps, greedy=False).all(dim=0)
+    tokens = batch.fed.tokens.flatten()
     hidden = batch.fed.hidden.flatten(0, 1)
-    accepted, mean = (torch.ones(where.shape, dtype=torch.double) for _ in range(2))
-    for part in torch.split(whole.expand(steps, -1, -1).nonzero(), max(1, LOGITS_AT_ONCE // base.vocab_size)):
-        rows, there = part.unbind(1), part.cpu().unbind(1)
-        logits, token = drafter.logits(states[rows]).float(), following[where[rows] + 1]
+
+    # Of each draft that is looked at: min(1, q(x) / p(x)) of the text's token x, and its mean over all tokens.
+    of_token = torch.ones(positions.shape, dtype=torch.double)
+    mean = torch.ones(positions.shape, dtype=torch.double)
+    rows_at_once = max(1, LOGITS_AT_ONCE // base.vocab_size)
+    for drafts in torch.split(complete.expand(steps, -1, -1).nonzero(), rows_at_once):
+        index = drafts.unbind(1)
+        index_on_cpu = drafts.cpu().unbind(1)
+        logits = drafter.logits(states[index]).float()
+        next_token = tokens[positions[index] + 1]
         if temperature == 0:
-            accepted[there] = mean[there] = (logits.argmax(-1) == token).double().cpu()
+            accepted = (logits.argmax(-1) == next_token).double().cpu()
+            of_token[index_on_cpu] = accepted
+            mean[index_on_cpu] = accepted
             continue
         q = torch.softmax(logits / temperature, dim=-1)
-        p = torch.softmax(base.logits(hidden[where[rows]].to(base.device)).to(device) / temperature, dim=-1)
-        of_token = (distribution.gather(1, token[:, None]).squeeze(1) for distribution in (q, p))
-        accepted[there] = torch.div(*of_token).clamp(max=1).double().cpu()
-        mean[there] = torch.minimum(p, q).sum(-1).double().cpu()
-    along, whole = accepted.cumprod(dim=0), whole.cpu()
+        base_logits = base.logits(hidden[positions[index]].to(base.device)).to(device)
+        p = torch.softmax(base_logits / temperature, dim=-1)
+        q_of_token = q.gather(1, next_token[:, None]).squeeze(1)
+        p_of_token = p.gather(1, next_token[:, None]).squeeze(1)
+        of_token[index_on_cpu] = (q_of_token / p_of_token).clamp(max=1).double().cpu()
+        mean[index_on_cpu] = torch.minimum(p, q).sum(-1).double().cpu()
+
+    along = of_token.cumprod(dim=0)
     stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * mean
+    complete = complete.cpu()
     text = torch.arange(len(texts))[:, None].expand_as(real)
-    return Measured.over(text[whole], anchors[whole], *(one.permute(1, 2, 0)[whole] for one in (stands, along)))
+    return Measured.over(
+        text[complete], anchors[complete], stands.permute(1, 2, 0)[complete], along.permute(1, 2, 0)[complete]
+    )
 
 
 # The loop

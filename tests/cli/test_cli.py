@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import mtp_extract
 from mtp_extract import __version__
-from mtp_extract.cli import COMMANDS, extract, inspect, main
+from mtp_extract.cli import COMMANDS, extract, inspect, main, module_of
+from mtp_extract.cli import sample as sample_command
 
 RUNNER = CliRunner()
 
@@ -76,6 +77,23 @@ def test_a_shell_completes_commands_options_and_choices() -> None:
     assert completed("mtp inspect --ag") == ["--against"]
     assert completed("mtp extract a --for g") == ["gguf", "gemma"]
     assert completed("mtp ") == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_the_version(name: str) -> None:
+    result = RUNNER.invoke(module_of(name).app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"mtp-extract {__version__}\n")
+
+
+def test_a_shell_completes_a_command_by_its_own_name() -> None:
+    environment = {"_MTP_INSPECT_COMPLETE": "complete_bash", "COMP_WORDS": "mtp-inspect --ag", "COMP_CWORD": "1"}
+    assert RUNNER.invoke(inspect.app, [], prog_name="mtp-inspect", env=environment).output.split() == ["--against"]
+
+
+def test_the_path_of_the_sample_is_one_that_other_commands_take() -> None:
+    path = RUNNER.invoke(sample_command.app, []).output.strip()
+    assert "MTP drafter" in RUNNER.invoke(inspect.app, [path]).output
+    assert (Path(RUNNER.invoke(sample_command.app, ["base"]).output.strip()) / "config.json").is_file()
 
 
 def test_inspect(sample: Path) -> None:

@@ -109,6 +109,7 @@ def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
 def test_there_are_no_more_options_than_somebody_acts_on() -> None:
     commands = [get_command(module_of(name).app) for name in COMMANDS]
     options = [one.name for command in commands for one in command.params if one.opts[0].startswith("-")]
+    options = [name for name in options if name not in ("version", "install_completion", "show_completion")]
     assert len(options) <= 90
 
 

@@ -72,7 +72,7 @@ def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
     [
         ("llama.cpp", "gguf", "Next: llama-server -m target.gguf -md "),
         ("mlx-vlm", "mlx", "Next: python -m mlx_vlm generate --model BASE_MODEL --prompt "),
-        ("vllm", "transformers", "Next: vllm serve BASE_MODEL --speculative-config "),
+        ("vLLM", "transformers", "Next: vllm serve BASE_MODEL --speculative-config "),
         ("transformers", "transformers", "; output = model.generate(**inputs, assistant_model=drafter, "),
         ("ollama", "transformers", "README.md shows how engines load it."),
         ("compressed-tensors-sglang", "compressed-tensors-sglang", "README.md shows how engines load it."),

@@ -71,7 +71,8 @@ def test_one_query_and_several(geometry: Geometry, slots: int) -> None:
     # Eager: transformers' SDPA path turns "no mask" into a causal one when there is more than one query.
     theirs.set_attn_implementation("eager")
     x = random_inputs(drafter.config, slots, queries=3)
-    assert_equal(theirs(**x), ours(drafter, x))
+    # With attentions asked for: else 5.24.0 cuts embeddings by layer down to one query, and an assistant has none.
+    assert_equal(theirs(**x, output_attentions=True), ours(drafter, x))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.integrations import gemma_quant
 from mtp_extract import extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.checkpoint.stored import Stored
+from mtp_extract.data import sample_base
 from mtp_extract.formats import read_checkpoint
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
@@ -181,3 +183,18 @@ def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
         values = np.array(mlx.dequantize(weight, scales, biases, **how))
         steps = np.repeat(np.array(scales), how["group_size"], axis=1)
         assert (np.abs(values - expected[f"{module}.weight"]) <= steps * 2e-5).all()
+
+
+def test_the_snippet_of_a_card_runs_as_somebody_pastes_it(
+    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the base's id and the drafter's place filled in, and nothing else."""
+    directory = extract(sample, tmp_path / "drafter").directory
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    snippet = next(block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "assistant_model" in block)
+    pasted = snippet.replace("BASE_MODEL", str(sample_base())).replace("DRAFTER", str(directory))
+    monkeypatch.chdir(tmp_path)
+
+    exec(compile(pasted, "card", "exec"), {})
+
+    assert capsys.readouterr().out.startswith("Name three rivers.")

@@ -71,7 +71,7 @@ def base_alone(base: Any, prompt: tuple[int, ...], tokens: int) -> tuple[int, ..
 
 
 def random_base(seed: int = 0, **changes: Any) -> Any:
-    """A random text-only Gemma 4 of width 32: sliding window 5, one KV-shared layer of each type."""
+    """A random text-only Gemma 4 of width 32: sliding window 5, embeddings by layer, one KV-shared layer a type."""
     settings = {
         "vocab_size": 40,
         "hidden_size": 32,
@@ -90,7 +90,7 @@ def random_base(seed: int = 0, **changes: Any) -> Any:
         "head_dim": 8,
         "global_head_dim": 12,
         "sliding_window": 5,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 40,
         "final_logit_softcapping": 30.0,
         "eos_token_id": None,
