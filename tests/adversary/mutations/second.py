@@ -16,7 +16,7 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases
-from adversary.mutations.attention import cache_edit, visible
+from adversary.mutations.attention import visible
 from adversary.mutations.blocks import eps, normed_by, recapped
 from adversary.mutations.positions import (
     counted,
@@ -225,13 +225,5 @@ CASES = (
     *cases("second: loud", LOUD, Sample(40, activations=1e4), Sample(40, activations=1e5), rounding=2e-4),
     *cases("second: fused", FUSED),
     *cases("second: constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
-    *cases(
-        "second: cache codes",
-        {
-            "values_by_codes_off_centre": cache_edit("value", e.over_int(0.02, 100), 1),
-        },
-        rounding=0.02,
-        exact=True,
-    ),
     *cases("second: storage", STORAGE),
 )

@@ -378,6 +378,7 @@ ON_GRIDS: dict[str, Change] = {
         "1.scores": {"in_halves_int8": e.over_int(0.5), "fp16": e.through(np.float16)},
         "1.probabilities": {"in_256ths": e.over_int(1 / 256, -128)},
         "0.key": {"within_a_tenth_int8": e.over_int(0.1 / 127)},
+        "1.value": {"off_centre_int8": e.over_int(0.02, 100)},
         "0.product": {"in_quarters_int16": e.over_int(0.25, 0, np.int16)},
         "1.stream": {"bf16": e.through(ml_dtypes.bfloat16)},
         "logits": {"in_halves_int16": e.over_int(0.5, 0, np.int16)},
