@@ -47,6 +47,8 @@ USUAL = {
 OTHERWISE = {
     "jax_cap_none": {"final_logit_softcap": None},
     "jax_kv_mixed": {"num_kv_heads": (2, 2, 2, 1)},
+    **{key: {"num_kv_heads": (1, 1, 1, 1)} for key in ("twin_e2b_april", "twin_e2b_may")},
+    **{key: {"backbone_hidden_size": 128} for key in ("twin_e4b_april", "twin_e4b_may")},
     "torch_odd_sizes": {
         "backbone_hidden_size": 72,
         "hidden_size": 48,

