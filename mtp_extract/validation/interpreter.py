@@ -31,7 +31,6 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
-from mtp_extract.graph.flat import INPUT_POS
 from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
@@ -44,8 +43,9 @@ from mtp_extract.validation.parity import (
     Outputs,
     allowed_difference,
     apart,
-    caches_of,
     examined,
+    longest_cache,
+    positions_of,
     random_inputs,
     reference_outputs,
 )
@@ -96,7 +96,7 @@ def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int =
         return reference_outputs(drafter, source, ours), interpreted(source, theirs, floats=floats)
 
     ours, theirs = outputs(True)
-    positions = [int(inputs[INPUT_POS][0]) for inputs in random_inputs(source, samples, seed, quiet=True)]
+    positions = positions_of(source, samples)
     near = [position for position in positions if position < NEAR]
     terms = max(weight.shape[-1] for weight in drafter.parameters())
     return Parity(
@@ -169,8 +169,7 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
 
 def needs_reference_kernels(source: Shard) -> bool:
     """Whether the section as it is goes to the reference kernels, since XNNPACK would take gigabytes for its caches."""
-    longest = max(source.walk.caches[key].shape[axis] for (key, axis), _ in caches_of(source).values())
-    return longest > XNNPACK_SLOTS
+    return longest_cache(source) > XNNPACK_SLOTS
 
 
 def _section(source: Shard, *, floats: bool) -> bytes:

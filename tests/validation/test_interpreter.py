@@ -128,7 +128,7 @@ def test_codes_of_a_cache_are_exact() -> None:
                 assert known is not None
                 codes = encoded(inputs[name], {"dtype": np.int8, "quantization": (float(known.scale[0]), 0)})
                 assert np.array_equal(codes * known.scale[0], inputs[name])
-                assert np.unique(codes).size > 50
+                assert np.unique(codes).size > 25
 
 
 LONG = DrafterSpec(cache=32003, cache_step=0.02)
