@@ -82,8 +82,8 @@ def check_merged(directory: Path) -> None:
         return
     beside = f" If the weights beside it are merged already, move {_ADAPTER} away." if holds_base(directory) else ""
     raise CheckpointError(
-        f"{escape(directory)}: a LoRA adapter ({_ADAPTER}); merge it into its base first (PEFT's merge_and_unload), and "
-        f"give the merged model.{beside}"
+        f"{escape(directory)}: a LoRA adapter ({_ADAPTER}); merge it into its base first (PEFT's merge_and_unload), "
+        f"and give the merged model.{beside}"
     )
 
 
