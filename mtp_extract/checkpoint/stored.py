@@ -106,7 +106,7 @@ class StoredCodes(Stored):
         bits, uneven = divmod(8 * tensor.shape[1], columns) if len(tensor.shape) == 2 and columns else (0, 1)
         self.scheme = Packing(bits, True)
         sound = scale.ndim == 2 and len(scale) == tensor.shape[0] and scale.shape[1] and not columns % scale.shape[1]
-        if uneven or (tensor.dtype, bits) not in _CODES or not sound or not (scale > 0).all():
+        if uneven or (tensor.dtype, bits) not in _CODES or not sound or not (np.isfinite(scale) & (scale > 0)).all():
             raise CheckpointError(
                 f"{self.path}: expected {name} as codes of 2, 4 or 8 bits, {columns} a row, with a scale a row or for "
                 f"each block of it, found {tensor.dtype} {list(tensor.shape)} and scales {list(scale.shape)}. Fetch it "

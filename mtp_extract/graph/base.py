@@ -50,6 +50,10 @@ _RELATIVE = 4e-3
 """How far factors such as √width may be off: exporters compute them in bfloat16 at the coarsest."""
 _HALF_ROOT = 2**-0.5
 """Of the sum of two values, each of which is of ordinary size."""
+_NORMED = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "per_layer_projection", "per_layer_model_projection")
+)
+"""Matrices whose product is normed."""
 _MOST_TABLES = 1024
 _UPDATE = "DYNAMIC_UPDATE_SLICE"
 _LARGEST_NUMBER = 1 << 11
@@ -126,7 +130,7 @@ class _Base(Blocks):
             self._per_layer_inputs(sources[::-1])
         for key, first in self.first_readers.items():
             self._owner(key, first)
-        roles = in_order(self.roles)
+        roles = in_order([_undecided(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
         aside, eps = set_aside(graph, roles), self.one_epsilon()
         return BaseWalk(roles, aside, count, width, soft_cap, eps, self.per_layer_factor)
@@ -177,13 +181,7 @@ class _Base(Blocks):
                 raise RoleError(
                     f"layers.{index}: expected the part of the per-layer embeddings at {index * up.size}, found {at}."
                 )
-        other = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
-        normed = next(e for e in root.terms if e is not other)
-        factor = 0.0 if other is None else root.terms[other] * self.scale_of(normed) / root.terms[normed]
-        known = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
-        if not any(math.isclose(factor, number, rel_tol=_RELATIVE) for number in known):
-            raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
-        self.per_layer_factor = factor
+        normed = self._normed_beside_input(root)
         projected, own = self.norm("per_layer_projection_norm", normed)
         factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
         read = self.linear(role, projected, own, meant=factor)
@@ -191,9 +189,18 @@ class _Base(Blocks):
         # The exporter may have multiplied the weight, or its scales, by the factor.
         if not any(math.isclose(stored, known, rel_tol=_RELATIVE) for known in (1.0, factor)):
             raise RoleError(f"{role}: expected the factor {factor:g} after it, found {factor / stored:g}.")
-        if stored != 1.0:
-            self.roles[-1] = replace(self.roles[-1], other_factors=(1.0,))
         self.require_input(role, read, EMBEDDINGS)
+
+    def _normed_beside_input(self, root: Expr) -> Expr:
+        """What the per-layer embeddings are added to in the sum ``root``; the factor that they have there is noted."""
+        table = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
+        normed = next(e for e in root.terms if e is not table)
+        factor = 0.0 if table is None else root.terms[table] * self.scale_of(normed) / root.terms[normed]
+        known = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
+        if not any(math.isclose(factor, number, rel_tol=_RELATIVE) for number in known):
+            raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
+        self.per_layer_factor = factor
+        return normed
 
     # Attentions, and the caches that they read.
 
@@ -249,6 +256,13 @@ class _Base(Blocks):
             return True
         vector = weight.parts[0] if weight.kind == "tiled" else weight
         return vector.kind == "weight" and bool((self.graph.floats(vector.parts[0]) == 1).all())
+
+
+def _undecided(role: FoundRole) -> FoundRole:
+    """``role``, whose factor may as well be 1 where a norm takes what multiplies its product away."""
+    if role.factor == 1.0 or role.role.rpartition(".")[2] not in _NORMED:
+        return role
+    return replace(role, other_factors=(*role.other_factors, 1.0))
 
 
 def _caches(graph: FlatGraph) -> list[str]:

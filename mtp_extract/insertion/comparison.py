@@ -151,12 +151,18 @@ def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -
         outside = ~(distances <= slack)
         if not outside.any():
             return 0, 0, most
-        lowest, highest = storage.bounds
-        beyond = given.reshape(rows) / np.where(step > 0, step, np.inf) * math.copysign(1.0, constant.factor)
-        zeros = constant.source.zero_point.reshape(-1)[slot.part(storage.groups, first, last)][:, None]
-        past = np.maximum(lowest - zeros - beyond, beyond - (highest - zeros))
+        past = _past_the_last_code(slot, given.reshape(rows), step, first, last)
         wrong = outside & ~((past > 0) & (np.abs(distances - past) <= slack))
     return int(np.count_nonzero(outside)), int(np.count_nonzero(wrong)), most
+
+
+def _past_the_last_code(slot: Slot, rows: Floats, step: Floats, first: int, last: int) -> Floats:
+    """How many steps each of ``rows`` lies beyond the lowest or the highest code; negative between them."""
+    source = slot.stored.source
+    lowest, highest = source.storage.bounds
+    zeros = source.zero_point.reshape(-1)[slot.part(source.storage.groups, first, last)][:, None].astype(np.float32)
+    codes = rows / np.where(step > 0, step, np.float32(np.inf)) * np.float32(math.copysign(1.0, slot.stored.factor))
+    return np.maximum(lowest - zeros - codes, codes - (highest - zeros))
 
 
 def _verdict(match: Match, looks: Sequence[_Look], differ: AbstractSet[Slot]) -> RoleVerdict:

@@ -8,7 +8,7 @@ the rule's where that loses less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
-# Losses that differ by less are equal: sums of the same squares in another order.
-_AS_GOOD = 1 + 1e-6
+# Losses that differ by less are equal: sums of the same squares, in float32, in another order.
+_AS_GOOD = 1 + 1e-4
 
 
 class Scales(NamedTuple):
@@ -140,10 +140,10 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
     advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in left))
     for slot, rows in over_rows(left, measure).items():
         storage, sums = slot.stored.source.storage, Sums.total(r.sums for r in rows)
-        scale = np.concatenate([r.scale for r in rows])
+        scale = np.concatenate([r.scales.scale for r in rows])
         # Tables of a base have a row a token each: zero points that are all 0 are not kept.
         zeros = np.broadcast_to(np.int64(0), scale.shape)
-        new = Scales(scale, zeros if storage.symmetric else np.concatenate([r.zero_point for r in rows]))
+        new = Scales(scale, zeros if storage.symmetric else np.concatenate([r.scales.zero_point for r in rows]))
         if slot not in differ:
             found[slot] = _kept(slot, sums)
         elif storage.type in FLOAT_TYPES:
@@ -155,15 +155,35 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
     return {slot.role: tuple(found[own] for own in slots if own.role == slot.role and own in found) for slot in slots}
 
 
-def check_written(path: Path, slots: Sequence[Slot]) -> None:
-    """Check that ``slots``, read from the new file at ``path``, hold what they were to hold: nothing is left to do.
+def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Iterable[Encoding]]) -> None:
+    """Check that ``slots``, read from the new file at ``path``, hold the bytes and scales that were ``planned``.
 
     Raises:
-        OutputError: one does not.
+        OutputError: one does not, or is of other constants than were planned.
     """
-    wrong = [role for role, own in encode(slots).items() if any(encoding.how != KEPT for encoding in own)]
+    encodings = [encoding for own in planned.values() for encoding in own]
+    expected = {key: encoding for encoding in encodings for key in _constants(encoding.slot)}
+    written = {slot: _constants(slot) for slot in slots if slot.constant is not None}
+    wrong = {key[0] for key in expected.keys() ^ set().union(*written.values())}
+    to_hold = {slot: {expected[key] for key in keys} for slot, keys in written.items() if slot.role not in wrong}
+
+    def compare(slot: Slot, first: int, last: int) -> None:
+        part = slot.part(slot.stored.source.storage.length, first, last)
+        stored = slot.stored.source.location.read(part.start, part.stop - part.start)
+        if slot.role not in wrong and any(own.data(first, last) != stored for own in to_hold[slot]):
+            wrong.add(slot.role)
+
+    for slot, own in to_hold.items():
+        if not all(np.array_equal(*pair) for each in own for pair in zip(_present(slot), each.scales, strict=True)):
+            wrong.add(slot.role)
+    over_rows([slot for slot in to_hold if slot.role not in wrong], compare)
     if wrong:
-        raise OutputError(f"{path}: {few(wrong)} reads back differently. Nothing was kept.")
+        raise OutputError(f"{path}: {few(sorted(wrong))} reads back differently. Nothing was kept.")
+
+
+def _constants(slot: Slot) -> set[tuple[str, int, tuple[int, int] | None]]:
+    """Its role with the constants that play it, by section, subgraph and index."""
+    return {(slot.role, place.model.region.begin, place.found.key) for place in slot.places}
 
 
 def _kept(slot: Slot, sums: Sums = _NOTHING) -> Encoding:
@@ -235,8 +255,7 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
 
 class _Measured(NamedTuple):
     is_stored: bool  # whether the file stores these rows already
-    scale: Floats
-    zero_point: npt.NDArray[np.int64]
+    scales: Scales
     sums: Sums
 
 
@@ -248,45 +267,57 @@ def _measure(slot: Slot, leader: Slot, first: int, last: int, differs: bool) -> 
     """
     source, values = slot.stored.source, slot.numbers(first, last)
     storage = source.storage
-    elements = slot.part(storage.elements, first, last)
+    elements, groups = (slot.part(total, first, last) for total in (storage.elements, storage.groups))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        before = source.floats(elements.start, elements.stop)
-        changed, size = squares(values - before), squares(values)
         if storage.type in FLOAT_TYPES:
-            data, part = float_bytes(values, storage.type, slot.role), slot.part(storage.length, first, last)
-            is_stored = not differs and data == source.location.read(part.start, part.stop - part.start)
-            lost = squares(widened(data, storage.type) - values)
-            return _Measured(is_stored, source.scale, source.zero_point, Sums(lost, changed, size))
-        groups = slot.part(storage.groups, first, last)
-        own = Scales(*(array[groups] for array in _present(leader)))
-        scale, zero_point, codes = _least_lossy(storage, values, own)
+            return _measure_floats(slot, values, first, last, differs)
+        codes = source.codes(elements.start, elements.stop)
+        present = Scales(*(array[groups] for array in _present(slot)))
+        changed = _losses(storage, values, codes.astype(np.float32), present)
+        own = present if leader is slot else Scales(*(array[groups] for array in _present(leader)))
+        new, new_codes, lost = _least_lossy(storage, values, own)
         is_stored = not differs and (
-            np.allclose(scale, source.scale.reshape(-1)[groups], rtol=_SCALES_ALIKE, atol=0)
-            and np.array_equal(zero_point, source.zero_point.reshape(-1)[groups])
-            and np.array_equal(codes, source.codes(elements.start, elements.stop))
+            np.allclose(new.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
+            and np.array_equal(new.zero_point, present.zero_point)
+            and np.array_equal(new_codes, codes)
         )
-        storage.scale_codes(codes, scale, zero_point)
-        return _Measured(is_stored, scale, zero_point, Sums(squares(codes - values), changed, size))
+        return _Measured(is_stored, new, Sums(lost, float(changed.sum(dtype=np.float64)), squares(values)))
 
 
-def _least_lossy(storage: Storage, values: Floats, present: Scales) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
-    """Scales, zero points and codes of ``values``: of each group the ``present`` ones, or the rule's where better."""
+def _measure_floats(slot: Slot, values: Floats, first: int, last: int, differs: bool) -> _Measured:
+    """As :func:`_measure`, of a constant that is stored in floats."""
+    source, part = slot.stored.source, slot.part(slot.stored.source.storage.length, first, last)
+    before, data = (
+        source.location.read(part.start, part.stop - part.start),
+        float_bytes(values, source.storage.type, slot.role),
+    )
+    lost, changed = (squares(widened(stored, source.storage.type) - values) for stored in (data, before))
+    return _Measured(
+        not differs and data == before, Scales(source.scale, source.zero_point), Sums(lost, changed, squares(values))
+    )
+
+
+def _least_lossy(storage: Storage, values: Floats, present: Scales) -> tuple[Scales, Floats, float]:
+    """Scales and codes of ``values``, of each group the ``present`` ones, or the rule's where these are better; and the
+    sum of squares of what they lose.
+    """
     scale, zero_point, codes = storage.quantized(values)
     by_present = storage.coded(values, *present)
     lost_by_rule = _losses(storage, values, codes, Scales(scale, zero_point))
-    stays = _losses(storage, values, by_present, present) <= _AS_GOOD * lost_by_rule
+    lost_by_present = _losses(storage, values, by_present, present)
     # The rule's own scale, a rounding apart: its codes are those that the rule made of the same numbers.
-    stays &= ~(np.isclose(scale, present.scale, rtol=_SCALES_ALIKE, atol=0) & (zero_point == present.zero_point))
-    chosen = np.where(stays[:, None], storage.by_scale(by_present), storage.by_scale(codes))
-    scale, zero_point = np.where(stays, present.scale, scale), np.where(stays, present.zero_point, zero_point)
-    return scale, zero_point, chosen.reshape(values.shape)
+    is_rule = np.isclose(scale, present.scale, rtol=_SCALES_ALIKE, atol=0) & (zero_point == present.zero_point)
+    stays = (lost_by_present <= _AS_GOOD * lost_by_rule) & ~is_rule
+    np.copyto(storage.by_scale(codes), storage.by_scale(by_present), where=stays[:, None])
+    chosen = Scales(np.where(stays, present.scale, scale), np.where(stays, present.zero_point, zero_point))
+    return chosen, codes, float(np.where(stays, lost_by_present, lost_by_rule).sum(dtype=np.float64))
 
 
-def _losses(storage: Storage, values: Floats, codes: Floats, scales: Scales) -> npt.NDArray[np.float64]:
+def _losses(storage: Storage, values: Floats, codes: Floats, scales: Scales) -> Floats:
     """Of each group the sum of squares of what ``codes`` lose of ``values``."""
     numbers = storage.by_scale(codes)
     if not storage.symmetric:
         numbers = numbers - scales.zero_point[:, None].astype(np.float32)
     lost = numbers * scales.scale[:, None]
     lost -= storage.by_scale(values)
-    return np.asarray(np.einsum("rgc,rgc->g", lost, lost, dtype=np.float64))
+    return np.asarray(np.einsum("rgc,rgc->g", lost, lost))

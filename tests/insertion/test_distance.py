@@ -155,4 +155,4 @@ def test_rows_that_several_tables_are_columns_of_are_read_once(
         assert ours.data(0, ours.slot.new.rows) == theirs.data(0, theirs.slot.new.rows)
         assert np.array_equal(ours.scales.scale, theirs.scales.scale)
     with pytest.raises(OutputError, match="table reads back differently"):
-        check_written(Path("new"), tables)
+        check_written(Path("new"), fresh, encode(fresh))

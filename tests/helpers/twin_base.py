@@ -1,0 +1,166 @@
+"""A bundle built to the inventory of Google's base sections, its base, and both changed on purpose.
+
+``data/twin_base``: embedder, per-layer embedder and decoder of eight layers, with what the published files have: an id
+guard, a table a layer, INT8 caches, weights of 2, 4 and 8 bits with static grids and trained scales, an output guard;
+and the base in the form of Google's public mobile checkpoint. Floats are made of that here, apart from the package.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ai_edge_litert import schema_py_generated as schema
+from safetensors.numpy import load_file
+
+from helpers.bases import Weights, _stored, _write
+from helpers.make_bundle import added, bundle, code_of, kind, load, pack, parts_of, set_buffer
+
+_DATA = Path(__file__).resolve().parent.parent / "data" / "twin_base"
+TWIN, MOBILE = _DATA / "bundle.litertlm", _DATA / "mobile"
+Edit = Callable[[Any], None]
+
+
+def floats() -> Weights:
+    """The base's weights, float32, by transformers' name."""
+    stored = load_file(MOBILE / "model.safetensors")
+    weights = Weights()
+    for name, values in stored.items():
+        module, _, last = name.rpartition(".")
+        scale = stored.get(f"{module}.weight_scale", stored.get(f"{module}.embedding_scale"))
+        if module.startswith("lm_head") or last.endswith("_scale"):
+            continue
+        if last in ("weight", "embedding_quantized") and scale is not None:
+            columns = _columns(module, stored)
+            codes = values if values.dtype == np.int8 else _unpacked(values, columns)
+            weights[f"{module}.weight"] = codes * np.repeat(scale, columns // scale.shape[1], 1)
+        else:
+            weights[name] = values
+    return {name: np.ascontiguousarray(weight, np.float32) for name, weight in weights.items()}
+
+
+def _columns(module: str, stored: Mapping[str, npt.NDArray[Any]]) -> int:
+    """64 is the width of the stream, 16 that of a layer's own embedding, of which there are eight."""
+    layer = module.rpartition(".")[0].removesuffix(".mlp").removesuffix(".self_attn")
+    if module.endswith("o_proj"):
+        return len(stored[f"{layer}.self_attn.q_proj.weight_scale"])
+    if module.endswith("down_proj"):
+        return len(stored[f"{layer}.mlp.gate_proj.weight_scale"])
+    return 16 if module.endswith("per_layer_projection") else 128 if module.endswith("per_layer") else 64
+
+
+def _unpacked(packed: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
+    bits = 8 * packed.shape[1] // columns
+    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return np.stack(parts, -1).reshape(len(packed), columns).astype(np.float32) - 2 ** (bits - 1)
+
+
+def twin_base(out: Path, change: Callable[[Weights], None] = lambda weights: None, dtype: str = "") -> Path:
+    """The base in floats in a directory of its own, changed by ``change``, rounded to ``dtype`` (bf16)."""
+    out.mkdir()
+    config = json.loads((MOBILE / "config.json").read_text())
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    weights = floats()
+    change(weights)
+    _write(out / "model.safetensors", {name: _stored(name, weight, dtype) for name, weight in weights.items()})
+    return out
+
+
+def tuned(weights: Weights) -> None:
+    """Every matrix moved by 2 %."""
+    random = np.random.default_rng(5)
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            noise = random.standard_normal(weight.shape)
+            weights[name] = (weight + 0.02 * weight.std() * noise).astype(np.float32)
+
+
+def edited_twin(out: Path, source: Path = TWIN, **edits: Edit) -> Path:
+    """The bundle, or another of its kind, with the models of the sections that ``edits`` name changed, as trees."""
+    parts = parts_of(source)
+    for index, part in enumerate(parts):
+        edit = edits.get(str(part.items["model_type"]).removeprefix("tf_lite_"))
+        if edit is not None:
+            model = load(part.data)
+            edit(model)
+            parts[index] = replace(part, data=pack(model))
+    out.write_bytes(bundle(parts, version=(1, 5, 0)))
+    return out
+
+
+def decoder_of(path: Path) -> Any:
+    """The decoder of a bundle, as the schema's object tree."""
+    return load(next(part.data for part in parts_of(path) if part.items["model_type"] == "tf_lite_prefill_decode"))
+
+
+def numbers_of(model: Any, tensor: Any) -> npt.NDArray[np.float32]:
+    """A constant in floats."""
+    data = model.buffers[tensor.buffer].data
+    if data is None or tensor.type != schema.TensorType.FLOAT32:
+        return np.empty(0, np.float32)
+    return np.frombuffer(bytes(data), np.float32)
+
+
+def scaled_matrix(name: str, factor: float) -> Edit:
+    """The scales of every matrix whose tensor is called ``name…`` times ``factor``."""
+
+    def edit(model: Any) -> None:
+        for graph in model.subgraphs:
+            for tensor in graph.tensors:
+                if tensor.name.decode().startswith(name) and tensor.buffer and tensor.quantization is not None:
+                    tensor.quantization.scale = (tensor.quantization.scale * np.float32(factor)).astype(np.float32)
+
+    return edit
+
+
+def number(old: float, new: float) -> Edit:
+    """Wherever ``old`` multiplies a value it is ``new``."""
+
+    def edit(model: Any) -> None:
+        for graph in model.subgraphs:
+            for tensor in graph.tensors:
+                held = numbers_of(model, tensor)
+                if held.size == 1 and held[0] == np.float32(old):
+                    set_buffer(model, tensor, np.float32(new).tobytes())
+
+    return edit
+
+
+def multiplied(op_kind: str, width: tuple[int, ...], factor: float) -> Edit:
+    """Results of the operators ``op_kind`` whose last axes are ``width``, times ``factor``."""
+
+    def edit(model: Any) -> None:
+        for graph in model.subgraphs:
+            for op in list(graph.operators):
+                result = op.outputs[0]
+                if kind(model, op) != op_kind or tuple(graph.tensors[result].shape[-len(width) :]) != width:
+                    continue
+                before = added(graph.tensors, copy.deepcopy(graph.tensors[result]))
+                constant = schema.TensorT(name=b"factor", shape=[], type=schema.TensorType.FLOAT32)
+                set_buffer(model, constant, np.float32(factor).tobytes())
+                op.outputs = [before]
+                product = schema.OperatorT(
+                    opcodeIndex=code_of(model, "MUL"),
+                    inputs=[before, added(graph.tensors, constant)],
+                    outputs=[result],
+                    builtinOptionsType=schema.BuiltinOptions.MulOptions,
+                    builtinOptions=schema.MulOptionsT(),
+                )
+                graph.operators.insert(graph.operators.index(op) + 1, product)
+
+    return edit
+
+
+def own_norms(model: Any) -> None:
+    """Every signature gets its own copy of each constant in floats."""
+    for graph in model.subgraphs:
+        for tensor in graph.tensors:
+            if (held := numbers_of(model, tensor)).size:
+                set_buffer(model, tensor, held.tobytes())

@@ -1,0 +1,322 @@
+"""A base into a bundle that is built as Google's are: read with every factor where an exporter may put it, stored with
+the scales that were trained, and refused where that loses too much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.bases import PREFIX, Weights
+from helpers.commands import run_here
+from helpers.twin_base import (
+    MOBILE,
+    TWIN,
+    decoder_of,
+    edited_twin,
+    multiplied,
+    number,
+    numbers_of,
+    own_norms,
+    scaled_matrix,
+    tuned,
+    twin_base,
+)
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
+from mtp_extract.graph import reading
+from mtp_extract.insertion.base import find_base
+from mtp_extract.insertion.base_checkpoint import read_base
+from mtp_extract.insertion.comparison import EQUAL, BaseComparison, compare_base
+from mtp_extract.insertion.encoding import CODES, KEPT, REQUANTIZED
+from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.slots import match_roles
+
+PROJECTION = "per_layer_model_projection"
+HALF, ROOT = 2**-0.5, 16**0.5
+
+
+def compared(bundle: Path, base: Path) -> BaseComparison:
+    with open_bundle(bundle) as opened:
+        return compare_base(opened, base)
+
+
+def put(base: Path, bundle: Path, out: Path, **options: Any) -> Path:
+    with planned_insertion(base, bundle) as plan:
+        plan.write(out, **options)
+    return out
+
+
+@pytest.mark.parametrize("form", ["f32", "bf16", "mobile"])
+def test_its_base_is_equal_in_every_form_and_changes_no_byte(tmp_path: Path, form: str) -> None:
+    base = MOBILE if form == "mobile" else twin_base(tmp_path / "base", dtype="" if form == "f32" else form)
+    assert compared(TWIN, base).counts == {EQUAL: 130}
+    with planned_insertion(base, TWIN) as plan:
+        assert {each.how for own in plan.encodings.values() for each in own} == {KEPT}
+        assert plan.losses.roles == {}
+        plan.write(tmp_path / "new.litertlm")
+    assert (tmp_path / "new.litertlm").read_bytes() == TWIN.read_bytes()
+
+
+ROOTS = {
+    "the projection's root in its scales": {"prefill_decode": scaled_matrix(PROJECTION, 1 / 8)},
+    # The queries of layers with eight heads of 16 are multiplied, too, before their norm.
+    "the projection's root in the graph": {"prefill_decode": multiplied("DEQUANTIZE", (8, 16), 1 / 8)},
+    "the sum's root left out": {"prefill_decode": number(HALF, 1)},
+    "the table's root in its scales": {
+        "prefill_decode": number(ROOT, 1),
+        "per_layer_embedder": scaled_matrix("per_layer_embedder", ROOT),
+    },
+    "the table's root in the embedder": {
+        "prefill_decode": number(ROOT, 1),
+        "per_layer_embedder": multiplied("CONCATENATION", (128,), ROOT),
+    },
+}
+
+
+@pytest.mark.parametrize("where", ROOTS)
+def test_a_root_is_found_wherever_it_stands(tmp_path: Path, where: str) -> None:
+    bundle, base = edited_twin(tmp_path / "b.litertlm", **ROOTS[where]), twin_base(tmp_path / "base")
+    assert compared(bundle, base).counts == {EQUAL: 130}
+    assert put(base, bundle, tmp_path / "same.litertlm").read_bytes() == bundle.read_bytes()
+    new = put(twin_base(tmp_path / "tuned", tuned), bundle, tmp_path / "new.litertlm")
+    assert compared(new, tmp_path / "tuned").problem is None
+
+    def size(path: Path) -> float:
+        """Of the projection as it is stored, read by the schema alone."""
+        model = decoder_of(path)
+        found = next(t for t in model.subgraphs[0].tensors if t.name.decode().startswith(PROJECTION))
+        codes = np.frombuffer(bytes(model.buffers[found.buffer].data), np.int8).reshape(128, 64)
+        return float(np.linalg.norm(codes * found.quantization.scale[:, None]))
+
+    assert size(new) == pytest.approx(size(bundle), rel=0.01)
+
+
+def test_a_root_that_is_none_is_refused(tmp_path: Path) -> None:
+    bundle = edited_twin(tmp_path / "b.litertlm", prefill_decode=number(ROOT, 3))
+    with pytest.raises(MtpExtractError, match="per_layer_projection_norm: expected its result to be added"):
+        compared(bundle, MOBILE)
+
+
+def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the twin have 1536 elements and more, its logits 512."""
+    with open_bundle(TWIN) as opened:
+        expected = {role: len(places) for role, places in find_base(opened).places.items()}
+        monkeypatch.setattr(reading, "_MOST_TOLD_APART", 1024)
+        enumerated = list[int]()
+        whole = reading.Expressions.whole
+
+        def counting(self: Any, *parts: Any, size: int) -> Any:
+            enumerated.append(size)
+            return whole(self, *parts, size=size)
+
+        monkeypatch.setattr(reading.Expressions, "whole", counting)
+        assert {role: len(places) for role, places in find_base(opened).places.items()} == expected
+    assert max(enumerated) <= 1024
+
+
+def test_a_tuned_base_keeps_the_scales_that_were_trained(tmp_path: Path) -> None:
+    base, out = twin_base(tmp_path / "tuned", tuned, "bf16"), tmp_path / "new.litertlm"
+    with planned_insertion(base, TWIN) as plan:
+        losses = plan.losses
+        plan.write(out)
+    # By the largest number of each row, two bits lose 0.8 of the feed-forward blocks of the upper layers.
+    assert max(loss.relative_rms_error for loss in losses.roles.values()) < 0.022
+    assert losses.total.relative_change == pytest.approx(0.02, abs=0.001)
+    assert "Most of what the checkpoint changes is rounded away" in losses.warning
+    found = compared(out, base)
+    assert found.problem is None and max(role.error or 0 for role in found.roles) < 0.05
+    with open_bundle(out) as opened:
+        matches = list(match_roles(find_base(opened).places, read_base(base).weights))
+    # One way in all signatures: a slot for each role, and for each of the eight tables.
+    assert {len(match.slots) for match in matches if match.role != "embed_tokens_per_layer"} == {1}
+    # Putting it in again is no change, and what was there comes back to the bit.
+    with planned_insertion(base, out) as plan:
+        assert plan.overlays == ()
+    with planned_insertion(MOBILE, out) as plan:
+        hows = {each.how for role, own in plan.encodings.items() for each in own if role != PROJECTION}
+        assert hows == {KEPT, CODES}
+        plan.write(tmp_path / "back.litertlm")
+    counts = compared(tmp_path / "back.litertlm", MOBILE).counts
+    assert counts[EQUAL] == 129  # but for the projection, whose floats have no codes
+
+
+def _stretched(weights: Weights) -> None:
+    """Rows with one number that is far beyond the scale that was trained, and rows as they were."""
+    weight = weights[f"{PREFIX}layers.5.mlp.down_proj.weight"]
+    weight[::2] = 0
+    weight[::2, 3] = 40
+
+
+def test_a_row_that_the_old_scale_serves_badly_gets_the_rules(tmp_path: Path) -> None:
+    role = "layers.5.down_proj"
+    with planned_insertion(twin_base(tmp_path / "base", _stretched), TWIN) as plan:
+        (encoding,) = plan.encodings[role]
+        before = encoding.slot.stored.source.scale.reshape(-1)
+        assert encoding.how == REQUANTIZED
+        assert (encoding.scales.scale[::2] == 40).all() and (encoding.scales.scale[1::2] == before[1::2]).all()
+        assert plan.losses.roles.get(role) is None or plan.losses.roles[role].relative_rms_error < 1e-6
+
+
+def _floats_of_no_grid(weights: Weights) -> None:
+    weight = weights[f"{PREFIX}layers.6.mlp.up_proj.weight"]
+    weights[f"{PREFIX}layers.6.mlp.up_proj.weight"] = (
+        np.random.default_rng(0).standard_normal(weight.shape).astype(np.float32) * weight.std()
+    )
+
+
+def test_a_base_that_would_lose_a_tenth_of_a_role_is_refused(tmp_path: Path) -> None:
+    base, new = twin_base(tmp_path / "base", _floats_of_no_grid), tmp_path / "new.litertlm"
+    with pytest.raises(UnsupportedError, match=r"lose more than 10% of 1 roles: layers\.6\.up_proj \d\d\.") as raised:
+        put(base, TWIN, new)
+    assert raised.value.remedies == ("force",) and not new.exists()
+    done = run_here("insert", base, TWIN, "--dry-run")
+    assert done.returncode == 1 and "most: layers.6.up_proj" in done.stdout and "(--force)" in done.stderr
+    done = run_here("insert", base, TWIN, "-o", new, "--force", "--json")
+    assert done.returncode == 0 and new.exists()
+    report = json.loads(done.stdout)
+    loss = report["loss"]["roles"]["layers.6.up_proj"]
+    assert 0.2 < loss["relative_rms_error"] < 0.9 and loss["relative_change"] > 1
+    assert report["loss"]["total"]["relative_rms_error"] == pytest.approx(loss["relative_rms_error"])
+
+
+# Norms that signatures do not share.
+
+
+def _other_norms(weights: Weights) -> None:
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            weights[name] = weight * np.float32(1.1 if name.endswith("scalar") else 1.25)
+
+
+def _norms_of(path: Path) -> list[set[bytes]]:
+    """Of each signature, what its constants in floats hold."""
+    model = decoder_of(path)
+    graphs = [model.subgraphs[signature.subgraphIndex] for signature in model.signatureDefs]
+    return [{numbers_of(model, tensor).tobytes() for tensor in graph.tensors} for graph in graphs]
+
+
+def test_every_signature_gets_the_new_norms(tmp_path: Path) -> None:
+    bundle = edited_twin(tmp_path / "own.litertlm", prefill_decode=own_norms)
+    base = twin_base(tmp_path / "base", _other_norms)
+    assert compared(bundle, MOBILE).counts == {EQUAL: 130}
+    new = put(base, bundle, tmp_path / "new.litertlm")
+    shared = put(base, TWIN, tmp_path / "shared.litertlm")
+    assert _norms_of(new) == _norms_of(shared) != _norms_of(bundle)
+    assert compared(new, base).counts == {EQUAL: 130}
+
+
+def _norm(graph: Any, values: np.ndarray) -> Callable[[Any], Any]:
+    data = np.ascontiguousarray(values, np.float32)
+
+    def find(model: Any) -> Any:
+        return next(t for t in model.subgraphs[graph].tensors if np.array_equal(numbers_of(model, t), data))
+
+    return find
+
+
+def test_a_signature_with_other_norms_is_refused(tmp_path: Path) -> None:
+    """As an insertion into decode alone leaves it: such a bundle was called equal."""
+    with open_bundle(TWIN) as opened:
+        place = next(p for p in find_base(opened).places["layers.1.pre_ffw_norm"])
+        held = place.constant
+        assert held is not None
+        values = held.array()
+
+    def other(model: Any) -> None:
+        own_norms(model)
+        prefill = next(s.subgraphIndex for s in model.signatureDefs if s.signatureKey == b"prefill_8")
+        tensor = _norm(prefill, values)(model)
+        model.buffers[tensor.buffer].data = np.frombuffer((values * 2).tobytes(), np.uint8)
+
+    bundle = edited_twin(tmp_path / "other.litertlm", prefill_decode=other)
+    with pytest.raises(
+        UnsupportedError, match=r"'prefill_8': layers\.1\.pre_ffw_norm: expected the numbers with which"
+    ):
+        compared(bundle, MOBILE)
+
+
+def test_roles_that_hold_the_same_change_together_or_are_refused(tmp_path: Path) -> None:
+    first, second = (f"{PREFIX}layers.{layer}.self_attn.q_norm.weight" for layer in (0, 2))
+
+    def alike(weights: Weights) -> None:
+        weights[second] = weights[first].copy()
+
+    def together(weights: Weights) -> None:
+        weights[first] = weights[second] = weights[first] * np.float32(1.5)
+
+    def apart(weights: Weights) -> None:
+        together(weights)
+        weights[second] = weights[second] * np.float32(1.01)
+
+    base = twin_base(tmp_path / "base", alike)
+    shared = put(base, TWIN, tmp_path / "alike.litertlm")
+    bundle = tmp_path / "own.litertlm"
+    own = edited_twin(bundle, source=shared, prefill_decode=own_norms)
+    assert compared(own, base).counts == {EQUAL: 130}
+    new = put(twin_base(tmp_path / "together", together), own, tmp_path / "new.litertlm")
+    assert compared(new, tmp_path / "together").counts == {EQUAL: 130}
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.[02]\.q_norm: the file stores layers\.[02]\.q_norm in the same"
+    ):
+        put(twin_base(tmp_path / "apart", apart), own, tmp_path / "refused.litertlm")
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+def test_an_adapter_is_to_be_merged_first(tmp_path: Path, with_base: bool) -> None:
+    base = twin_base(tmp_path / "base")
+    (base / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if not with_base:
+        (base / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"a LoRA adapter .* merge it into its base first"):
+        put(base, TWIN, tmp_path / "new.litertlm")
+    with pytest.raises(CheckpointError, match="a LoRA adapter"):
+        compared(TWIN, base)
+
+
+def _rewritten(out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    from safetensors.numpy import load_file, save_file
+
+    out.mkdir()
+    (out / "config.json").write_text((MOBILE / "config.json").read_text())
+    tensors = load_file(MOBILE / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+def test_a_code_of_a_mobile_checkpoint_is_named(tmp_path: Path) -> None:
+    def other(tensors: dict[str, Any]) -> None:
+        tensors[f"{PREFIX}embed_tokens_per_layer.embedding_quantized"][7, 21] ^= 0x10
+
+    found = compared(TWIN, _rewritten(tmp_path / "one", other))
+    assert {role.role: role.why for role in found.roles if role.verdict != EQUAL} == {
+        "embed_tokens_per_layer": "1 weights differ, by up to 1 steps"
+    }
+
+
+def _set(name: str, values: Any, tensors: dict[str, Any]) -> None:
+    tensors[PREFIX + name] = values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(_set, "layers.0.mlp.up_proj.weight", np.zeros((96, 33), np.uint8)),
+        partial(_set, "layers.0.mlp.up_proj.weight", np.zeros((96, 64), np.uint8)),
+        partial(_set, "layers.0.mlp.up_proj.weight_scale", np.full((96, 1), np.nan, np.float32)),
+        partial(_set, "layers.0.mlp.up_proj.weight_scale", np.ones((95, 1), np.float32)),
+        partial(_set, "layers.0.mlp.up_proj.weight_scale", np.ones((96, 3), np.float32)),
+    ],
+)
+def test_codes_that_fit_no_matrix_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    with pytest.raises(CheckpointError, match=r"expected .*layers\.0\.mlp\.up_proj\.weight as codes of 2, 4 or 8 bits"):
+        compared(TWIN, _rewritten(tmp_path / "bad", change))
