@@ -161,12 +161,12 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
     if trace := report.get("trace"):
         _show_trace(trace)
     if drafter is not None:
-        _show_drafter(drafter)
+        _show_drafter(drafter, is_skeleton=report["kind"] == "skeleton")
     elif "no_drafter" in report:
         say(f"No drafter: {report['no_drafter']}")
 
 
-def _show_drafter(drafter: Mapping[str, Any]) -> None:
+def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     from mtp_extract.proof.grids import rounding_in_words
 
     where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
@@ -191,7 +191,8 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         from mtp_extract.proof.proof import in_words
 
         _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
-        say_proof("Proof", in_words(drafter["proof"]))
+        claim = "What a proof would say (of a skeleton, whose weights are left out)" if is_skeleton else "Proof"
+        say_proof(claim, in_words(drafter["proof"]))
         _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
 
 

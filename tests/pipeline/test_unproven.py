@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.commands import run_here
+from helpers.make_bundle import load
 from helpers.surgery import Graph, sound
+from helpers.variant_files import variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract.bundle import open_bundle
@@ -21,6 +23,9 @@ from mtp_extract.pipeline import unproven
 from mtp_extract.pipeline.extraction import extract
 
 WEIGHTS = "model.safetensors"
+TWINS = ("twin_e2b_may", "twin_e4b_april")
+"""Drafters built to what is known of Google's."""
+STYLES = ("torch", "jax", *TWINS)
 
 
 def pass_through(graph: Graph, tensor: int, alpha: float = 1.0, into: list[Any] | None = None) -> None:
@@ -34,7 +39,8 @@ def in_soft_cap(graph: Graph) -> None:
 
 
 def in_attention(graph: Graph) -> None:
-    pass_through(graph, graph.layer(0).scores)
+    softmax = next(op for op in graph.ops if graph.kind(op) == "SOFTMAX")
+    pass_through(graph, int(softmax.inputs[0]), into=[softmax])
 
 
 def in_mask(graph: Graph) -> None:
@@ -52,7 +58,7 @@ EDITS: dict[str, Callable[[Graph], None]] = {
 
 
 def edited(place: Path, edit: Callable[[Graph], object], style: str = "torch") -> Path:
-    graph = sound(style)
+    graph = Graph(load(variant(style).read_bytes()), {}) if style in TWINS else sound(style)
     edit(graph)
     place.write_bytes(graph.data())
     return place
@@ -68,12 +74,12 @@ def words_of(done: Any, directory: Path) -> str:
 def proven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """By style, the weights of the drafter that is proven."""
     place = tmp_path_factory.mktemp("proven")
-    for style in ("torch", "jax"):
+    for style in STYLES:
         extract(edited(place / f"{style}.tflite", lambda _: None, style), place / style)
-    return {style: (place / style / WEIGHTS).read_bytes() for style in ("torch", "jax")}
+    return {style: (place / style / WEIGHTS).read_bytes() for style in STYLES}
 
 
-@pytest.mark.parametrize("style", ["torch", "jax"])
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_the_weights_are_those_of_the_proven_drafter_and_nothing_calls_it_verified(
     tmp_path: Path, proven: dict[str, bytes], edit: Callable[[Graph], None], style: str
