@@ -12,6 +12,7 @@ import zlib
 
 from mtp_extract.errors import FormatError
 from mtp_extract.io.source import BytesSource, Source
+from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 
 MARK = b"\nmtp-extract: a skeleton without weights\n"
 _LARGEST_FILE = 1 << 24
@@ -34,9 +35,15 @@ def unpack_skeleton(source: Source) -> Source | None:
     Raises:
         FormatError: the archive is damaged, or holds more than any drafter.
     """
-    if source.size >= len(MARK) and source.read(source.size - len(MARK), len(MARK)) == MARK:
-        return source
-    if not len(_FIRST_BYTES) <= source.size <= _LARGEST_FILE or source.read(0, len(_FIRST_BYTES)) != _FIRST_BYTES:
+    if not len(MARK) <= source.size <= _LARGEST_MODEL:
+        return None
+    # The end of a large file on a server is not asked for: it costs a request.
+    if source.read(4, 4) == TFLITE_IDENTIFIER:
+        return source if source.read(source.size - len(MARK), len(MARK)) == MARK else None
+    if source.size > _LARGEST_FILE or source.read(0, len(_FIRST_BYTES)) != _FIRST_BYTES:
+        return None
+    # The name of an archive's first member follows 30 bytes of header.
+    if source.read(30, len(_MEMBER)) != _MEMBER.encode():
         return None
     try:
         with zipfile.ZipFile(io.BytesIO(source.read(0, source.size))) as archive:

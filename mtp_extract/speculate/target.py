@@ -136,8 +136,10 @@ class Base:
         """Of the tokens that were ``fed`` last keep those of ``way`` alone, as if they had followed one another."""
         at, count = list(way), fed.tokens.shape[1]
         order = list(dict.fromkeys((*at, *range(count))))
-        layers: list[Any] = cache.layers  # of this cache each has keys and values
+        layers: list[Any] = cache.layers
         for layer in layers:
+            if not layer.is_initialized:
+                continue  # it reads K and V of a layer before it; transformers 5.24 keeps an empty place for it
             if order != sorted(order):
                 before = layer.keys.shape[2] - count
                 slots = [*range(before), *(before + node for node in order)]

@@ -94,8 +94,8 @@ def require_codes(origin: ReadDirectory, idle: Sequence[str] = ()) -> None:
         if role.kind == MATRIX and role.name not in (*HEAD_ROLES, *idle) and tensors[role.name].scheme is None:
             raise UnsupportedError(
                 f"{escape(origin.directory)}: {role.name} is in floats, and the mode qat trains the stored integers of "
-                "every matrix. Extract the drafter again with `mtp-extract --codes`, or "
-                "train norms or floats.",
+                "every matrix. Extract the drafter again with its codes (`mtp-extract … --codes`), or train norms or "
+                "floats.",
                 remedies=("mode=norms", "mode=float"),
             )
 

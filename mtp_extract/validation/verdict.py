@@ -25,7 +25,7 @@ _MEANS = {
 
 
 Evidence = Literal["proven", "measured", "named"]
-_VERDICTS = {PROVEN: "Verified", MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
+_NOT_PROVEN = {MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
 _IDENTITY = {
     PROVEN: "Verified: its weights, settings and outputs are those of the file.",
     MEASURED: "Its weights are those of the file, and its outputs for the inputs that were tried.",
@@ -75,6 +75,15 @@ def _evidence(found: Validation, names: Mapping[bool | None, Sequence[str]]) -> 
     return "measured" if "interpreter" in names[True] else "named"
 
 
+def _verdict_word(found: Validation) -> str:
+    """The verdict in a word or two: never a stronger one than what was checked."""
+    if found.refuted:
+        return "Refuted"
+    if found.verified:
+        return "Verified"
+    return _NOT_PROVEN.get(found.evidence or "", "Not verified")
+
+
 def _open_function(found: Validation) -> str:
     """Why the graph is not proven."""
     return next(check.evidence for check in found.checks if check.name == "function")
@@ -88,7 +97,7 @@ def headlines(found: Validation) -> list[Headline]:
         of += f", {word}: {', '.join(some)}" if some else ""
     identity = Headline(
         "Verdict",
-        _VERDICTS.get(found.evidence or "", "Refuted" if found.refuted else "Not verified"),
+        _verdict_word(found),
         of if found.checks else "compared with no file",
         _IDENTITY.get(found.evidence or "", _IDENTITY["proven"]),
         "bad" if found.refuted else "good" if found.verified else "",

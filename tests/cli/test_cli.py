@@ -149,7 +149,7 @@ def test_the_library_names_no_option() -> None:
         for node in ast.walk(raised)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for found in [re.search(r"(?<!\S)--?[a-z][a-z-]*\b", node.value)]
-        if found
+        if found and "`mtp-" not in node.value  # of another command there is no other way to say it
     ]
     assert named == []
 
