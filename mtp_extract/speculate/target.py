@@ -138,8 +138,8 @@ class Base:
         order = list(dict.fromkeys((*at, *range(count))))
         layers: list[Any] = cache.layers
         for layer in layers:
-            if not layer.is_initialized:
-                continue  # it reads K and V of a layer before it; transformers 5.24 keeps an empty place for it
+            if layer.keys is None:
+                continue  # it shares K and V of a layer before it: transformers 5.24 keeps an empty place for it
             if order != sorted(order):
                 before = layer.keys.shape[2] - count
                 slots = [*range(before), *(before + node for node in order)]
