@@ -15,7 +15,8 @@ from helpers.hub_server import TOKEN, HubServer
 from seam import verify
 
 import mtp_extract
-from mtp_extract.errors import MtpExtractError, SourceError
+from mtp_extract.errors import CheckpointError, SourceError
+from mtp_extract.hub.upload import plan_upload
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.pipeline.check import files_in
@@ -103,12 +104,14 @@ def test_another_site_has_none() -> None:
     assert checkpoint_here(text, or_bundle=True) == text
 
 
-def test_only_links_of_the_cache_are_followed(published: HubServer) -> None:
+def test_only_links_of_the_cache_are_followed(published: HubServer, extracted: Path) -> None:
+    """Whatever else is a link is not the file that the record lists, not even one to the same content elsewhere."""
     place = Path(checkpoint_here(REPO))
+    assert verify(place)
     (place / "config.json").unlink()
-    (place / "config.json").symlink_to("/etc/hostname")
-    with pytest.raises(MtpExtractError, match=r"config\.json is missing, or a link"):
-        verify(place)
+    (place / "config.json").symlink_to(extracted / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing, or a link"):
+        plan_upload(place)
 
 
 SAID = {"X-Error-Message": f"Enable access to gated repositories in the settings of {TOKEN} to view this one."}
