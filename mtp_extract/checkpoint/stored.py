@@ -128,16 +128,25 @@ class StoredCodes(Stored):
         return part
 
     def _values(self, first: int, last: int) -> Rows:
-        latest, (begin, end) = self._latest, self.cut or (0, self.all_columns)
+        latest = self._latest
+        begin, end = self.cut or (0, self.all_columns)
+        # Layers are columns of one tensor: the rows that were read last are kept for the next layer.
         if getattr(latest, "rows", None) != (first, last):
-            latest.rows, into = None, getattr(latest, "read", None)
-            latest.read, latest.rows = read_rows(self.path, self.tensor, first, last, into), (first, last)
+            latest.rows = None
+            latest.read = read_rows(self.path, self.tensor, first, last, getattr(latest, "read", None))
+            latest.rows = (first, last)
+        packed: Rows = latest.read
         if self.bits == 8:
-            return latest.read[:, begin:end].view(np.int8)
-        each = 8 // self.bits
-        part = np.ascontiguousarray(latest.read[:, begin // each : -(-end // each)])
-        codes = unpack_bytes(part, self.bits).reshape(last - first, -1)[:, begin % each : begin % each + end - begin]
-        return (codes - np.uint8(1 << self.bits - 1)).view(np.int8)
+            whole_bytes: Rows = packed[:, begin:end].view(np.int8)
+            return whole_bytes
+
+        # Some bytes hold codes of the columns beside these, too.
+        codes_a_byte = 8 // self.bits
+        part = np.ascontiguousarray(packed[:, begin // codes_a_byte : -(-end // codes_a_byte)])
+        first_code = begin % codes_a_byte
+        codes = unpack_bytes(part, self.bits).reshape(last - first, -1)[:, first_code : first_code + end - begin]
+        signed: Rows = (codes - np.uint8(1 << self.bits - 1)).view(np.int8)
+        return signed
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:

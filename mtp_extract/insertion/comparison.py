@@ -162,7 +162,8 @@ def _past_the_last_code(slot: Slot, rows: Floats, step: Floats, first: int, last
     lowest, highest = source.storage.bounds
     zeros = source.zero_point.reshape(-1)[slot.part(source.storage.groups, first, last)][:, None].astype(np.float32)
     codes = rows / np.where(step > 0, step, np.float32(np.inf)) * np.float32(math.copysign(1.0, slot.stored.factor))
-    return np.maximum(lowest - zeros - codes, codes - (highest - zeros))
+    beyond: Floats = np.maximum(lowest - zeros - codes, codes - (highest - zeros))
+    return beyond
 
 
 def _verdict(match: Match, looks: Sequence[_Look], differ: AbstractSet[Slot]) -> RoleVerdict:

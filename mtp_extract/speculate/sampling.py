@@ -36,11 +36,11 @@ class Sampling:
 
         By transformers' own warpers: temperature, then top-k, then top-p. Not where greedy.
         """
-        warp = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        warp: Any = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
         warp += [] if self.top_k is None else [TopKLogitsWarper(self.top_k)]
         warp += [] if self.top_p is None else [TopPLogitsWarper(float(self.top_p))]
         no_text: Any = None  # these warpers do not look at it
-        warped: Tensor = warp(no_text, logits.float())  # type: ignore[arg-type]
+        warped: Tensor = warp(no_text, logits.float())
         return warped.softmax(-1)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> Tensor:
