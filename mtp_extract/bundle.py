@@ -128,24 +128,24 @@ class Opened(AbstractContextManager["Opened"]):
         """
         with naming(self.source.name):
             graph = self.flat_graph(passed)
-            found = walk(graph)
-            config = read_config(found, sliding_window)
+            walked = walk(graph)
+            config = read_config(walked, sliding_window)
         if sliding_window is not None and config.sliding_window != sliding_window:
             raise UnsupportedError(
                 f"{self.source.name}: expected a sliding window of {sliding_window}, found one of "
                 f"{config.sliding_window} in its graph. Leave it out.",
                 remedies=("sliding_window",),
             )
-        pairs = zip(config.layer_types, found.layers, strict=True)
-        return self.shard(graph, found, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
+        pairs = zip(config.layer_types, walked.layers, strict=True)
+        return self.shard(graph, walked, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
 
-    def shard(self, graph: FlatGraph, found: Walk, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]) -> Shard:
+    def shard(self, graph: FlatGraph, walked: Walk, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]) -> Shard:
         """What was read of ``graph``, with what is known of its section, its names and its geometry."""
         section, found_by, model = self._locate
-        names = check_names(found.roles, config.num_layers)
-        known = known_drafter(config)
-        config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)
-        return Shard(self, section, found_by, model, graph.signature, graph, found, config, names, known, kv)
+        names = check_names(walked.roles, config.num_layers)
+        geometry = known_drafter(config)
+        config = replace(config, max_position_embeddings=geometry["max_position_embeddings"] if geometry else None)
+        return Shard(self, section, found_by, model, graph.signature, graph, walked, config, names, geometry, kv)
 
     def drafter_model(self) -> TfliteModel:
         """The drafter's model; nothing of its graph is read.
@@ -209,14 +209,14 @@ class Opened(AbstractContextManager["Opened"]):
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         typed = self.chosen() if self.bundle is not None else []
-        found, budget = list[tuple[Section, TfliteModel]](), Budget(_SEARCH_BUDGET)
+        candidates, budget = list[tuple[Section, TfliteModel]](), Budget(_SEARCH_BUDGET)
         for section in [] if typed else self._models:
             # Another model may be damaged. A missing drafter is reported.
             with suppress(MtpExtractError):
                 model = self.model(section, budget)
                 if self._candidates(model):
-                    found.append((section, model))
-        sections = typed or [section for section, _ in found]
+                    candidates.append((section, model))
+        sections = typed or [section for section, _ in candidates]
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
             raise NoDrafterError(
@@ -225,8 +225,8 @@ class Opened(AbstractContextManager["Opened"]):
             )
         if typed:
             return typed[0], "model_type", self.model(typed[0])
-        if found:
-            return sections[0], "signature", found[0][1]
+        if candidates:
+            return sections[0], "signature", candidates[0][1]
         raise NoDrafterError(self._no_drafter())
 
     def _candidates(self, model: TfliteModel) -> list[Signature]:
@@ -236,20 +236,25 @@ class Opened(AbstractContextManager["Opened"]):
         # LiteRT-LM runs the first signature of the section: one of the right name there leaves nothing to ask.
         if model.signatures and model.signatures[0].key == SIGNATURE:
             return [model.signatures[0]]
-        found = [
+        signatures = [
             s
             for s in model.signatures
             if s.key.lower() == SIGNATURE or ({LOGITS, PROJECTED} <= set(s.outputs) and ACTIVATIONS in s.inputs)
         ]
         # Two names for the same interface of the same graph are one.
-        return list({(s.subgraph, *sorted(s.inputs.items()), *sorted(s.outputs.items())): s for s in found}.values())
+        return list(
+            {(s.subgraph, *sorted(s.inputs.items()), *sorted(s.outputs.items())): s for s in signatures}.values()
+        )
 
     def _require_signature(self, model: TfliteModel) -> Signature:
-        found = self._candidates(model)
-        if len(found) == 1:
-            return found[0]
-        name, keys = model.region.source.name, ", ".join(escape(s.key) for s in found or model.signatures) or "none"
-        if found:
+        candidates = self._candidates(model)
+        if len(candidates) == 1:
+            return candidates[0]
+        name, keys = (
+            model.region.source.name,
+            ", ".join(escape(s.key) for s in candidates or model.signatures) or "none",
+        )
+        if candidates:
             raise NoDrafterError(
                 f"{name}: expected one signature of a drafter, found {keys}. Say which.", remedies=("signature=NAME",)
             )

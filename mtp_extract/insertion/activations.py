@@ -42,7 +42,7 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
         return [], [note] if static and changed else []
     if not static:
         return [], ["The graph has no static activations: nothing was calibrated."]
-    ranges, written, left = measure(), dict[int, bytes](), list[str]()  # what several roles read has one range
+    ranges, written, unmeasured = measure(), dict[int, bytes](), list[str]()  # what several roles read has one range
     for role in static:
         node = role.result.producer if role.result is not None else None
         if node is None or role.role not in ranges:
@@ -51,10 +51,10 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
             if _is_own(value):
                 written.update(_scale_bytes(drafter.model.region.begin, value.tensors[-1], bounds))
             else:
-                left.append(role.role)
+                unmeasured.append(role.role)
     notes = [f"Static activations of {len(static)} matrices were calibrated anew."]
-    if left:
-        notes.append(f"Shared with other operators, so left: {', '.join(dict.fromkeys(left))}.")
+    if unmeasured:
+        notes.append(f"Shared with other operators, so left: {', '.join(dict.fromkeys(unmeasured))}.")
     return [*written.items()], notes
 
 

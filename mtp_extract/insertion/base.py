@@ -57,9 +57,9 @@ def find_base(opened: Opened) -> BundledBase:
     for signature in model.signatures:
         by_bytes = partial(match_base, known=decoder)
         walked = decoder if signature is first else _walk(model, signature, by_bytes)
-        for found in walked.roles:
+        for role_found in walked.roles:
             # Without the graph, which is large, and of which nothing more is asked.
-            places[found.role] += (Place(model, replace(found, result=None)),)
+            places[role_found.role] += (Place(model, replace(role_found, result=None)),)
     for kind, role in _TABLES.items():
         if (embedder := sections.get(kind)) is None:
             continue
@@ -68,10 +68,10 @@ def find_base(opened: Opened) -> BundledBase:
             # Several tables are columns of one role side by side.
             at = 0
             later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
-            for found in _walk(model, signature, partial(walk_table, role=role, later=later)).roles:
-                columns = None if found.role == role else (at, at + found.shape[1])
-                places[role] += (Place(model, replace(found, role=role, result=None), columns),)
-                at += found.shape[1]
+            for role_found in _walk(model, signature, partial(walk_table, role=role, later=later)).roles:
+                columns = None if role_found.role == role else (at, at + role_found.shape[1])
+                places[role] += (Place(model, replace(role_found, role=role, result=None), columns),)
+                at += role_found.shape[1]
     for role in ("lm_head", "embed_tokens"):
         if role not in places:
             raise RoleError(f"{opened.source.name}: no signature of its base reads a {role}.")

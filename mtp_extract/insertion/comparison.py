@@ -108,18 +108,21 @@ def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[Ro
     differ = set[Slot]()
 
     def look(slot: Slot, first: int, last: int) -> _Look:
-        given, held = slot.new.floats(first, last), slot.held.floats(first, last)
+        wanted, stored = slot.new.floats(first, last), slot.held.floats(first, last)
         # After rows that differ no others are compared to the bit.
-        if slot not in differ and not are_alike(held, given, slot.dtype):
+        if slot not in differ and not are_alike(stored, wanted, slot.dtype):
             differ.add(slot)
-        tick(given.size)
-        if np.isfinite(given).all():
-            apart = given - held
-            return _Look(*_distance(slot, given, apart, first, last), squares(apart), squares(given))
+        tick(wanted.size)
+        if np.isfinite(wanted).all():
+            apart = wanted - stored
+            return _Look(*_distance(slot, wanted, apart, first, last), squares(apart), squares(wanted))
         return _Look(1, 1, math.inf, math.nan, 1.0)
 
     looks = over_rows(slots, look, _ELEMENTS)
-    return [_verdict(match, [one for slot in match.slots for one in looks[slot]], differ) for match in found]
+    return [
+        _verdict(match, [look_at_slot for slot in match.slots for look_at_slot in looks[slot]], differ)
+        for match in found
+    ]
 
 
 class _Look(NamedTuple):
@@ -134,12 +137,12 @@ class _Look(NamedTuple):
     size: float
 
 
-def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -> tuple[int, int, float]:
-    """The first figures of :class:`_Look` of ``given``, rows of the weight, ``apart`` from what is held."""
+def _distance(slot: Slot, wanted: Floats, apart: Floats, first: int, last: int) -> tuple[int, int, float]:
+    """The first figures of :class:`_Look` of ``wanted``, rows of the weight, ``apart`` from what is stored."""
     constant, apart = slot.constant, np.abs(apart)
     if constant is None or constant.source.packing is None or constant.folded:
         half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
-        outside = int(np.count_nonzero(~(apart <= half * np.abs(given))))
+        outside = int(np.count_nonzero(~(apart <= half * np.abs(wanted))))
         return outside, outside, -1.0
     storage = constant.source.storage
     scale = constant.source.scale.reshape(-1)[slot.part(storage.groups, first, last)] / np.float32(constant.factor)
@@ -147,11 +150,11 @@ def _distance(slot: Slot, given: Floats, apart: Floats, first: int, last: int) -
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         distances = apart.reshape(rows) / step
         most = float(distances.max())
-        slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(given.reshape(rows)) / step
+        slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(wanted.reshape(rows)) / step
         outside = ~(distances <= slack)
         if not outside.any():
             return 0, 0, most
-        past = _past_the_last_code(slot, given.reshape(rows), step, first, last)
+        past = _past_the_last_code(slot, wanted.reshape(rows), step, first, last)
         wrong = outside & ~((past > 0) & (np.abs(distances - past) <= slack))
     return int(np.count_nonzero(outside)), int(np.count_nonzero(wrong)), most
 

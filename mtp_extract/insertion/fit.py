@@ -44,8 +44,10 @@ def check_drafter(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) ->
             "this bundle."
         )
     notes = []
-    if (own := checkpoint.final_logit_softcap) != (cap := graph.final_logit_softcap):
-        notes.append(f"The graph's soft cap ({cap}) stays; the checkpoint's is {own}. The best token is the same.")
+    if (cap_of_checkpoint := checkpoint.final_logit_softcap) != (cap := graph.final_logit_softcap):
+        notes.append(
+            f"The graph's soft cap ({cap}) stays; the checkpoint's is {cap_of_checkpoint}. The best token is the same."
+        )
     if checkpoint.ordered_head is not None:
         notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
     return notes
@@ -75,16 +77,16 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
 def _differences(compared: Mapping[str, tuple[object, object]], close: float) -> str:
     """What differs of ``compared``, (expected, found) by name, floats by more than the share ``close``."""
 
-    def alike(expected: object, found: object) -> bool:
-        if not isinstance(expected, float) or not isinstance(found, int | float):
-            return expected == found
+    def alike(expected: object, actual: object) -> bool:
+        if not isinstance(expected, float) or not isinstance(actual, int | float):
+            return expected == actual
         # Not a difference: an integer of a configuration may be too large for a float.
-        return expected - close * abs(expected) <= found <= expected + close * abs(expected)
+        return expected - close * abs(expected) <= actual <= expected + close * abs(expected)
 
     return "; ".join(
-        f"{what} {escape(found)} instead of {escape(expected)}"
-        for what, (expected, found) in compared.items()
-        if not alike(expected, found)
+        f"{what} {escape(actual)} instead of {escape(expected)}"
+        for what, (expected, actual) in compared.items()
+        if not alike(expected, actual)
     )
 
 
@@ -104,14 +106,14 @@ def base_misfits(drafter: Shard) -> Iterator[str]:
         return
     outputs = {name: model.tensor(signatures[0].subgraph, index) for name, index in signatures[0].outputs.items()}
     wanted = {name: _form(cache) for name, cache in drafter.walk.caches.items()}
-    found = {name: _form(outputs[name]) if name in outputs else "missing" for name in wanted}
+    forms = {name: _form(outputs[name]) if name in outputs else "missing" for name in wanted}
     for name, output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
         if name in outputs:
             own, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
-            wanted[name], found[name] = (f"{next(reversed(shape), 0)} wide" for shape in (own, theirs))
+            wanted[name], forms[name] = (f"{next(reversed(shape), 0)} wide" for shape in (own, theirs))
     for name, form in wanted.items():
-        if found[name] != form:
-            yield f"{escape(name)} is {found[name]} in the base and {form} in the drafter"
+        if forms[name] != form:
+            yield f"{escape(name)} is {forms[name]} in the base and {form} in the drafter"
 
 
 def _form(tensor: Tensor) -> str:

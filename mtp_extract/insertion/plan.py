@@ -109,8 +109,8 @@ class InsertionPlan:
     def as_json(self, result: InsertionResult | None) -> dict[str, Any]:
         """What is to be done and, where it was, its ``result``; of a base a list for each role."""
         roles: dict[str, Any] = {
-            role: [{"what": e.how, "stored": e.storage.type.name, "relative_rms_error": e.error} for e in own]
-            for role, own in self.encodings.items()
+            role: [{"what": e.how, "stored": e.storage.type.name, "relative_rms_error": e.error} for e in encodings]
+            for role, encodings in self.encodings.items()
         }
         return {
             "bundle": self.source.name,
@@ -119,7 +119,7 @@ class InsertionPlan:
             "notes": (result or self).notes,
             "added": self.added,
             "loss": asdict(self.losses),
-            "roles": roles if self.of_base else {role: own[0] for role, own in roles.items() if own},
+            "roles": roles if self.of_base else {role: encodings[0] for role, encodings in roles.items() if encodings},
             "proof": result.proof if result else None,
         }
 
@@ -159,12 +159,12 @@ def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
         last = max(last, part, key=lambda part: part.end)
 
 
-def _agree(one: _Part, other: _Part) -> bool:
+def _agree(part: _Part, other: _Part) -> bool:
     """Whether both are the same bytes, and are to be the same."""
-    if isinstance(one.what, Encoding) and isinstance(other.what, Encoding) and one.what is not other.what:
-        same = one[:2] == other[:2] and one.what.storage == other.what.storage
-        return same and all(one.what.data(*rows) == other.what.data(*rows) for rows in one.what.slot.ranges())
-    return one[:2] == other[:2] and one.what == other.what
+    if isinstance(part.what, Encoding) and isinstance(other.what, Encoding) and part.what is not other.what:
+        same = part[:2] == other[:2] and part.what.storage == other.what.storage
+        return same and all(part.what.data(*rows) == other.what.data(*rows) for rows in part.what.slot.ranges())
+    return part[:2] == other[:2] and part.what == other.what
 
 
 def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
@@ -175,12 +175,12 @@ def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
     yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
     if not scale.size or quantization is None:
         return
-    begin, held = model.region.begin, quantization.zero_points.count if blocks is None else 0
-    fits = held == zeros.size or (held == 1 and not np.ptp(zeros))
+    begin, zero_points = model.region.begin, quantization.zero_points.count if blocks is None else 0
+    fits = zero_points == zeros.size or (zero_points == 1 and not np.ptp(zeros))
     if not fits and not np.array_equal(encoding.slot.stored.source.zero_point.reshape(-1), zeros):
         raise UnsupportedError(f"{role}: {tensor.label} has no place for its new zero points.")
     # Not copied: a vocabulary has a scale a row, and a table a layer.
-    new = [np.ascontiguousarray(array, dtype) for array, dtype in ((scale, "<f4"), (zeros[:held], "<i8"))]
+    new = [np.ascontiguousarray(array, dtype) for array, dtype in ((scale, "<f4"), (zeros[:zero_points], "<i8"))]
     starts = begin + quantization.scales.start, begin + quantization.zero_points.start
     vectors = [(at, array.view(np.uint8).data) for at, array in zip(starts, new, strict=True)]
     if blocks is not None and blocks.type is not None:
@@ -194,9 +194,9 @@ def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
 def _without_role(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_Part]:
     """Data, scales and zero points of all tensors but those ``playing`` a role."""
     # Scales of blocks are tensors themselves.
-    own = {(t.subgraph, t.index) for role in playing if role for t in (role, _blocks(model, role)) if t}
+    tensors = {(t.subgraph, t.index) for role in playing if role for t in (role, _blocks(model, role)) if t}
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
-        if (tensor.subgraph, tensor.index) in own or not model.has_data(tensor):
+        if (tensor.subgraph, tensor.index) in tensors or not model.has_data(tensor):
             continue
         data, quantization = model.data_of(tensor), tensor.quantization
         spans = [(data.begin, data.size)]

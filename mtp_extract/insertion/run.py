@@ -129,15 +129,15 @@ def _plan_drafter(
         # What was there before stays, fit or not.
         notes.append(f"In this bundle the drafter could not run before: {problems}.")
     encodings = encode(_slots_of_drafter(drafter, checkpoint))
-    every = [encoding for own in encodings.values() for encoding in own]
+    every = [encoding for of_role in encodings.values() for encoding in of_role]
     written = [*overlays(every)]
     scales, remarks = calibrated(drafter, any(encoding.how != KEPT for encoding in every), measure)
 
     def check(path: Path) -> Proof:
         with open_bundle(path, section=opened.section, signature=opened.signature) as new:
-            found = new.drafter(checkpoint.mtp.sliding_window)
-            check_written(path, _slots_of_drafter(found, checkpoint), encodings)
-            return prove_checkpoint(found, checkpoint_of(found))
+            drafter_written = new.drafter(checkpoint.mtp.sliding_window)
+            check_written(path, _slots_of_drafter(drafter_written, checkpoint), encodings)
+            return prove_checkpoint(drafter_written, checkpoint_of(drafter_written))
 
     return InsertionPlan(source, encodings, (*written, *scales), (*notes, *remarks), inputs, check, added=added)
 
@@ -157,7 +157,7 @@ def _plan_base(
     slots = _slots_of_base(opened, checkpoint)
     notes = [*opened.remarks]
     encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
-    written = tuple(overlays(encoding for own in encodings.values() for encoding in own))
+    written = tuple(overlays(encoding for of_role in encodings.values() for encoding in of_role))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)
     roles = [place.found for slot in slots for place in slot.places]
@@ -178,10 +178,10 @@ def _plan_base(
 
 def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
     """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
-    places = {own.role: (Place(drafter.model, own),) for own in drafter.walk.roles}
+    places = {weight_of_role.role: (Place(drafter.model, weight_of_role),) for weight_of_role in drafter.walk.roles}
     weights = checkpoint.whole().tensors
-    own = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
-    return [slot for match in match_roles(places, own, checkpoint.dtype) for slot in match.required()]
+    weight_of_role = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
+    return [slot for match in match_roles(places, weight_of_role, checkpoint.dtype) for slot in match.required()]
 
 
 def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:

@@ -143,26 +143,26 @@ def match_roles(
     ``dtype`` is what the checkpoint's floats were rounded to; by default what each tensor is stored in.
     """
     for role in dict.fromkeys((*weights, *places)):
-        own = "embed_tokens" if role == "lm_head" and role not in weights else role
-        weight = weights.get(own)
-        held = _with_known_factor(places.get(role, ()), weight)
+        source_role = "embed_tokens" if role == "lm_head" and role not in weights else role
+        weight = weights.get(source_role)
+        candidates = _with_known_factor(places.get(role, ()), weight)
         name = weight.name if isinstance(weight, Stored) else None
         if weight is None and role.endswith(_LAYER_SCALAR):
             weight = filled((1,))
         # No graph multiplies by a layer scalar of 1, and several tables are one weight.
-        shape = held[0].found.shape if held else (1,)
-        if ends := [place.columns[1] for place in held if place.columns is not None]:
+        shape = candidates[0].found.shape if candidates else (1,)
+        if ends := [place.columns[1] for place in candidates if place.columns is not None]:
             shape = (shape[0], max(ends))
         problem, slots = "", list[Slot]()
         if weight is None:
             problem = "the checkpoint has no such tensor"
-        elif not held and not role.endswith(_LAYER_SCALAR):
+        elif not candidates and not role.endswith(_LAYER_SCALAR):
             problem = "no graph of the bundle reads it"
         elif shape != weight.shape:
             problem = f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
         else:
-            slots = _slots(role, held, weight, dtype or common_dtype([weight]))
-        yield Match(role, name, weight.shape if weight else shape, held, slots, problem)
+            slots = _slots(role, candidates, weight, dtype or common_dtype([weight]))
+        yield Match(role, name, weight.shape if weight else shape, candidates, slots, problem)
 
 
 def _with_known_factor(places: tuple[Place, ...], weight: Weight | None) -> tuple[Place, ...]:
@@ -173,12 +173,12 @@ def _with_known_factor(places: tuple[Place, ...], weight: Weight | None) -> tupl
     if constant is None or weight is None or not places[0].found.other_factors or constant.shape != weight.shape:
         return places
     sums = [(squares(constant.floats(*rows)), squares(weight.floats(*rows))) for rows in row_ranges(weight)]
-    held, wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
-    if not 0 < held < math.inf or not 0 < wanted < math.inf:
+    norm_stored, wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
+    if not 0 < norm_stored < math.inf or not 0 < wanted < math.inf:
         return places
 
     def distance(factor: float) -> float:
-        return abs(math.log(held * constant.factor / factor / wanted))
+        return abs(math.log(norm_stored * constant.factor / factor / wanted))
 
     best = min((constant.factor, *places[0].found.other_factors), key=distance)
     return tuple(replace(place, found=replace(place.found, factor=best)) for place in places)
@@ -189,11 +189,11 @@ def _slots(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> li
     groups: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
     for place in places:
         groups[place.content].append(place)
-    found = []
+    slots = []
     for (columns, *_), group in groups.items():
-        own = weight.in_columns(*columns) if columns is not None and isinstance(weight, Stored) else weight
-        found.append(Slot(role, tuple(group), own, dtype))
-    return found or [Slot(role, (), weight, dtype)]
+        part_of_weight = weight.in_columns(*columns) if columns is not None and isinstance(weight, Stored) else weight
+        slots.append(Slot(role, tuple(group), part_of_weight, dtype))
+    return slots or [Slot(role, (), weight, dtype)]
 
 
 def over_rows(
@@ -218,13 +218,13 @@ def over_rows(
     return found
 
 
-def are_alike(held: Floats, wanted: Floats, dtype: str) -> bool:
-    """Whether ``held``, as it is or rounded to ``dtype``, is ``wanted``, to the bit."""
+def are_alike(stored: Floats, wanted: Floats, dtype: str) -> bool:
+    """Whether ``stored``, as it is or rounded to ``dtype``, is ``wanted``, to the bit."""
     bits, rounding = wanted.reshape(-1).view(np.uint32), DTYPES[dtype]
-    if np.array_equal(held.reshape(-1).view(np.uint32), bits):
+    if np.array_equal(stored.reshape(-1).view(np.uint32), bits):
         return True
     try:
-        rounded = rounding.widen(rounding.narrow(held.reshape(-1), "a weight").tobytes())
+        rounded = rounding.widen(rounding.narrow(stored.reshape(-1), "a weight").tobytes())
     except UnsupportedError:  # beyond the type, in which the other one is
         return False
     return np.array_equal(rounded.view(np.uint32), bits)

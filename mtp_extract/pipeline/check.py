@@ -84,8 +84,8 @@ def recorded(place: Path) -> frozenset[str]:
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
     written = {CARD, CODES_FILE, GENERATION_FILE}
-    written |= {name for one in map(format_named, EVERY) for name in (one.weights_file, one.marker)}
-    return frozenset({RECORD, *(name for name in files if any(is_called(name, known) for known in written))})
+    written |= {name for format_ in map(format_named, EVERY) for name in (format_.weights_file, format_.marker)}
+    return frozenset({RECORD, *(name for name in files if any(is_called(name, pattern) for pattern in written))})
 
 
 def read_record(place: Path) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
             changed[name] = f"{escape(name)} is missing, or a link"
         elif path.stat().st_size != expected["size"] or sha256_of_file(path) != expected["sha256"]:
             changed[name] = f"{escape(name)} has other content"
-    if not changed and (found := format_of(folder).name) not in (layout, EVERY[layout].read_as):
-        changed[weights_file] = f"the layout is {found}, not {layout}"
+    if not changed and (layout_of_files := format_of(folder).name) not in (layout, EVERY[layout].read_as):
+        changed[weights_file] = f"the layout is {layout_of_files}, not {layout}"
     return changed
 
 
@@ -148,12 +148,12 @@ def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
     """
     if place.is_file():
         return
-    own = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
+    belonging = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
     for path in _entries(place):
         name = path.relative_to(place).as_posix()
         if not _is_file(path):
             yield f"{escape(name)} is a link, or no file"
-        elif name not in own and not _is_unused(name):
+        elif name not in belonging and not _is_unused(name):
             yield f"{escape(name)} belongs neither to the checkpoint nor to a report"
         elif name in _TOKENIZER and name.endswith("_config.json") and _names_code(path):
             yield f"{escape(name)} names code, or cannot be read"
@@ -250,22 +250,22 @@ class ReadDirectory:
             )
         unread = (*written.unread, *changed.values(), *unexpected_in(folder, format_))
         tensors = dict(with_codes(folder, written.tensors))
-        known = known_drafter(written.config) if isinstance(written.config, DrafterConfig) else None
-        known_as = known["name"] if known else None
-        told = record or {**_implied(folder, written), "known_as": known_as}
+        geometry = known_drafter(written.config) if isinstance(written.config, DrafterConfig) else None
+        known_as = geometry["name"] if geometry else None
+        stated = record or {**_implied(folder, written), "known_as": known_as}
         # What was one stored constant is one again: formats may write it once.
-        for first, *others in told["shared"]:
+        for first, *others in stated["shared"]:
             for role in others:
                 if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
                     tensors[role] = tensors[first]
         checkpoint = replace(
             written,
             tensors=MappingProxyType(tensors),
-            activations=MappingProxyType(typed(told["activations"], Pairs)),
-            provenance=provenance(told["source"]),
+            activations=MappingProxyType(typed(stated["activations"], Pairs)),
+            provenance=provenance(stated["source"]),
             unread=unread,
         )
-        return cls(folder, format_.name, written, checkpoint, known_as, told, bool(record), frozenset(changed))
+        return cls(folder, format_.name, written, checkpoint, known_as, stated, bool(record), frozenset(changed))
 
     @property
     def extra_codes(self) -> frozenset[str]:

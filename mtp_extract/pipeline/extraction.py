@@ -47,8 +47,8 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         FormatError: damaged quantization.
     """
     roles, model = drafter.walk.roles, drafter.model
-    tensors = {one.role: filled(one.shape) if one.tensor is None else Constant(model, one) for one in roles}
-    activations = MappingProxyType({one.role: (one.input, one.output) for one in roles if len(one.shape) == 2})
+    tensors = {role.role: filled(role.shape) if role.tensor is None else Constant(model, role) for role in roles}
+    activations = MappingProxyType({role.role: (role.input, role.output) for role in roles if len(role.shape) == 2})
     return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=activations)
 
 
@@ -114,7 +114,7 @@ def extract(
                 drafter, proof = opened.drafter(sliding_window), None
         original = checkpoint_of(drafter)
         origin = of_bundle(drafter, original)
-        made = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
+        arranged = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
         # Before a byte is written; what is written is then compared with this checkpoint. Of what was rounded that is
         # done when its bytes are written: making all numbers once more would take as long as the proof.
         if proof is None and not drafter.not_proven:
@@ -122,7 +122,9 @@ def extract(
                 proof = prove_checkpoint(drafter, original)
         origin |= {"converted_from": [], "proof": None if proof is None else in_words(proof)}
         origin |= {"not_proven": list(drafter.not_proven)} if drafter.not_proven else {}
-        return write(made, target, origin, _notes(drafter, made), **to, progress=progress, compare_rounded=False)
+        return write(
+            arranged, target, origin, _notes(drafter, arranged), **to, progress=progress, compare_rounded=False
+        )
 
 
 def prove_drafter(drafter: Shard) -> Proof:
@@ -166,12 +168,12 @@ def require_complete(drafter: Shard) -> None:
 
 def _stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
     """Every matrix that the file stores, by its role."""
-    for found in drafter.walk.roles:
-        if len(found.shape) == 2 and found.tensor is not None:
-            yield found.role, QuantizedTensor.of(drafter.model, found.tensor)
+    for role in drafter.walk.roles:
+        if len(role.shape) == 2 and role.tensor is not None:
+            yield role.role, QuantizedTensor.of(drafter.model, role.tensor)
 
 
-def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
+def _notes(drafter: Shard, arranged: Arranged) -> Iterator[str]:
     """What a user should know of the file."""
     yield from drafter.opened.remarks
     for role, constant in _stored_matrices(drafter):
@@ -185,5 +187,5 @@ def _notes(drafter: Shard, made: Arranged) -> Iterator[str]:
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
     if rounded := rounding_in_words(list_rounded(drafter.graph, drafter.walk)):
         # A format with static scales says by itself which of them it holds.
-        ends = "." if EVERY[made.format.name].activations else "; the checkpoint computes in floats."
+        ends = "." if EVERY[arranged.format.name].activations else "; the checkpoint computes in floats."
         yield rounded + ends

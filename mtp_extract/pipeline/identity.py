@@ -53,27 +53,27 @@ CHAINS: Sequence[Chain] = sorted(
 """Every chain that is tried, the shortest first."""
 
 
-def how_derived(original: Weight, found: Weight) -> Chain | None:
-    """The shortest chain that makes ``found`` of ``original``, to the bit; None where none does.
+def how_derived(original: Weight, written: Weight) -> Chain | None:
+    """The shortest chain that makes ``written`` of ``original``, to the bit; None where none does.
 
     Of a weight with codes, the codes and their scales are compared; of any other the numbers.
     """
-    if original.shape != found.shape:
+    if original.shape != written.shape:
         return None
     # The first rows of a matrix alone refute almost every chain.
-    pairs = [(_first_rows(original), _first_rows(found)), (original, found)]
+    pairs = [(_first_rows(original), _first_rows(written)), (original, written)]
     for chain in CHAINS:
-        if all(_gives(one, chain, other) for one, other in pairs):
+        if all(_gives(before, chain, other) for before, other in pairs):
             # Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them.
-            folded = found.scheme is not None and not has_exact_steps(original) and has_exact_steps(found)
+            folded = written.scheme is not None and not has_exact_steps(original) and has_exact_steps(written)
             return chain or ((_EXACT_SCALES,) if folded else ())
     return None
 
 
-def _gives(original: Weight, chain: Chain, found: Weight) -> bool:
+def _gives(original: Weight, chain: Chain, written: Weight) -> bool:
     try:
         with np.errstate(all="ignore"):
-            return same_weight(rounded_again(original, chain), found)
+            return same_weight(rounded_again(original, chain), written)
     except (CheckpointError, UnsupportedError):
         # It admits of no such step: it has no codes, or numbers beyond FP16.
         return False
@@ -117,16 +117,16 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
         MtpExtractError: ``opened`` cannot be read.
     """
     opened.prefetch()
-    found = check_identity(read.directory, drafter_for(opened, read.written.mtp), read)
+    checks = check_identity(read.directory, drafter_for(opened, read.written.mtp), read)
     left_open = "function" if read.record.get("not_proven") else None
-    unproven = [check for check in found if check.name in NEEDED and not check.passed and check.name != left_open]
-    if failed := [check for check in found if check.passed is False] or unproven:
+    unproven = [check for check in checks if check.name in NEEDED and not check.passed and check.name != left_open]
+    if failed := [check for check in checks if check.passed is False] or unproven:
         wrong = "; ".join(f"{check.name}: {check.evidence.removesuffix(f'. {AGAIN}')}" for check in failed)
         raise CheckpointError(
             f"{escape(read.directory)}: differs from what {escape(opened.source.name)} holds: {wrong}. It may be of "
             f"another bundle, or have been changed since. {AGAIN}"
         )
-    return found
+    return checks
 
 
 def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
@@ -162,8 +162,10 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
     original, chains = checkpoint_of(source), dict[str, Chain]()
     format_ = format_named(read.layout) if read else format_of(directory)
     written = read.written if read else format_.read(directory)
-    numbers, said = (asdict(replace(one.mtp, max_position_embeddings=None)) for one in (original, written))
-    config = _check("config", _apart(numbers, said), ["every number agrees"])
+    numbers, stated = (
+        asdict(replace(checkpoint.mtp, max_position_embeddings=None)) for checkpoint in (original, written)
+    )
+    config = _check("config", _apart(numbers, stated), ["every number agrees"])
     unread = read.checkpoint.unread if read else (*written.unread, *unexpected_in(directory, format_))
     files = _check("files", unread, ["nothing that would make an engine load something else"])
     wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
@@ -199,10 +201,10 @@ def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> 
     return Check(name, _WHAT[name], not evidence, evidence or "; ".join(otherwise))
 
 
-def _apart(made: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[str]:
-    """Where what is ``said`` in a directory is not what is ``made`` of the bundle."""
-    for place, expected, found in map(astuple, differences(made, said)):
-        yield f"{escape(place)} is {escape(expected)}, not {escape(found)}"
+def _apart(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
+    """Where what a directory has ``stated`` differs from what was ``derived`` from the bundle."""
+    for place, expected, actual in map(astuple, differences(derived, stated)):
+        yield f"{escape(place)} is {escape(expected)}, not {escape(actual)}"
 
 
 def _differing(
@@ -223,9 +225,9 @@ def _differing(
             yield f"{name} has other {'values' if there.scheme is None else 'codes or scales'} than the file's"
             return
         # As files hold them, 0 where there is none: of what goes in, and of what comes out.
-        pairs = (one.activations.get(role.name, (None, None)) for one in (written, original))
-        scales, own = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
-        if static and there.scheme and scales != own:
+        pairs = (checkpoint.activations.get(role.name, (None, None)) for checkpoint in (written, original))
+        scales, scales_of_file = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
+        if static and there.scheme and scales != scales_of_file:
             yield f"{name} has other static scales of activations than the file's"
             return
         chains[role.name] = chain
@@ -245,13 +247,15 @@ def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
         if (chain := chains.get(role)) is None:
             continue
         coded = "codes" if any(step in RULES for step in chain) else "the file's codes"
-        held = there.tensor.dtype if isinstance(there, Stored) else coded if there.scheme else "no file, as they are 1"
+        stored_as = (
+            there.tensor.dtype if isinstance(there, Stored) else coded if there.scheme else "no file, as they are 1"
+        )
         # What is stored in a type has been rounded to it.
-        stored = chain and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") == held
-        kinds[held, chain[:-1] if stored else chain] += 1
+        stored = chain and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") == stored_as
+        kinds[stored_as, chain[:-1] if stored else chain] += 1
     yield f"all {kinds.total()} are derived from the file's, every bit"
-    for (held, chain), count in sorted(kinds.items()):
-        yield f"{count} in {held}" + (f", rounded {_in_words(chain)}" if chain else "")
+    for (stored_as, chain), count in sorted(kinds.items()):
+        yield f"{count} in {stored_as}" + (f", rounded {_in_words(chain)}" if chain else "")
     if beside := len(chains) - kinds.total():
         yield f"beside them {beside} have the file's codes"
 
@@ -290,11 +294,11 @@ def _contradicted(
         geometry = original.mtp.as_json()
         geometry["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
         stated["geometry"] = geometry
-    section, own = record["source"]["section"], of_file["source"]["section"]
-    if section not in (None, own):
+    section, section_of_file = record["source"]["section"], of_file["source"]["section"]
+    if section not in (None, section_of_file):
         name = escape(record["source"]["name"])
         evidence.append(f"it came from another file ({name}), with which nothing was compared")
-    if section is not None and section["sha256"] == own["sha256"]:
+    if section is not None and section["sha256"] == section_of_file["sha256"]:
         stated |= {key: of_file[key] for key in ("known_as", "shared", "activations")}
         stated["rule"] = record["rule"] if record["rule"] in done else None
         # Another release may say the same in other words.

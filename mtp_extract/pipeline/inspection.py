@@ -53,33 +53,33 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     Raises:
         NoDrafterError: the source is neither a bundle nor a model.
     """
-    source, bundle, known = opened.source, opened.bundle, known_bundle(opened.source)
+    source, bundle, published = opened.source, opened.bundle, known_bundle(opened.source)
     report: dict[str, Any] = {
         "name": source.name,
         "size": source.size,
         "kind": "litertlm" if bundle else "skeleton" if opened.skeleton else "tflite",
         "version": ".".join(map(str, bundle.version)) if bundle else None,
-        "known_bundle": known["name"] if known else None,
+        "known_bundle": published["name"] if published else None,
         "provenance": dict(sorted(source.provenance.items())),
         "items": dict(bundle.items) if bundle else {},
         "sections": [
-            {"index": one.index, "type": one.type_name, "model_type": one.model_type}
-            | {"begin": one.begin, "size": one.size, "items": dict(one.items)}
-            for one in opened.sections
+            {"index": section.index, "type": section.type_name, "model_type": section.model_type}
+            | {"begin": section.begin, "size": section.size, "items": dict(section.items)}
+            for section in opened.sections
         ],
     }
     report |= {"trace": _trace(opened)} if graph else {}
     try:
         drafter = opened.drafter()
-        found = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
+        facts = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
     except NoDrafterError as error:
         if bundle is None and not opened.is_model:
             raise
         return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
         return Inspection({**report, "drafter": None, "problem": str(error)}, error)
-    found["base_model"] = known["base_model"] if known else None
-    return Inspection({**report, "drafter": found}, None)
+    facts["base_model"] = published["base_model"] if published else None
+    return Inspection({**report, "drafter": facts}, None)
 
 
 def _trace(opened: Opened) -> list[dict[str, Any]]:
@@ -130,11 +130,11 @@ def _graph(drafter: Shard) -> dict[str, Any]:
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
     """Its signatures, and how large it is; with ``tensors`` every tensor."""
     all_tensors, signatures = [tensor for graph in model.subgraphs for tensor in graph.tensors], list[dict[str, Any]]()
-    for one in model.signatures:
-        signatures.append({"key": one.key, "subgraph": one.subgraph})
-        for side, names in (("inputs", one.inputs), ("outputs", one.outputs)):
-            found = {name: model.tensor(one.subgraph, at) for name, at in names.items()}
-            signatures[-1][side] = {name: {"type": t.type_name, "shape": t.shape} for name, t in found.items()}
+    for signature in model.signatures:
+        signatures.append({"key": signature.key, "subgraph": signature.subgraph})
+        for side, names in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+            by_name = {name: model.tensor(signature.subgraph, at) for name, at in names.items()}
+            signatures[-1][side] = {name: {"type": t.type_name, "shape": t.shape} for name, t in by_name.items()}
     return {
         "subgraphs": len(model.subgraphs),
         "tensors_in_all": len(all_tensors),
@@ -148,10 +148,17 @@ def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     """A tensor with its quantization and where its bytes lie; of bytes that cannot be read, such as strings, why."""
     described = {"subgraph": tensor.subgraph, "index": tensor.index, "name": tensor.name, "type": tensor.type_name}
     described |= {"shape": tensor.shape, "quantization": None, "data": None}
-    if (found := tensor.quantization) is not None:
+    if (quantization := tensor.quantization) is not None:
         described["quantization"] = {
-            **{"scales": found.scales.count, "zero_points": found.zero_points.count, "axis": found.axis},
-            **{"details": found.details, "block_size": found.blockwise.block_size if found.blockwise else None},
+            **{
+                "scales": quantization.scales.count,
+                "zero_points": quantization.zero_points.count,
+                "axis": quantization.axis,
+            },
+            **{
+                "details": quantization.details,
+                "block_size": quantization.blockwise.block_size if quantization.blockwise else None,
+            },
         }
     if model.has_data(tensor):
         try:
@@ -209,9 +216,9 @@ def inspect_checkpoint(
             "format": read.layout,
             "known_as": read.known_as,
             "geometry": config.as_json(),
-            "parameters": sum(math.prod(one["shape"]) for one in listed),
+            "parameters": sum(math.prod(tensor["shape"]) for tensor in listed),
             "weights": len(listed),
-            "stored_types": dict(sorted(Counter(one["type"] for one in listed).items())),
+            "stored_types": dict(sorted(Counter(tensor["type"] for tensor in listed).items())),
             "findings": [{**asdict(finding), "is_error": finding.is_error} for finding in findings],
             **({"tensors": listed} if tensors else {}),
         },

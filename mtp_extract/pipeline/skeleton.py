@@ -83,7 +83,7 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
     """The model, the constants that play a role in it, and those that may."""
     model = opened.drafter_model()
     stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
-    roles, known, graph = dict[tuple[int, int], Tensor](), set[tuple[int, int]](), None
+    roles, not_weights, graph = dict[tuple[int, int], Tensor](), set[tuple[int, int]](), None
     with suppress(MtpExtractError):
         # What is refused here is what the skeleton is made for.
         graph = opened.flat_graph()
@@ -92,10 +92,10 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
             walked.walk()
             is_whole = True
         roles = {(r.tensor.subgraph, r.tensor.index): r.tensor for r in walked.roles if r.tensor is not None}
-        known = {key for key, value in graph.constants.items() if is_whole or not _may_be_weight(graph, value)}
+        not_weights = {key for key, value in graph.constants.items() if is_whole or not _may_be_weight(graph, value)}
     numbers = (t for t in stored if t.type in NUMBER_TYPES and (t.subgraph, t.index) not in roles)
     largest = _LARGEST_NUMBER if graph is None else 1
-    doubtful = [t for t in numbers if (t.subgraph, t.index) not in known and t.elements > largest]
+    doubtful = [t for t in numbers if (t.subgraph, t.index) not in not_weights and t.elements > largest]
     scalars = [value.tensor for value in graph.constants.values() if _is_named_scalar(value)] if graph else []
     doubtful += [t for t in scalars if (t.subgraph, t.index) not in roles]
     return model, list(roles.values()), doubtful
@@ -109,14 +109,14 @@ def _may_be_weight(graph: FlatGraph, value: Value) -> bool:
     for node, _ in value.consumers:
         if node.kind == MATRIX and _is_rotation(graph, node):
             return False
-        meets = any(made.depends & Depends.DATA for made in node.outputs)
+        meets = any(result.depends & Depends.DATA for result in node.outputs)
         if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in ("SELECT", "SELECT_V2")):
             return True
         constant = node.kind in LAYOUT or node.kind in CONVERSIONS
-        if constant and not meets and any(_may_be_weight(graph, made) for made in node.outputs):
+        if constant and not meets and any(_may_be_weight(graph, result) for result in node.outputs):
             return True
     return value.tensor.elements > _LARGEST_NUMBER and not any(
-        made.depends & (Depends.POSITION | Depends.MASK) for node, _ in value.consumers for made in node.outputs
+        result.depends & (Depends.POSITION | Depends.MASK) for node, _ in value.consumers for result in node.outputs
     )
 
 
@@ -132,20 +132,24 @@ def _is_named_scalar(value: Value) -> bool:
     """Whether the one number that it is has the published name of a layer's scalar."""
     scalars = (role for role in role_table() if role.kind == SCALAR)
     patterns = [pattern.replace("{i}", "[0-9]+") for role in scalars for pattern in role.published_names]
-    names = [tensor.name for node, _ in value.consumers for made in node.outputs for tensor in made.tensors]
+    names = [tensor.name for node, _ in value.consumers for result in node.outputs for tensor in result.tensors]
     return value.tensor.elements == 1 and value.tensor.type in FLOAT_TYPES and carries(patterns, names)
 
 
 def _filling(tensor: Tensor, size: int, *, is_matrix: bool) -> bytes:
     """What stands in the place of a weight: zeros; of vectors of floats, ones."""
-    one = _ONE.get(tensor.type) if tensor.type is not None and not is_matrix else None
-    return one * (size // len(one)) if one is not None else bytes(size)
+    unit = _ONE.get(tensor.type) if tensor.type is not None and not is_matrix else None
+    return unit * (size // len(unit)) if unit is not None else bytes(size)
 
 
 def _blank_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:
     """Make 1 of every scale of a weight, and of every list of scales: of an activation there is one."""
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
-        known = tensor.quantization
-        if known is not None and known.scales.count and (id(tensor) in weights or known.scales.count > 1):
-            begin, count = known.scales.start, known.scales.count
+        quantization = tensor.quantization
+        if (
+            quantization is not None
+            and quantization.scales.count
+            and (id(tensor) in weights or quantization.scales.count > 1)
+        ):
+            begin, count = quantization.scales.start, quantization.scales.count
             blank[begin : begin + 4 * count] = _ONE[TensorType.FLOAT32] * count

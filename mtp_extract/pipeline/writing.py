@@ -65,21 +65,21 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
             f"{checkpoint.architecture}. Choose another format.",
             remedies=("format",),
         )
-    made = arrange(format_named(name), checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
+    arranged = arrange(format_named(name), checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
     if plan.quantize is not None:
-        made = _quantized(made, plan.quantize)
+        arranged = _quantized(arranged, plan.quantize)
     # What the format cannot express is refused before a byte is written.
-    assert made.files
-    return made
+    assert arranged.files
+    return arranged
 
 
-def _quantized(made: Arranged, name: str) -> Arranged:
-    """``made`` with every matrix that has no codes rounded by the rule ``name``, where the format then keeps it as
+def _quantized(arranged: Arranged, name: str) -> Arranged:
+    """``arranged`` with every matrix that has no codes rounded by the rule ``name``, where the format then keeps it as
     codes.
 
     Roles that share a weight share its codes.
     """
-    layout, rules, rule = made.format.name, EVERY[made.format.name].rules, RULES[name]
+    layout, rules, rule = arranged.format.name, EVERY[arranged.format.name].rules, RULES[name]
     if name not in rules:
         raise UnsupportedError(
             f"The {layout} format holds no codes that {name} makes"
@@ -87,23 +87,23 @@ def _quantized(made: Arranged, name: str) -> Arranged:
             remedies=("quantize",) if rules else ("format",),
         )
     # Of an ordered head, rows of floats are read.
-    left = ("lm_head", CENTROIDS) if any(one.how == INDICES for one in made.kept.values()) else ()
-    tensors, rounded = dict(made.checkpoint.tensors), dict[int, Weight]()
-    for role in shapes_of(made.checkpoint.config):
+    unrounded = ("lm_head", CENTROIDS) if any(stored_as.how == INDICES for stored_as in arranged.kept.values()) else ()
+    tensors, rounded = dict(arranged.checkpoint.tensors), dict[int, Weight]()
+    for role in shapes_of(arranged.checkpoint.config):
         weight = tensors.get(role.name)
-        if role.kind != MATRIX or role.name in left or weight is None or weight.scheme or not rule.fits(weight):
+        if role.kind != MATRIX or role.name in unrounded or weight is None or weight.scheme or not rule.fits(weight):
             continue
         new = rounded.setdefault(id(weight), rule.rounded(weight))
-        if made.format.keep(role, new, made.dtype).how == CODES:
+        if arranged.format.keep(role, new, arranged.dtype).how == CODES:
             tensors[role.name] = new
     if not any(weight.rule for weight in tensors.values()):
         raise UnsupportedError(
-            f"There is nothing to round by {name} for the {layout} format in {made.dtype}: every matrix has its codes, "
+            f"There is nothing to round by {name} for the {layout} format in {arranged.dtype}: each matrix has codes, "
             "or the format holds none of this rule for it. Choose another rule or format, or leave it out.",
             remedies=("quantize", "format"),
         )
-    checkpoint = replace(made.checkpoint, tensors=MappingProxyType(tensors))
-    return arrange(made.format, checkpoint, made.dtype, with_codes=made.with_codes)
+    checkpoint = replace(arranged.checkpoint, tensors=MappingProxyType(tensors))
+    return arrange(arranged.format, checkpoint, arranged.dtype, with_codes=arranged.with_codes)
 
 
 def write(
@@ -117,7 +117,7 @@ def write(
     progress: Progress = nothing_shown,
     compare_rounded: bool = True,
 ) -> ExtractionResult:
-    """Write the files of ``made`` into the directory ``target``, compare what is read there with it, and write the card
+    """Write the files of ``arranged`` into the directory ``target``, compare what is read there, and write the card
     and the record.
 
     Args:
@@ -130,9 +130,9 @@ def write(
     Raises:
         OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    rules, told = [one.rule for one in made.checkpoint.tensors.values() if one.rule], list(notes)
+    rules, remarks = [weight.rule for weight in made.checkpoint.tensors.values() if weight.rule], list(notes)
     if rules:
-        told.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
+        remarks.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
     with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
         tick = counter(progress, sum(tensor.length for file in made.files for tensor in file.tensors))
         files = {file.name: write_file(stage, file, tick) for file in made.files}
@@ -162,15 +162,19 @@ def write(
             record=record,
             parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
             integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
-            notes=(*told, *made.notes(), *made.files[0].notes),
+            notes=(*remarks, *made.notes(), *made.files[0].notes),
         )
 
 
 def _rounded(made: Arranged) -> list[str]:
     """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
     beside = FLOATS if any(file.name == CODES_FILE for file in made.files) else ""
-    lossy = [kept for kept in made.kept.values() if kept.rounded_to and not (kept.weight.scheme and kept.how == beside)]
-    return sorted({kept.rounded_to + SCALES * (kept.how == CODES) for kept in lossy})
+    lossy = [
+        stored_as
+        for stored_as in made.kept.values()
+        if stored_as.rounded_to and not (stored_as.weight.scheme and stored_as.how == beside)
+    ]
+    return sorted({stored_as.rounded_to + SCALES * (stored_as.how == CODES) for stored_as in lossy})
 
 
 def convert(
@@ -208,22 +212,25 @@ def convert(
     to: dict[str, Any] = {"overwrite": overwrite, "inputs": (place,)}
     check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
-    made = prepare(read.checkpoint, chosen, plan)
+    arranged = prepare(read.checkpoint, chosen, plan)
     before = roundings(*read.record["converted_from"], read.record)
-    lost = ", ".join(word for word in before if word not in _rounded(made))
+    lost = ", ".join(word for word in before if word not in _rounded(arranged))
     note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
     notes = [*read.checkpoint.notes, *([note] if lost else [])]
-    return write(made, target, origin_of(read, made), notes, **to, progress=progress)
+    return write(arranged, target, origin_of(read, arranged), notes, **to, progress=progress)
 
 
 def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
-    """What the record of ``made``, made of what was ``read``, says of where it came from, of a proof and of training.
+    """What a record of ``arranged``, made of what was ``read``, says of its origin, of a proof and of training.
 
-    Of an ordered head that ``made`` leaves out it says nothing.
+    Of an ordered head that ``arranged`` leaves out it says nothing.
     """
-    own, kept = read.record, ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
-    if any(one.how == INDICES for one in made.kept.values()):
-        kept.append("ordered_head")
-    step = {"layout": read.layout, **{key: own[key] for key in ("dtype", "rounded", "rule")}}
-    step |= {"version": own["tool"]["version"], "files": read.sums}
-    return {**{key: own[key] for key in kept if key in own}, "converted_from": [*own["converted_from"], step]}
+    record, carried_over = read.record, ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
+    if any(stored_as.how == INDICES for stored_as in made.kept.values()):
+        carried_over.append("ordered_head")
+    step = {"layout": read.layout, **{key: record[key] for key in ("dtype", "rounded", "rule")}}
+    step |= {"version": record["tool"]["version"], "files": read.sums}
+    return {
+        **{key: record[key] for key in carried_over if key in record},
+        "converted_from": [*record["converted_from"], step],
+    }

@@ -36,15 +36,17 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, say: Say, sh
     loaded = load_base(base)
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    seen: dict[str, list[Tensor]] = {r.name: [] for r in roles_of(drafter.config.num_layers) if r.kind == MATRIX}
+    calls_of_role: dict[str, list[Tensor]] = {
+        r.name: [] for r in roles_of(drafter.config.num_layers) if r.kind == MATRIX
+    }
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen[role].append(torch.stack((*inputs[0].aminmax(), *output.aminmax())))
+        calls_of_role[role].append(torch.stack((*inputs[0].aminmax(), *output.aminmax())))
 
     def spanned(ends: Tensor) -> Range:
         return float(ends[:, 0].min()), float(ends[:, 1].max())
 
-    for role in seen:
+    for role in calls_of_role:
         drafter.get_submodule(role).register_forward_hook(partial(note, role))
     sizes: dict[str, Any] = {"new_tokens": _NEW_TOKENS, "batch": _BATCH, "chat_template": True}
     with memory_guard("running the base"):
@@ -52,5 +54,5 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, say: Say, sh
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, show=show)
-    found = {role: torch.stack(calls) for role, calls in seen.items()}
-    return {role: (spanned(ends[:, :2]), spanned(ends[:, 2:])) for role, ends in found.items()}
+    ranges = {role: torch.stack(calls) for role, calls in calls_of_role.items()}
+    return {role: (spanned(ends[:, :2]), spanned(ends[:, 2:])) for role, ends in ranges.items()}

@@ -34,9 +34,9 @@ def measure_cut_off(directory: str, grids: Grids, *, say: Say, show: Show) -> fl
     counts = torch.zeros(2, dtype=torch.float64)
 
     def note(
-        of: tuple[Activation | None, Activation | None], module: Any, inputs: tuple[Tensor, ...], made: Tensor
+        of: tuple[Activation | None, Activation | None], module: Any, inputs: tuple[Tensor, ...], output: Tensor
     ) -> None:
-        for values, grid in ((inputs[0], of[0]), (made, of[1])):
+        for values, grid in ((inputs[0], of[0]), (output, of[1])):
             if grid is not None:
                 low, high = (grid.scale * (end - grid.zero_point) for end in _ENDS[grid.type])
                 half = grid.scale / 2

@@ -156,16 +156,19 @@ def draft_together(
         # Another text is only there where a batch has two.
         if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
             broken[control] = control.broken(changed), 1, False
-    found = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, show=show)
-    controls = [compare(control, found[0], one) for control, one in zip(broken, found[len(asked) :], strict=True)]
-    return found[: len(asked)], controls
+    agreements = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, show=show)
+    controls = [
+        compare(control, agreements[0], agreement)
+        for control, agreement in zip(broken, agreements[len(asked) :], strict=True)
+    ]
+    return agreements[: len(asked)], controls
 
 
 def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
     """How ``broken`` stands to ``real``, both over the same positions."""
     aimed = real.targets[:, 0] >= 0
     text, changed = real.text[aimed], bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
-    ours, theirs = ((found.drafts[:, 0] == found.targets[:, 0])[aimed].double() for found in (real, broken))
+    ours, theirs = ((agreement.drafts[:, 0] == agreement.targets[:, 0])[aimed].double() for agreement in (real, broken))
     interval = difference_over_texts(text, ours - theirs, LEVEL)
     standing: Standing = "undecided"
     if interval and changed and (interval.low > 0 or interval.high < 0):

@@ -217,13 +217,13 @@ def decoded(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
 def _without_stderr() -> Iterator[None]:
     """Without what the interpreter's C++ writes to stderr; what goes wrong comes as an exception too."""
     sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr_copy, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
         os.close(nothing)
 
 
@@ -245,8 +245,8 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None
     _bring_in_constants(section, model)
     cast = len(section.operatorCodes)
     section.operatorCodes.append(schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST))
-    for graph, known in zip(section.subgraphs, model.subgraphs, strict=True):
-        for tensor, was in zip(graph.tensors, known.tensors, strict=True):
+    for graph, subgraph in zip(section.subgraphs, model.subgraphs, strict=True):
+        for tensor, was in zip(graph.tensors, subgraph.tensors, strict=True):
             if not chosen(was):
                 continue
             tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
@@ -254,7 +254,7 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None
                 values = QuantizedTensor.of(model, was).floats()
                 tensor.buffer = len(section.buffers)
                 section.buffers.append(schema.BufferT(data=values.view(np.uint8)))
-        for node, operator in zip(graph.operators, known.operators, strict=True):
+        for node, operator in zip(graph.operators, subgraph.operators, strict=True):
             ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
             if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
                 node.opcodeIndex, node.builtinOptionsType, node.builtinOptions = cast, 0, None
@@ -275,8 +275,12 @@ def _bring_in_constants(section: Any, model: TfliteModel) -> None:
 
 def is_coded(tensor: Tensor) -> bool:
     """Whether the integers of ``tensor`` stand for real numbers by scales of its own."""
-    known = tensor.quantization
-    return tensor.type not in FLOAT_TYPES and known is not None and (known.scales.count > 0 or known.details != "none")
+    quantization = tensor.quantization
+    return (
+        tensor.type not in FLOAT_TYPES
+        and quantization is not None
+        and (quantization.scales.count > 0 or quantization.details != "none")
+    )
 
 
 def _has_blocks(tensor: Tensor) -> bool:

@@ -27,7 +27,9 @@ _STANDING = {
 }
 
 
-def write_validation(found: Validation, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
+def write_validation(
+    validation: Validation, target: Path, *, overwrite: bool = False, inputs: Inputs = ()
+) -> list[str]:
     """Write ``report.html``, ``report.json`` and, with a base, ``pair.json``; their names.
 
     Nothing is written unless all is, and none of ``inputs``, which were read, is replaced.
@@ -36,37 +38,37 @@ def write_validation(found: Validation, target: Path, *, overwrite: bool = False
         OutputError: it cannot be written there.
     """
     with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
-        if found.pair is not None:
-            (stage / PAIR).write_bytes(as_json(found.pair))
-        (stage / REPORT).write_bytes(as_json(found))
-        (stage / PAGE).write_text(as_html(page_of(found)), encoding="utf-8")
+        if validation.pair is not None:
+            (stage / PAIR).write_bytes(as_json(validation.pair))
+        (stage / REPORT).write_bytes(as_json(validation))
+        (stage / PAGE).write_text(as_html(page_of(validation)), encoding="utf-8")
         return sorted(path.name for path in stage.iterdir())
 
 
-def page_of(found: Validation) -> Page:
+def page_of(validation: Validation) -> Page:
     """The page."""
     about = list[str]()
-    if base := found.base:
+    if base := validation.base:
         template = "with" if base.chat_template else "without"
         about.append(f"Base: {base.name}, in {base.dtype} on {', '.join(base.devices)}, {template} its chat template.")
-        counts = ", ".join(f"{count} {name}" for name, count in found.settings["prompts"].items())
-        about.append(f"Prompts: {counts}; at most {found.settings['new_tokens']} new tokens each.")
-    if found.source:
-        about.append(f"File: {found.source}.")
+        counts = ", ".join(f"{count} {name}" for name, count in validation.settings["prompts"].items())
+        about.append(f"Prompts: {counts}; at most {validation.settings['new_tokens']} new tokens each.")
+    if validation.source:
+        about.append(f"File: {validation.source}.")
     return Page(
-        title=f"Validation of {found.drafter}",
+        title=f"Validation of {validation.drafter}",
         about=" ".join(about),
-        verdict=" ".join(f"{finding}." for finding in findings(found)),
-        headlines=headlines(found),
-        tables=list(tables(found)),
-        notes=found.notes,
-        measured=_measured(found),
+        verdict=" ".join(f"{finding}." for finding in findings(validation)),
+        headlines=headlines(validation),
+        tables=list(tables(validation)),
+        notes=validation.notes,
+        measured=_measured(validation),
     )
 
 
-def _measured(found: Validation) -> str:
+def _measured(validation: Validation) -> str:
     """When, by which command, of which prompts and with what it was measured."""
-    if (run := found.run) is None:
+    if (run := validation.run) is None:
         return ""
     parts = [f"Measured {run.when}"]
     if run.command is not None:
@@ -76,32 +78,32 @@ def _measured(found: Validation) -> str:
     return ", ".join([*parts, *(f"{name} {version}" for name, version in run.versions.items())])
 
 
-def tables(found: Validation) -> Iterator[Table]:
+def tables(validation: Validation) -> Iterator[Table]:
     """The tables in the order in which they are read."""
-    if found.drafters:
-        if found.drafters[0].worth:
-            yield worth(found)
-        yield steps(found.drafters)
-        yield _by_workload(found.drafters)
-    if found.checks:
-        yield checks(found)
-    if found.controls:
-        yield controls(found)
+    if validation.drafters:
+        if validation.drafters[0].worth:
+            yield worth(validation)
+        yield steps(validation.drafters)
+        yield _by_workload(validation.drafters)
+    if validation.checks:
+        yield checks(validation)
+    if validation.controls:
+        yield controls(validation)
 
 
-def worth(found: Validation) -> Table:
+def worth(validation: Validation) -> Table:
     """What drafting is worth: every chain and tree of every drafter."""
-    base, (first, *others) = found.base, found.drafters
+    base, (first, *others) = validation.base, validation.drafters
     assert base is not None
     rows, lengths = list[Sequence[str]](), dict[str, dict[str, figures.Point]]()
-    for drafter in found.drafters:
+    for drafter in validation.drafters:
         lengths[drafter.name] = {} if lengths else {"the base alone": (1.0, None)}
-        for name, one in drafter.worth.items():
-            drafts = drafts_of(name, one)
-            lengths[drafter.name][drafts] = _point(one.tokens_per_round)
-            speeds = (number(speed, ".2f", unit="×") for speed in (one.measured_speedup, one.predicted_speedup))
+        for name, row in drafter.worth.items():
+            drafts = drafts_of(name, row)
+            lengths[drafter.name][drafts] = _point(row.tokens_per_round)
+            speeds = (number(speed, ".2f", unit="×") for speed in (row.measured_speedup, row.predicted_speedup))
             which = f"{drafter.name}: {drafts}" if others else drafts
-            rows.append((which, mean(one.tokens_per_round), *speeds, f"{one.same_text}/{base.timed}"))
+            rows.append((which, mean(row.tokens_per_round), *speeds, f"{row.same_text}/{base.timed}"))
     return Table(
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
@@ -133,7 +135,7 @@ def steps(drafters: Sequence[DrafterFigures]) -> Table:
     }
     # In the picture from the highest to the lowest.
     order = ("top-5", "accepted", *curves)
-    lines = {name: [_percent(one) for one in curves[name] if one.value is not None] for name in order}
+    lines = {name: [_percent(points) for points in curves[name] if points.value is not None] for name in order}
     return Table(
         "Acceptance by draft step",
         ["draft step", "positions", *(f"{name} %" for name in curves)],
@@ -144,7 +146,9 @@ def steps(drafters: Sequence[DrafterFigures]) -> Table:
             "the positions at which all drafts before it were. Top-1: the draft is the base's token; top-5: the base's "
             f"token is among the drafter's five likeliest. {_BRACKETS}"
         ),
-        picture=partial(figures.lines, {name: one for name, one in lines.items() if one}, "share of drafts (%)"),
+        picture=partial(
+            figures.lines, {name: points for name, points in lines.items() if points}, "share of drafts (%)"
+        ),
     )
 
 
@@ -152,17 +156,21 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
     first, *others = drafters
     parts = {drafter.name: {**drafter.workloads, _ALL: drafter.agreement} for drafter in drafters}
     points = {
-        drafter: {name: _point(one.teacher_forced) for name, one in of.items() if one.teacher_forced.value is not None}
+        drafter: {
+            name: _point(workload.teacher_forced)
+            for name, workload in of.items()
+            if workload.teacher_forced.value is not None
+        }
         for drafter, of in parts.items()
     }
     rows = list[Sequence[str | int]]()
-    for name, one in parts[first.name].items():
-        cells = [rate(one.steps[0].top1), rate(one.steps[0].top5), mean(one.teacher_forced)]
+    for name, workload in parts[first.name].items():
+        cells = [rate(workload.steps[0].top1), rate(workload.steps[0].top5), mean(workload.teacher_forced)]
         for other in others:
             change = {**other.changes, _ALL: other.change}[name]
             by = number(change.mean, "+.2f", change.interval, between=" to ")
             cells += [mean(parts[other.name][name].teacher_forced), by]
-        rows.append((name, one.texts, *cells))
+        rows.append((name, workload.texts, *cells))
     more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
     return Table(
         "Acceptance by workload",
@@ -178,25 +186,25 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
     )
 
 
-def checks(found: Validation) -> Table:
+def checks(validation: Validation) -> Table:
     """Is it the drafter of the file, question by question."""
     answers = {True: "passed", False: "refuted", None: "not checked"}
     return Table(
         "Is it the drafter of the file?",
         ("check", "what is asked", "result", "evidence"),
-        [(check.name, check.what, answers[check.passed], check.evidence) for check in found.checks],
+        [(check.name, check.what, answers[check.passed], check.evidence) for check in validation.checks],
         what="Every answer is derived from the file anew. One that is refuted refutes the checkpoint.",
-        folded=bool(found.drafters) and not found.refuted,
+        folded=bool(validation.drafters) and not validation.refuted,
     )
 
 
-def controls(found: Validation) -> Table:
+def controls(validation: Validation) -> Table:
     """What the drafter reaches with one thing broken at a time."""
-    rows, points = list[Sequence[str]](), {"the real drafter": _percent(found.drafters[0].agreement.steps[0].top1)}
-    for one in found.controls:
-        said = _STANDING[one.standing] + (f"; look at {one.suspect}" if one.standing == "above" else "")
-        rows.append((one.name, rate(one.top1), rate(one.difference), f"{one.what}: {said}"))
-        points[one.name] = _percent(one.top1)
+    rows, points = list[Sequence[str]](), {"the real drafter": _percent(validation.drafters[0].agreement.steps[0].top1)}
+    for control in validation.controls:
+        meaning = _STANDING[control.standing] + (f"; look at {control.suspect}" if control.standing == "above" else "")
+        rows.append((control.name, rate(control.top1), rate(control.difference), f"{control.what}: {meaning}"))
+        points[control.name] = _percent(control.top1)
     return Table(
         "Controls",
         ("control", "top-1 %, step 1", "below by", "what is broken: what it says"),
@@ -213,11 +221,11 @@ def controls(found: Validation) -> Table:
     )
 
 
-def _point(found: Figure) -> figures.Point:
-    assert found.value is not None
-    return found.value, found.ci95
+def _point(figure: Figure) -> figures.Point:
+    assert figure.value is not None
+    return figure.value, figure.ci95
 
 
-def _percent(found: Figure) -> figures.Point:
-    value, ends = _point(found)
+def _percent(figure: Figure) -> figures.Point:
+    value, ends = _point(figure)
     return 100 * value, ends and [100 * end for end in ends]

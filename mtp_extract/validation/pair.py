@@ -14,9 +14,9 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.validation.result import Validation
 
 
-def pair_of(pair: SpeculativeGenerator, found: Validation, positions: int) -> dict[str, Any]:
-    """What base and drafter of ``found`` hold for one sequence of so many ``positions``, and what rounds took."""
-    base, drafter, worth, facts = pair.base, pair.drafter, found.drafters[0].worth, found.base
+def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
+    """What base and drafter of ``validation`` hold for one sequence of so many ``positions``, and what rounds took."""
+    base, drafter, worth, facts = pair.base, pair.drafter, validation.drafters[0].worth, validation.base
     assert isinstance(drafter, Network) and facts is not None
     needs = drafter.needs
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
@@ -26,7 +26,7 @@ def pair_of(pair: SpeculativeGenerator, found: Validation, positions: int) -> di
         "version": 2,
         "model": "gemma4_speculative_pair",
         "target": {"name": facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
-        "draft": {"name": found.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
+        "draft": {"name": validation.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
         "bridge": {
             "source": "target_hidden_stream",
             "dest": "draft.backbone_stream",
@@ -66,15 +66,18 @@ def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str
     """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
     needs, config, size = drafter.needs, drafter.config, next(base.model.parameters()).element_size()
     layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
-    kept = [m.k_proj.out_features * min(positions, m.sliding_window or positions) for m in layers]
-    own = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
+    widths = [m.k_proj.out_features * min(positions, m.sliding_window or positions) for m in layers]
+    sizes = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
     shapes = {
         "target_main_stream": ([fed, base.width], size),
-        "target_kv_cache": ([2, sum(kept)], size),
+        "target_kv_cache": ([2, sum(widths)], size),
         "target_logits": ([fed, base.vocab_size], 4),
         "draft_backbone_stream": ([fed if needs.layers else 1, len(needs.layers) or 1, base.width], size),
         "draft_main_stream": ([1, config.hidden_size], size),
-        "draft_kv_cache": (own if isinstance(drafter, Eagle3Drafter) else [0], size),  # an MTP drafter reads the base's
+        "draft_kv_cache": (
+            sizes if isinstance(drafter, Eagle3Drafter) else [0],
+            size,
+        ),  # an MTP drafter reads the base's
         "draft_logits": ([1, needs.vocab_size], 4),
         "candidate_tokens": ([fed - 1], 8),
         "accepted_tokens": ([fed], 8),

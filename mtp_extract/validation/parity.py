@@ -67,13 +67,13 @@ class Apart:
 
 def caches_of(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]]]:
     """By layer type, the names of the inputs for K and V, each with the axis of its slots."""
-    found = {}
+    caches = {}
     for kind, (key, value) in source.kv.items():
         keys, values = (source.walk.caches[name].shape for name in (key, value))
         # Where a square cache leaves it open, V is transposed, as in every published file.
         transposed = keys != values or values[2] == values[3]
-        found[kind] = (key, 2), (value, 3 if transposed else 2)
-    return found
+        caches[kind] = (key, 2), (value, 3 if transposed else 2)
+    return caches
 
 
 def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[Inputs]:
@@ -145,12 +145,12 @@ def _random_cache(
     Args:
         spread: their deviation, in floats; of codes it is an eighth of the largest number that one can stand for.
     """
-    packing, known = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
+    packing, quantization = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
     numbers = random.standard_normal(shape)
-    if packing is None or known is None or not known.scales.count:
+    if packing is None or quantization is None or not quantization.scales.count:
         return numbers * spread
-    scale = float(known.scale[0])
-    zero_point = int(known.zero_point[0]) if known.zero_point.size else 0
+    scale = float(quantization.scale[0])
+    zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     codes = np.rint(numbers * (packing.highest - zero_point) * _SHARE_OF_RANGE)
     return np.clip(codes, packing.lowest - zero_point, packing.highest - zero_point) * scale
 
@@ -199,7 +199,7 @@ def examined(name: str, what: str, examine: Examination, directory: Path, drafte
         with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
             place = Path(folder) / "sample"
             extract(str(sample_bundle()), place, dtype="f32")
-            known, _ = examine(place, load_drafter(place), opened.drafter())
-        if not known:
+            checks, _ = examine(place, load_drafter(place), opened.drafter())
+        if not checks:
             passed, evidence = None, f"it fails with a drafter that is known to be right, too: {evidence}"
     return Check(name, what, passed, evidence)

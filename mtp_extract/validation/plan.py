@@ -96,15 +96,15 @@ class ValidationPlan:
     def wrong(self) -> Iterator[tuple[str, ...]]:
         """What was expected, and what to change."""
         measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
-        given = [name for name, value in measured.items() if value]
+        names = [name for name, value in measured.items() if value]
         if (self.directory is None) != self.sample:
             yield "either a drafter's directory or the sample. Give one of the two.", "sample"
         if self.sample and (self.base or self.source):
             yield "the sample alone: it brings its own base and source. Leave these out.", "base", "source"
         if not (self.sample or self.base or self.source):
             yield "a base, a source or both, found neither. Give what to validate against.", "base", "source"
-        if given and not (self.sample or self.base):
-            yield f"a base to measure {' and '.join(given)} with, found none. Give it.", "base"
+        if names and not (self.sample or self.base):
+            yield f"a base to measure {' and '.join(names)} with, found none. Give it.", "base"
         if any(text.isdecimal() for text in self.trees):  # it is the name of a chain
             yield "a tree such as 4x2x1, found a number alone. Give it two depths, or K as a draft step.", "trees"
         if not self.draft_steps:

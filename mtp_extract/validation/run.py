@@ -64,34 +64,34 @@ def run_validation(plan: ValidationPlan) -> Validation:
             name = public_name(str(directory))
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
-        found = Validation(
+        validation = Validation(
             tool=Tool("mtp-extract", __version__),
             run=_facts_of_run(plan),
             drafter=name,
             source=plan.source and Path(plan.source).name,
         )
-        found.notes += checkpoint.notes
+        validation.notes += checkpoint.notes
         if plan.source is not None:
             plan.say("deriving every tensor from the file again, and reading its graph")
             opened = stack.enter_context(open_bundle(plan.source))
             opened.prefetch()
             source = drafter_for(opened, checkpoint.mtp)
-            found.checks = check_identity(directory, source)
-            if any(check.passed is False for check in found.checks):
+            validation.checks = check_identity(directory, source)
+            if any(check.passed is False for check in validation.checks):
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
-                found.notes.append("It is refuted already, so nothing was measured.")
-                return concluded(found)
+                validation.notes.append("It is refuted already, so nothing was measured.")
+                return concluded(validation)
         try:
             if plan.base is not None:
-                _measure(plan, plan.base, directory, found)
+                _measure(plan, plan.base, directory, validation)
             if source is not None:
                 with memory_guard("comparing with other programs"):
-                    _ask_other_programs(plan, directory, source, found)
+                    _ask_other_programs(plan, directory, source, validation)
         except BaseException:
-            if found.checks or found.drafters:
-                plan.rescue(_concluded_early(found))
+            if validation.checks or validation.drafters:
+                plan.rescue(_concluded_early(validation))
             raise
-        return concluded(found)
+        return concluded(validation)
 
 
 def _facts_of_run(plan: ValidationPlan) -> RunFacts:
@@ -107,23 +107,23 @@ def _facts_of_run(plan: ValidationPlan) -> RunFacts:
     return RunFacts(datetime.now(timezone.utc).isoformat(timespec="seconds"), plan.command, prompts_sha256, versions)
 
 
-def _concluded_early(found: Validation) -> Validation:
+def _concluded_early(validation: Validation) -> Validation:
     """What was found so far, with a verdict on that."""
-    found.notes.append("It ended early: what is missing was not measured.")
-    for drafter in found.drafters:
+    validation.notes.append("It ended early: what is missing was not measured.")
+    for drafter in validation.drafters:
         drafter.best = best_of(drafter.worth) if drafter.worth else ""
-    return concluded(found)
+    return concluded(validation)
 
 
-def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation) -> None:
-    """Add to ``found`` everything that needs the base. What does not fit is said before anything is measured.
+def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation) -> None:
+    """Add to ``validation`` everything that needs the base. What does not fit is said before anything is measured.
 
     Raises:
         PairError: a drafter does not fit the base, or a prompt its context.
         MtpExtractError: a tree looks at more choices than the base has tokens.
     """
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
-    places = {found.drafter: directory}
+    places = {validation.drafter: directory}
     if plan.beside is not None:
         beside = Path(checkpoint_here(plan.beside))
         read_checkpoint(beside)
@@ -133,28 +133,28 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
         pairs = {name: _pair(loaded, place) for name, place in places.items()}
-    pair, steps, new_tokens = pairs[found.drafter], sorted(set(plan.draft_steps)), plan.new_tokens
+    pair, steps, new_tokens = pairs[validation.drafter], sorted(set(plan.draft_steps)), plan.new_tokens
     _use_threads(pair.base.width)
     trees = [what for what in plan.wanted.values() if isinstance(what, Tree)]
     for tree in trees:
         tree.require_tokens(pair.base.vocab_size)
     workloads = dict(Counter(prompt.workload for prompt in prompts))
     sizes = {"batch": plan.batch, "new_tokens": new_tokens}
-    found.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
+    validation.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
     shown: dict[str, Any] = {"batch": plan.batch, "show": plan.show}
     said: dict[str, Any] = {"chat_template": plan.chat_template, "say": plan.say}
     with memory_guard("running the base"):
         written = write_texts(pair.base, pair.codec, prompts, new_tokens=new_tokens, **said, **shown)
         plan.say("drafting after every token of them, and with one thing broken at a time")
-        asked = [(one.drafter, steps[-1], False) for one in pairs.values()]
+        asked = [(network.drafter, steps[-1], False) for network in pairs.values()]
         if trees:
             deepest = max(tree.depth for tree in trees)
-            asked += [(one.drafter, deepest, True) for one in pairs.values()]
-        table, found.controls = draft_together(pair.base, asked, written, **shown)
+            asked += [(network.drafter, deepest, True) for network in pairs.values()]
+        table, validation.controls = draft_together(pair.base, asked, written, **shown)
         plan.say("generating a few texts with drafts")
         alone = by_base_alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
         plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
-        found.base = BaseFacts(
+        validation.base = BaseFacts(
             "the sample's base" if plan.directory is None else public_name(base),
             loaded.dtype,
             list(loaded.devices),
@@ -164,14 +164,14 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
             known(alone.forward_ms),
         )
         before, parts = of_agreement(table[0]), written.workloads
-        for name, own in zip(pairs, table, strict=False):
-            after = of_agreement(own)
-            found.drafters.append(
+        for name, agreement in zip(pairs, table, strict=False):
+            after = of_agreement(agreement)
+            validation.drafters.append(
                 DrafterFigures(
                     name,
                     _tuning_of(places[name]),
-                    figures(own),
-                    {workload: figures(own.of(rows)) for workload, rows in parts.items()},
+                    figures(agreement),
+                    {workload: figures(agreement.of(rows)) for workload, rows in parts.items()},
                     {},
                     "",
                     compare(before, after),
@@ -179,14 +179,18 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, found: Validation
                 )
             )
         # The drafts along the texts, of which trees are read off, stand behind the others.
-        for one, drafter, own, along in zip(pairs.values(), found.drafters, table, table[-len(pairs) :], strict=False):
+        for network, drafter, agreement, along in zip(
+            pairs.values(), validation.drafters, table, table[-len(pairs) :], strict=False
+        ):
             worth: dict[str, Any] = {"new_tokens": new_tokens, "show": plan.show, "worth": drafter.worth}
-            drafter.best = best_of(measure_worth(one, written, own, along, plans, alone, **worth))
-    found.pair = pair_of(pair, found, max(len(text.tokens) for text in written.texts))
-    found.notes += loaded.notes
-    if left := len(written.texts) - len(written.usable):
-        found.notes.append(f"{left} of {len(written.texts)} texts repeat another, or end at once, and are not counted.")
-    found.notes += notes_of(found)
+            drafter.best = best_of(measure_worth(network, written, agreement, along, plans, alone, **worth))
+    validation.pair = pair_of(pair, validation, max(len(text.tokens) for text in written.texts))
+    validation.notes += loaded.notes
+    if unused := len(written.texts) - len(written.usable):
+        validation.notes.append(
+            f"{unused} of {len(written.texts)} texts repeat another, or end at once, and are not counted."
+        )
+    validation.notes += notes_of(validation)
 
 
 def _pair(loaded: LoadedBase, place: Path) -> SpeculativeGenerator:
@@ -214,8 +218,8 @@ def _tuning_of(directory: Path) -> str | None:
     return str(record["tuning"]["mode"]) if record.get("tuning") else None
 
 
-def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, found: Validation) -> None:
-    """Add to ``found`` what transformers and Google's interpreter make of the drafter."""
+def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, validation: Validation) -> None:
+    """Add to ``validation`` what transformers and Google's interpreter make of the drafter."""
     drafter = load_any(directory, dtype=torch.float32)
     if not isinstance(drafter, MtpDrafter):
         return
@@ -224,9 +228,9 @@ def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, fo
     loaded = check_transformers(directory, drafter, source)
     plan.say("running the drafter section in Google's interpreter")
     # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
-    own = replace(checkpoint_of(source).whole(), config=drafter.config)
-    drafter = load_drafter(own, dtype=torch.float32)
+    checkpoint = replace(checkpoint_of(source).whole(), config=drafter.config)
+    drafter = load_drafter(checkpoint, dtype=torch.float32)
     interpreted = check_interpreter(drafter, source, samples=plan.samples)
-    found.checks += (loaded, interpreted)
-    found.inputs = None if interpreted.passed is None else plan.samples
-    found.notes += [f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None]
+    validation.checks += (loaded, interpreted)
+    validation.inputs = None if interpreted.passed is None else plan.samples
+    validation.notes += [f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None]

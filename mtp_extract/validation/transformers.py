@@ -50,13 +50,13 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
         return Check("transformers", _WHAT, None, "this is asked of the transformers format only")
     if why := unusable("transformers", "Gemma4AssistantForCausalLM"):
         return Check("transformers", _WHAT, None, f"transformers: {why}; {TRANSFORMERS} works")
-    found = examined("transformers", _WHAT, _examine, directory, drafter, source)
+    check = examined("transformers", _WHAT, _examine, directory, drafter, source)
     version = str(sys.modules["transformers"].__version__)
-    if found.passed is False and not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
-        found = replace(found, passed=None, evidence=f"it is of no release that was tried: {found.evidence}")
-    if found.passed is None:
-        return replace(found, evidence=f"transformers {escape(version)}: {found.evidence}; {TRANSFORMERS} works")
-    return found
+    if check.passed is False and not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
+        check = replace(check, passed=None, evidence=f"it is of no release that was tried: {check.evidence}")
+    if check.passed is None:
+        return replace(check, evidence=f"transformers {escape(version)}: {check.evidence}; {TRANSFORMERS} works")
+    return check
 
 
 def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
@@ -73,11 +73,13 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
             return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
         ours, theirs = (random_inputs(source, _SAMPLES) for _ in range(2))
         outputs = [_outputs(model.eval(), source, drafter.config, inputs) for inputs in theirs]
-        found = apart(reference_outputs(drafter, source, ours), outputs)
+        difference = apart(reference_outputs(drafter, source, ours), outputs)
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
-    evidence = f"outputs within {found.worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
-    return found.worst <= TOLERANCE, evidence
+    evidence = (
+        f"outputs within {difference.worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
+    )
+    return difference.worst <= TOLERANCE, evidence
 
 
 @torch.inference_mode()

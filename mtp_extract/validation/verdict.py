@@ -33,94 +33,101 @@ _IDENTITY = {
 }
 
 
-def concluded(found: Validation) -> Validation:
-    """``found`` with its verdict: whether it is verified or refuted, and what was found in a few sentences."""
-    names = _names(found)
-    found.refuted, found.verified = bool(names[False]), not names[False] and {*names[True]}.issuperset(NEEDED)
-    found.evidence = _evidence(found, names)
-    if found.refuted:
-        said = ", and ".join(f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False)
-    elif found.verified:
-        said = f"the checkpoint is the drafter of {found.source} ({', '.join(names[True])})"
-    elif found.evidence == MEASURED:
-        same = f"Google's interpreter computes the same of {found.source} for {several(found.inputs or 0, 'input')}"
-        said = f"{same}; {_open_function(found)}"
-    elif found.evidence == NAMED:
-        said = f"the weights are those of {found.source}; {_open_function(found)}"
-    elif found.checks:
-        said = f"that this is the drafter of {found.source} (not checked: {', '.join(names[None])})"
+def concluded(validation: Validation) -> Validation:
+    """``validation`` with its verdict: whether it is verified or refuted, and what was measured, in a few sentences."""
+    names = _names(validation)
+    validation.refuted, validation.verified = bool(names[False]), not names[False] and {*names[True]}.issuperset(NEEDED)
+    validation.evidence = _evidence(validation, names)
+    if validation.refuted:
+        reason = ", and ".join(
+            f"{check.name}: {check.evidence}" for check in validation.checks if check.passed is False
+        )
+    elif validation.verified:
+        reason = f"the checkpoint is the drafter of {validation.source} ({', '.join(names[True])})"
+    elif validation.evidence == MEASURED:
+        inputs = several(validation.inputs or 0, "input")
+        same = f"Google's interpreter computes the same of {validation.source} for {inputs}"
+        reason = f"{same}; {_open_function(validation)}"
+    elif validation.evidence == NAMED:
+        reason = f"the weights are those of {validation.source}; {_open_function(validation)}"
+    elif validation.checks:
+        reason = f"that this is the drafter of {validation.source} (not checked: {', '.join(names[None])})"
     else:
-        said = "that this is the function of a .litertlm file (it was compared with none)"
-    identity, *figures = headlines(found)
-    why = "it ended before that" if found.base else "it was run beside none"
+        reason = "that this is the function of a .litertlm file (it was compared with none)"
+    identity, *figures = headlines(validation)
+    why = "it ended before that" if validation.base else "it was run beside none"
     measured = f"Not measured: how well it drafts for a base ({why})"
-    if found.drafters and found.drafters[0].worth:
-        words = (f"{one.name.lower()} {one.value} ({one.of})" for one in figures)
+    if validation.drafters and validation.drafters[0].worth:
+        words = (f"{headline.name.lower()} {headline.value} ({headline.of})" for headline in figures)
         measured = f"Measured: {'; '.join(words)}"
-    sentences = (f"{identity.value}: {said}", measured, *findings(found))
-    return structs.replace(found, verdict=" ".join(f"{sentence}." for sentence in sentences))
+    sentences = (f"{identity.value}: {reason}", measured, *findings(validation))
+    return structs.replace(validation, verdict=" ".join(f"{sentence}." for sentence in sentences))
 
 
-def _names(found: Validation) -> dict[bool | None, list[str]]:
+def _names(validation: Validation) -> dict[bool | None, list[str]]:
     """Of the checks that were passed, that refute, and that were left open."""
-    return {answer: [check.name for check in found.checks if check.passed is answer] for answer in (True, False, None)}
+    return {
+        answer: [check.name for check in validation.checks if check.passed is answer] for answer in (True, False, None)
+    }
 
 
-def _evidence(found: Validation, names: Mapping[bool | None, Sequence[str]]) -> Evidence | None:
+def _evidence(validation: Validation, names: Mapping[bool | None, Sequence[str]]) -> Evidence | None:
     """For what it is shown that this is the drafter of the file."""
-    if found.verified:
+    if validation.verified:
         return "proven"
-    if found.refuted or not {*names[True], "function"}.issuperset(NEEDED):
+    if validation.refuted or not {*names[True], "function"}.issuperset(NEEDED):
         return None
     return "measured" if "interpreter" in names[True] else "named"
 
 
-def _verdict_word(found: Validation) -> str:
+def _verdict_word(validation: Validation) -> str:
     """The verdict in a word or two: never a stronger one than what was checked."""
-    if found.refuted:
+    if validation.refuted:
         return "Refuted"
-    if found.verified:
+    if validation.verified:
         return "Verified"
-    return _NOT_PROVEN.get(found.evidence or "", "Not verified")
+    return _NOT_PROVEN.get(validation.evidence or "", "Not verified")
 
 
-def _open_function(found: Validation) -> str:
+def _open_function(validation: Validation) -> str:
     """Why the graph is not proven."""
-    return next(check.evidence for check in found.checks if check.name == "function")
+    return next(check.evidence for check in validation.checks if check.name == "function")
 
 
-def headlines(found: Validation) -> list[Headline]:
+def headlines(validation: Validation) -> list[Headline]:
     """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
-    names = _names(found)
-    of = f"{len(names[True])} of {len(found.checks)} checks against {found.source} passed"
+    names = _names(validation)
+    of = f"{len(names[True])} of {len(validation.checks)} checks against {validation.source} passed"
     for word, some in (("refuted", names[False]), ("not checked", names[None])):
         of += f", {word}: {', '.join(some)}" if some else ""
     identity = Headline(
         "Verdict",
-        _verdict_word(found),
-        of if found.checks else "compared with no file",
-        _IDENTITY.get(found.evidence or "", _IDENTITY["proven"]),
-        "bad" if found.refuted else "good" if found.verified else "",
+        _verdict_word(validation),
+        of if validation.checks else "compared with no file",
+        _IDENTITY.get(validation.evidence or "", _IDENTITY["proven"]),
+        "bad" if validation.refuted else "good" if validation.verified else "",
     )
-    if found.base is None:
+    if validation.base is None:
         return [identity, *(Headline(name, "", "it was run beside no base", means) for name, means in _MEANS.items())]
-    if not (found.drafters and found.drafters[0].worth):
+    if not (validation.drafters and validation.drafters[0].worth):
         return [identity, *(Headline(name, "", "it ended before that", means) for name, means in _MEANS.items())]
-    base, first = found.base, found.drafters[0]
+    base, first = validation.base, validation.drafters[0]
     best = first.worth[first.best]
     chain, ends = drafts_of(first.best, best), best.tokens_per_round.ci95
-    drafted = [(one.same_text, drafts_of(name, one)) for of in found.drafters for name, one in of.worth.items()]
+    drafted = [
+        (worth.same_text, drafts_of(name, worth)) for of in validation.drafters for name, worth in of.worth.items()
+    ]
     same, worst = min(drafted, key=lambda pair: pair[0])
     interval = f"95 %: {ends[0]:.2f}–{ends[1]:.2f}" if ends else "no interval"
     timed = f"{several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
-    whole = same == base.timed
-    text = f"greedy, in {base.dtype}; {'whatever is drafted' if whole else f'{worst}, the worst'}"
+    all_same = same == base.timed
+    text = f"greedy, in {base.dtype}; {'whatever is drafted' if all_same else f'{worst}, the worst'}"
     length, speedup = number(best.tokens_per_round.value, ".2f"), number(best.measured_speedup, ".2f", unit="×")
     return [
         identity,
         Headline("Tokens per round", length, f"{chain}; {interval}", _MEANS["Tokens per round"]),
         Headline("Speedup", speedup, f"{chain}; {timed}", _MEANS["Speedup"]),
-        Headline("Same text", f"{same} of {base.timed}", text, _MEANS["Same text"], "good" if whole else ""),
+        Headline("Same text", f"{same} of {base.timed}", text, _MEANS["Same text"], "good" if all_same else ""),
     ]
 
 
@@ -131,42 +138,42 @@ def drafts_of(name: str, worth: Worth) -> str:
     return f"{name} chain" if worth.tree == ADAPTIVE else f"tree {name}"
 
 
-def findings(found: Validation) -> Iterator[str]:
+def findings(validation: Validation) -> Iterator[str]:
     """What the large figures do not say, in sentences: the first draft, the drafter beside it, and the controls."""
-    for drafter in found.drafters[:1]:
+    for drafter in validation.drafters[:1]:
         top1 = drafter.agreement.steps[0].top1
         few = "" if top1.ci95 else f" ({undecided(drafter.agreement.texts)})"
         yield f"Its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
-    for other in found.drafters[1:]:
+    for other in validation.drafters[1:]:
         change = other.change
         few = "" if change.interval else f" ({undecided(change.texts)})"
         by = number(change.mean, "+.2f", change.interval, between=" to ")
         yield f"Beside it, in teacher-forced tokens per round on the same texts: {other.name} {by}{few}"
-    if not found.controls:
+    if not validation.controls:
         return
-    above = [one for one in found.controls if one.standing == "above"]
-    if all(one.difference.ci95 is None for one in found.controls):
-        yield f"What the controls say is {undecided(found.drafters[0].agreement.texts)}"
+    above = [control for control in validation.controls if control.standing == "above"]
+    if all(control.difference.ci95 is None for control in validation.controls):
+        yield f"What the controls say is {undecided(validation.drafters[0].agreement.texts)}"
     elif above:
-        leading = min(above, key=lambda one: one.difference.value or 0.0)
+        leading = min(above, key=lambda control: control.difference.value or 0.0)
         yield f"The control {leading.name} scores above it: look at {leading.suspect}"
     else:
-        below = sum(one.standing == "below" for one in found.controls)
-        yield f"{below} of {len(found.controls)} controls score below it, none above, so they point at no suspect"
+        below = sum(control.standing == "below" for control in validation.controls)
+        yield f"{below} of {len(validation.controls)} controls score below it, none above, so they point at no suspect"
 
 
-def notes_of(found: Validation) -> Iterator[str]:
+def notes_of(validation: Validation) -> Iterator[str]:
     """What makes a figure worth less than it seems, and where text parts."""
-    if not found.controls:
+    if not validation.controls:
         yield "Nothing was broken on purpose beside it: the controls are those of an MTP drafter."
-    for drafter in found.drafters:
+    for drafter in validation.drafters:
         if drafter.tuned:
             yield (
                 f"{drafter.name} was tuned. On prompts that a drafter was tuned on it does better than on others, and "
                 "the shipped ones are those that tuning takes by default: its extraction.json has what held-out texts "
                 "showed."
             )
-        if found.base and any(worth.same_text < found.base.timed for worth in drafter.worth.values()):
+        if validation.base and any(worth.same_text < validation.base.timed for worth in drafter.worth.values()):
             yield (
                 f"Some text with drafts of {drafter.name} is not the base's own. No drafter can change text: where two "
                 "tokens nearly tie the base's rounding decides, else the loop is at fault."

@@ -65,7 +65,7 @@ class Timed:
     @property
     def rounds(self) -> list[Round]:
         """Of all texts."""
-        return [r for one in self.texts.values() for r in one.rounds]
+        return [r for generation in self.texts.values() for r in generation.rounds]
 
     @property
     def forward_ms(self) -> float:
@@ -76,7 +76,7 @@ class Timed:
     def tokens_per_s(self) -> float:
         """Tokens after the first of each text, per second; NaN without any."""
         milliseconds = sum(r.draft_ms + r.verify_ms for r in self.rounds)
-        tokens = sum(len(one.tokens) - 1 for one in self.texts.values())
+        tokens = sum(len(generation.tokens) - 1 for generation in self.texts.values())
         return 1e3 * tokens / milliseconds if milliseconds else math.nan
 
 
@@ -110,7 +110,7 @@ def measure_worth(
         worth: what is returned, filled plan by plan; by default a new one.
     """
     worth = {} if worth is None else worth
-    prompts = {row: one.prompt_tokens for row, one in alone.texts.items()}
+    prompts = {row: generation.prompt_tokens for row, generation in alone.texts.items()}
     for name in counted(list(plans), show, "a few texts with drafts"):
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):
@@ -129,12 +129,12 @@ def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dic
         assert along is not None
         return {place: what.stands(row[: what.depth]) for place, row in _by_place(along, along.ranks)}
     stands = (agreement.drafts == agreement.targets).int().cumprod(1)[:, : depth_of(what)].sum(1, keepdim=True)
-    return {place: held for place, (held,) in _by_place(agreement, stands)}
+    return {place: share for place, (share,) in _by_place(agreement, stands)}
 
 
 def best_of(worth: Mapping[str, Worth]) -> str:
     """Of the chains, the one that is predicted to be worth most; of those that tie, the shortest."""
-    chains = {name: (found.predicted_speedup or 0.0, -found.drafts) for name, found in worth.items() if not found.tree}
+    chains = {name: (row.predicted_speedup or 0.0, -row.drafts) for name, row in worth.items() if not row.tree}
     return max(chains, key=lambda name: chains[name])
 
 
@@ -161,8 +161,8 @@ def walked(
         at, last = text.prompt_length, len(text.tokens) - 1
         adaptive = RunningLength(what) if isinstance(what, AdaptiveDrafts) else None
         # Of the tokens that are left one is the base's own, so fewer are drafted near the end.
-        while at < last and (left := text.prompt_length + new_tokens - at - 2) > 0:
-            drafted = min(adaptive.value if adaptive else depth_of(what), left)
+        while at < last and (tokens_left := text.prompt_length + new_tokens - at - 2) > 0:
+            drafted = min(adaptive.value if adaptive else depth_of(what), tokens_left)
             accepted = min(stands[index, at], drafted)
             walk.append((drafted, accepted))
             at += accepted + 1
@@ -172,16 +172,20 @@ def walked(
     return walks
 
 
-def _by_place(found: Agreement, rows: Tensor) -> Iterable[tuple[Place, list[int]]]:
-    return zip(zip(found.text.tolist(), found.anchor.tolist(), strict=True), rows.tolist(), strict=True)
+def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[Place, list[int]]]:
+    return zip(zip(agreement.text.tolist(), agreement.anchor.tolist(), strict=True), rows.tolist(), strict=True)
 
 
-def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], made: Timed, alone: Timed) -> Worth:
-    """Of rounds along all texts, by text; and of the few texts ``made`` with drafts and by the base ``alone``."""
-    depth, rounds, accepted = depth_of(what), sum(map(len, walks)), [sum(held for _, held in walk) for walk in walks]
+def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed) -> Worth:
+    """Of rounds along all texts, by text; and of the few texts ``timed`` with drafts and by the base ``alone``."""
+    depth, rounds, accepted = (
+        depth_of(what),
+        sum(map(len, walks)),
+        [sum(stands for _, stands in walk) for walk in walks],
+    )
     length = 1 + sum(accepted) / rounds
-    interval = over_texts(share_bounds, [held / depth for held in accepted], list(map(len, walks)))
-    drafting = [r for r in made.rounds if r.drafted]
+    interval = over_texts(share_bounds, [stands / depth for stands in accepted], list(map(len, walks)))
+    drafting = [r for r in timed.rounds if r.drafted]
     verify, draft = _mean([r.verify_ms for r in drafting]), _mean([r.draft_ms for r in drafting])
     return Worth(
         tree=None if isinstance(what, int) else name,
@@ -191,12 +195,12 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
         drafted=sum(count for walk in walks for count, _ in walk),
         accepted=sum(accepted),
         tokens_per_round=figure(length, rounds, interval and interval.scaled(depth, 1.0)),
-        same_text=sum(one.tokens == alone.texts[row].tokens for row, one in made.texts.items()),
-        tokens_per_s=known(made.tokens_per_s),
+        same_text=sum(generation.tokens == alone.texts[row].tokens for row, generation in timed.texts.items()),
+        tokens_per_s=known(timed.tokens_per_s),
         verify_ms=known(verify),
         draft_ms=known(draft),
         predicted_speedup=known(length * alone.forward_ms / (verify + draft)),
-        measured_speedup=known(made.tokens_per_s / alone.tokens_per_s),
+        measured_speedup=known(timed.tokens_per_s / alone.tokens_per_s),
     )
 
 
