@@ -130,34 +130,62 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
     """
     graph = opened.flat_graph()
     require_kind(graph)
-    matrices = tuple(_matrices(graph))
     walked = DrafterWalk(graph, whole=False)
-    placed = dict[str, FoundRole]()
-    with suppress(RoleError, UnsupportedError):
-        walked.walk_outside()
-        placed = {role.role: role for role in walked.roles}
+    placed = _placed(walked)
+    matrices = tuple(_matrices(graph))
     for known in load_mapping("geometries")["geometries"]:
         config = _config_of(known, walked if placed else None, sliding_window)
-        shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
-        named = {found.role: found for found in _named(graph, matrices, shapes)}
-        _require_named_factors(graph, config, [*placed.values(), *named.values()])
-        lacking = [role.name for role in shapes if role.name not in named and not role.optional]
-        own = {role.name: shape for role, shape in shapes_of(config).items()}
-        fits = all(own.get(role.role) == role.shape for role in placed.values())
+        named = _completed(graph, config, placed, matrices)
         kv = _caches_by_type(graph, config)
-        if lacking or not fits or len(kv) < len(config.kv_layers):
+        if named is None or len(kv) < len(config.kv_layers):
             continue
-        roles = in_order([*placed.values(), *named.values()])
-        caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
-        numbers = config.final_logit_softcap, config.rms_norm_eps, config.hidden_activation
-        aside = set_aside(graph, roles)
-        walk = Walk(roles, (), aside, *numbers, MappingProxyType(caches), (), walked.reading)
+        drafter = opened.shard(graph, _walk_of(walked, config, [*placed.values(), *named]), config, kv)
         shaped = f"theta, window and types of layers are those of {known['name']}, whose shapes these are"
-        drafter = opened.shard(graph, walk, config, kv)
-        return replace(drafter, not_proven=(*_once(refusals), shaped, _counts(roles, named)))
+        counts = _counts(drafter.walk.roles, {role.role for role in named})
+        return replace(drafter, not_proven=(*_once(refusals), shaped, counts))
     raise UnsupportedError(
         f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
         "those of no geometry that is known. Nothing is written. Please report the file."
+    )
+
+
+def _placed(walked: DrafterWalk) -> dict[str, FoundRole]:
+    """The roles outside of attentions, if the stream can be followed to its end."""
+    with suppress(RoleError, UnsupportedError):
+        walked.walk_outside()
+        return {role.role: role for role in walked.roles}
+    return {}
+
+
+def _completed(
+    graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], matrices: Collection[Value]
+) -> list[FoundRole] | None:
+    """What names tell of the roles that were not ``placed``; None where a role is lacking, or of another shape."""
+    shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
+    named = {found.role: found for found in _named(graph, matrices, shapes)}
+    whole = {role.name: shape for role, shape in shapes_of(config).items()}
+    if any(whole.get(role.role) != role.shape for role in placed.values()):
+        return None
+    if any(role.name not in named and not role.optional for role in shapes):
+        return None
+    _require_named_factors(graph, config, [*placed.values(), *named.values()])
+    return list(named.values())
+
+
+def _walk_of(walked: DrafterWalk, config: DrafterConfig, found: Collection[FoundRole]) -> Walk:
+    """What a walk would hold of a graph whose attentions were not read."""
+    roles = in_order(found)
+    caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
+    return Walk(
+        roles,
+        (),
+        set_aside(walked.graph, roles),
+        config.final_logit_softcap,
+        config.rms_norm_eps,
+        config.hidden_activation,
+        MappingProxyType(caches),
+        (),
+        walked.reading,
     )
 
 
