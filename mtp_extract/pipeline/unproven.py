@@ -112,14 +112,14 @@ def _clause_of(error: Exception, opened: Opened) -> str:
 
 def _counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
     """How many matrices and vectors were found by their places, and by names: what several roles share, once."""
-    parts = []
+    said = []
     for noun, rank in (("matrices", 2), ("vectors", 1)):
         stored = {role.key: role.role in named for role in roles if role.key is not None and len(role.shape) == rank}
         by_name = sum(stored.values())
         for count, how in ((len(stored) - by_name, "by place"), (by_name, "by name")):
             if count:
-                parts.append(f"{count} of {len(stored)} {noun} {how}")
-    return ", ".join(parts)
+                said.append(f"{count} of {len(stored)} {noun} {how}")
+    return ", ".join(said)
 
 
 def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
@@ -130,49 +130,75 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
     """
     graph = opened.flat_graph()
     require_kind(graph)
-    matrices = tuple(_matrices(graph))
     walked = DrafterWalk(graph, whole=False)
-    placed = dict[str, FoundRole]()
-    with suppress(RoleError, UnsupportedError):
-        walked.walk_outside()
-        placed = {role.role: role for role in walked.roles}
-    for geometry in load_mapping("geometries")["geometries"]:
-        config = _config_of(geometry, walked if placed else None, sliding_window)
-        shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
-        named = {found.role: found for found in _named(graph, matrices, shapes)}
-        _require_named_factors(graph, config, [*placed.values(), *named.values()])
-        lacking = [role.name for role in shapes if role.name not in named and not role.optional]
-        shape_of_role = {role.name: shape for role, shape in shapes_of(config).items()}
-        fits = all(shape_of_role.get(role.role) == role.shape for role in placed.values())
+    placed = _placed(walked)
+    matrices = tuple(_matrices(graph))
+    for known in load_mapping("geometries")["geometries"]:
+        config = _config_of(known, walked if placed else None, sliding_window)
+        named = _completed(graph, config, placed, matrices)
         kv = _caches_by_type(graph, config)
-        if lacking or not fits or len(kv) < len(config.kv_layers):
+        if named is None or len(kv) < len(config.kv_layers):
             continue
-        roles = in_order([*placed.values(), *named.values()])
-        caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
-        numbers = config.final_logit_softcap, config.rms_norm_eps, config.hidden_activation
-        aside = set_aside(graph, roles)
-        walk = Walk(roles, (), aside, *numbers, MappingProxyType(caches), (), walked.reading)
-        shaped = f"theta, window and types of layers are those of {geometry['name']}, whose shapes these are"
-        drafter = opened.shard(graph, walk, config, kv)
-        return replace(drafter, not_proven=(*_once(refusals), shaped, _counts(roles, named)))
+        drafter = opened.shard(graph, _walk_of(walked, config, [*placed.values(), *named]), config, kv)
+        shaped = f"theta, window and types of layers are those of {known['name']}, whose shapes these are"
+        counts = _counts(drafter.walk.roles, {role.role for role in named})
+        return replace(drafter, not_proven=(*_once(refusals), shaped, counts))
     raise UnsupportedError(
         f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
         "those of no geometry that is known. Nothing is written. Please report the file."
     )
 
 
-def _config_of(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
+def _placed(walked: DrafterWalk) -> dict[str, FoundRole]:
+    """The roles outside of attentions, if the stream can be followed to its end."""
+    with suppress(RoleError, UnsupportedError):
+        walked.walk_outside()
+        return {role.role: role for role in walked.roles}
+    return {}
+
+
+def _completed(
+    graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], matrices: Collection[Value]
+) -> list[FoundRole] | None:
+    """What names tell of the roles that were not ``placed``; None where a role is lacking, or of another shape."""
+    shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
+    named = {found.role: found for found in _named(graph, matrices, shapes)}
+    whole = {role.name: shape for role, shape in shapes_of(config).items()}
+    if any(whole.get(role.role) != role.shape for role in placed.values()):
+        return None
+    if any(role.name not in named and not role.optional for role in shapes):
+        return None
+    _require_named_factors(graph, config, [*placed.values(), *named.values()])
+    return list(named.values())
+
+
+def _walk_of(walked: DrafterWalk, config: DrafterConfig, found: Collection[FoundRole]) -> Walk:
+    """What a walk would hold of a graph whose attentions were not read."""
+    roles = in_order(found)
+    caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
+    return Walk(
+        roles,
+        (),
+        set_aside(walked.graph, roles),
+        config.final_logit_softcap,
+        config.rms_norm_eps,
+        config.hidden_activation,
+        MappingProxyType(caches),
+        (),
+        walked.reading,
+    )
+
+
+def _config_of(known: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
     """The shape of a known drafter, with what ``walked`` read of norms, gates and soft cap."""
-    rest = geometry["published"]
+    rest = known["published"]
     layers = tuple(
         LayerConfig(kind, head_dim, kv_heads, window if "sliding" in kind else None, RopeConfig(**rest["rope"][kind]))
-        for kind, head_dim, kv_heads in zip(
-            rest["layer_types"], geometry["head_dims"], geometry["num_kv_heads"], strict=True
-        )
-        for window in (sliding_window or geometry["sliding_window"],)
+        for kind, head_dim, kv_heads in zip(rest["layer_types"], known["head_dims"], known["num_kv_heads"], strict=True)
+        for window in (sliding_window or known["sliding_window"],)
     )
     sizes = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads")
-    config = DrafterConfig(**{size: geometry[size] for size in sizes}, layers=layers, **rest["numbers"])
+    config = DrafterConfig(**{size: known[size] for size in sizes}, layers=layers, **rest["numbers"])
     if walked is None:
         return config
     config = replace(config, rms_norm_eps=walked.one_epsilon(), hidden_activation=walked.one_activation())
@@ -206,13 +232,13 @@ def _named(
     ]
     by_name = [(value, (value.tensor.name,)) for value in matrices]
     for role, shape in shapes.items():
-        roles = {
+        found = {
             id(value): (value, names)
             for value, names in (by_name if role.kind == MATRIX else vectors)
             if value.tensor.elements == _elements(shape) and carries(role.published_names, names)
         }
-        if len(roles) == 1:
-            ((value, names),) = roles.values()
+        if len(found) == 1:
+            ((value, names),) = found.values()
             yield FoundRole(role.name, value.tensor, shape, 1.0, f"the name {escape(names[0])}", names)
 
 
@@ -222,13 +248,13 @@ def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Colle
     Raises:
         UnsupportedError: a sum of the stream's width is multiplied by a number that plays no role.
     """
-    named_keys = {role.key for role in named}
+    known = {role.key for role in named}
     for node in graph.nodes:
         if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:
             continue
         numbers = [v for v in node.inputs if v is not None and v.constant and v.tensor.elements == 1]
         sums = [v for v in node.inputs if v is not None and v.producer is not None and v.producer.kind == "ADD"]
-        if sums and any((v.tensor.subgraph, v.tensor.index) not in named_keys for v in numbers):
+        if sums and any((v.tensor.subgraph, v.tensor.index) not in known for v in numbers):
             raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
 
 
