@@ -103,6 +103,22 @@ def proving(source: Path) -> float:
     return min(taken)
 
 
+def validating(source: Path, folder: Path) -> Measured:
+    """What ``mtp-validate --source`` takes for the drafter of ``source``.
+
+    Raises:
+        SystemExit: it, or the extraction before it, failed.
+    """
+    drafter = folder / "drafter"
+    program = ("-m", "mtp_extract")
+    steps = [("extract", source, "-o", drafter), ("validate", drafter, "--source", source)]
+    for words in steps:
+        taken = Running([sys.executable, *program, *map(str, words)], folder / "log", environment()).finished()
+        if taken.status:
+            raise SystemExit(f"{words[0]}: exit status {taken.status}: {taken.output[-600:]}")
+    return taken
+
+
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,6 +144,8 @@ def main() -> None:
         for name, found in alternately(commands, options.repeats, out).items():
             print(f"| {name} | {median(m.cpu_s for m in found):.2f} | {median(m.host for m in found) / 1e6:.0f} MB |")
         print(f"| reading the graph and proving, within extraction | {proving(source):.2f} | |")
+        taken = validating(source, Path(folder))
+        print(f"| `mtp-validate --source` | {taken.cpu_s:.2f} | {taken.host / 1e6:.0f} MB |")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,8 @@ def evaluate(
         FormatError: operands do not fit the operator.
     """
     reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(known))}
-    nodes = [node for node in graph.nodes if any(id(value) in reached.keys() - known.keys() for value in node.outputs)]
+    computed = reached.keys() - known.keys()
+    nodes = [node for node in graph.nodes if any(id(value) in computed for value in node.outputs)]
     samples = max(map(len, inputs.values()), default=1)
     if sum(value.tensor.elements * (samples if value.depends else 1) for value in reached.values()) > _IN_ALL:
         raise UnsupportedError(f"{wanted[0].label} is computed of more numbers than any drafter has.")
