@@ -22,6 +22,7 @@ Kernel = Callable[..., Any]
 """``(call, *operands)`` → the result, or a tuple of results."""
 
 LARGEST = 1 << 25  # elements of an array that is computed
+_MOST_AXES = 64  # NumPy's own bound
 
 _EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
 DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
@@ -132,8 +133,18 @@ class Call:
         return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
     def numbers(self, slot: int) -> tuple[int, ...]:
-        """The option in ``slot``, a vector of int32."""
-        return self.node.op.options.integers(slot, "i") if self.node.op.options else ()
+        """The option in ``slot``, a vector of int32: a shape, or axes.
+
+        Raises:
+            FormatError: it is longer than any shape.
+        """
+        if self.node.op.options is None:
+            return ()
+        stored = self.node.op.options.vector(slot, 4)
+        if stored.count > _MOST_AXES:
+            raise FormatError(f"{self.node.op.label} has an option of {stored.count} axes: the file is damaged.")
+        # No further element of the model: what evaluates asks for it again and again.
+        return tuple(np.frombuffer(stored.bytes(), "<i4").tolist())
 
     def tensor(self, position: int) -> Tensor:
         """The tensor that the operator itself names as input ``position``."""
