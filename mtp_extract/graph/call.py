@@ -21,7 +21,8 @@ Array = npt.NDArray[Any]
 Kernel = Callable[..., Any]
 """``(call, *operands)`` → the result, or a tuple of results."""
 
-LARGEST = 1 << 25  # elements of an array that is computed
+LARGEST = 1 << 25  # elements of a constant that is computed with
+LARGEST_COMPUTED = 1 << 22  # elements of what is computed of smaller operands: as many slots as caches have, a few times
 _MOST_AXES = 64  # NumPy's own bound
 
 _EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
@@ -126,7 +127,7 @@ class Call:
 
     graph: FlatGraph
     node: Node
-    largest: int = LARGEST
+    largest: int = LARGEST_COMPUTED
 
     def option(self, slot: int, code: str, default: int | float | bool = 0) -> Any:
         """The option in ``slot``; the schema's default where it is not stored."""
