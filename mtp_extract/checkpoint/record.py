@@ -30,7 +30,7 @@ class Written(Record, kw_only=True):
 
     layout: str  #: name of the format
     dtype: Literal["codes", "f32", "bf16", "f16"]  #: type of the numbers
-    rounded: list[str]  #: what numbers without codes were rounded to (`BF16`), or scales of codes (`FP16 scales`)
+    rounded: list[str]  #: what numbers that engines load were rounded to (`BF16`), or scales of codes (`FP16 scales`)
     rule: Literal["q4_0", "q8_0", "int4", "int8"] | None  #: by which codes were made of floats; null where none were
 
 

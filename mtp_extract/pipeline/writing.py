@@ -16,10 +16,10 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import CENTROIDS, MATRIX, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, Arranged, Checkpoint, arrange
-from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Arranged, Checkpoint, arrange
+from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
-from mtp_extract.checkpoint.rounding import RULES, SCALES
+from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named, format_of
@@ -147,7 +147,7 @@ def write(
             **origin,
             "layout": made.format.name,
             "dtype": made.dtype,
-            "rounded": _rounded(made),
+            "rounded": made.rounded,
             "rule": rules[0] if rules else None,
             "geometry": made.checkpoint.config.as_json(),
             "files": files,
@@ -164,13 +164,6 @@ def write(
             integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
             notes=(*told, *made.notes(), *made.files[0].notes),
         )
-
-
-def _rounded(made: Arranged) -> list[str]:
-    """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
-    beside = FLOATS if any(file.name == CODES_FILE for file in made.files) else ""
-    lossy = [kept for kept in made.kept.values() if kept.rounded_to and not (kept.weight.scheme and kept.how == beside)]
-    return sorted({kept.rounded_to + SCALES * (kept.how == CODES) for kept in lossy})
 
 
 def convert(
@@ -209,8 +202,8 @@ def convert(
     check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
     made = prepare(read.checkpoint, chosen, plan)
-    before = roundings(*read.record["converted_from"], read.record)
-    lost = ", ".join(word for word in before if word not in _rounded(made))
+    before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
+    lost = ", ".join(word for word in before if word not in made.rounded)
     note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
     notes = [*read.checkpoint.notes, *([note] if lost else [])]
     return write(made, target, origin_of(read, made), notes, **to, progress=progress)
@@ -224,6 +217,6 @@ def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
     own, kept = read.record, ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
     if any(one.how == INDICES for one in made.kept.values()):
         kept.append("ordered_head")
-    step = {"layout": read.layout, **{key: own[key] for key in ("dtype", "rounded", "rule")}}
+    step = {"layout": read.layout, "dtype": own["dtype"], "rounded": read.lost, "rule": own["rule"]}
     step |= {"version": own["tool"]["version"], "files": read.sums}
     return {**{key: own[key] for key in kept if key in own}, "converted_from": [*own["converted_from"], step]}
