@@ -49,7 +49,7 @@ class Extraction(Written, kw_only=True):
     known_as: str | None  #: name of the geometry, such as "Gemma 4 E4B"; null for one that is not known
     geometry: dict[str, Any]  #: the drafter's shape, which is its config's and, of a bundle, the graph's
     files: dict[str, File]  #: by name: every file but this one; the card as it was written
-    shared: list[list[str]]  #: roles that are one constant of the file
+    shared: list[Annotated[list[str], Meta(min_length=2)]]  #: roles that are one constant of the file
     #: by role of a matrix: static quantization of what goes in and comes out; null where it is float
     activations: Pairs
     #: what was proven when it was extracted, of the numbers before rounding; null where the origin is unknown, the

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, OperatorError, UnsupportedError
+from mtp_extract.errors import FormatError, OperatorError, UnsupportedError, several
 from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
@@ -64,7 +64,8 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
     if quantization is None or tensor.type is None or not holds_codes(tensor):
         return None
     if quantization.scales.count != 1 or quantization.zero_points.count > 1:
-        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scales.count} scales.")
+        counts = several(quantization.scales.count, "scale"), several(quantization.zero_points.count, "zero point")
+        raise UnsupportedError(f"{tensor.label}: an activation with {' and '.join(counts)}; expected one of each.")
     scale = float(quantization.scale[0])
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     lowest, highest = code_range(tensor.type)

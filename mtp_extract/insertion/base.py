@@ -82,7 +82,10 @@ def find_base(opened: Opened) -> BundledBase:
 
 def _of_own_graphs(model: TfliteModel) -> list[Signature]:
     """The signatures in their order; of those of one graph, which read one set of constants, the first."""
-    return list({signature.subgraph: signature for signature in reversed(model.signatures)}.values())[::-1]
+    firsts = dict[int, Signature]()
+    for signature in model.signatures:
+        firsts.setdefault(signature.subgraph, signature)
+    return list(firsts.values())
 
 
 def _walk(
