@@ -187,7 +187,9 @@ class Arranged:
     def rounded(self) -> list[str]:
         """What the numbers that engines load are rounded to, and the scales of codes; whether codes lie beside them or
         not."""
-        return sorted({kept.rounded_to + SCALES * (kept.how == CODES) for kept in self.kept.values() if kept.rounded_to})
+        return sorted(
+            {kept.rounded_to + SCALES * (kept.how == CODES) for kept in self.kept.values() if kept.rounded_to}
+        )
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how the weights are kept, where codes were to be."""

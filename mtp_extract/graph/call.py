@@ -22,7 +22,9 @@ Kernel = Callable[..., Any]
 """``(call, *operands)`` → the result, or a tuple of results."""
 
 LARGEST = 1 << 25  # elements of a constant that is computed with
-LARGEST_COMPUTED = 1 << 22  # elements of what is computed of smaller operands: as many slots as caches have, a few times
+LARGEST_COMPUTED = (
+    1 << 22
+)  # elements of what is computed of smaller operands: as many slots as caches have, a few times
 _MOST_AXES = 64  # NumPy's own bound
 
 _EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)

@@ -19,7 +19,18 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.call import DTYPES, LARGEST, LARGEST_COMPUTED, Array, Call, Kernel, computing, has_few_bits, holds_codes, ints
+from mtp_extract.graph.call import (
+    DTYPES,
+    LARGEST,
+    LARGEST_COMPUTED,
+    Array,
+    Call,
+    Kernel,
+    computing,
+    has_few_bits,
+    holds_codes,
+    ints,
+)
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, widened
 from mtp_extract.litertlm.tflite import Tensor, TensorType
@@ -252,7 +263,9 @@ def evaluate(
         FormatError: operands do not fit the operator.
     """
     reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(known))}
-    nodes = [node for node in graph.nodes if any(id(value) in reached.keys() - known.keys() for value in node.outputs)]
+    # Of these alone, not of the whole graph: a graph of many layers is evaluated as many times.
+    producers = {v.producer for v in reached.values() if v.producer is not None and id(v) not in known}
+    nodes = sorted(producers, key=graph.place_of.__getitem__)
     samples = max(map(len, inputs.values()), default=1)
     step = max(1, _AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)]))
     # What no sample decides is computed once a step.

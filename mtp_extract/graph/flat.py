@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -150,6 +151,11 @@ class FlatGraph:
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
     # How many numbers may still be computed of positions, masks and constants.
     computed: Budget = field(default_factory=lambda: Budget(_COMPUTED), repr=False, compare=False)
+
+    @cached_property
+    def place_of(self) -> dict[Node, int]:
+        """By node, its place in the order of execution."""
+        return {node: place for place, node in enumerate(self.nodes)}
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:
         """A small floating-point constant, dequantized where it is quantized, flattened.

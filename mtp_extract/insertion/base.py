@@ -88,9 +88,7 @@ def _of_own_graphs(model: TfliteModel) -> list[Signature]:
     return list(firsts.values())
 
 
-def _walk(
-    model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget
-) -> BaseWalk:
+def _walk(model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget) -> BaseWalk:
     """The roles of one signature, which errors name; ``nodes`` are how many operators there may be."""
     try:
         graph = flatten(model, signature, nodes.elements)

@@ -150,8 +150,8 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
             found[slot] = Encoding(slot, FLOATS, new, sums)
         elif scale.max() > LARGEST_SCALE:
             raise CheckpointError(
-                f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training diverged: "
-                "fetch it again, or train it again."
+                f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
+                "diverged: fetch it again, or train it again."
             )
         else:
             found[slot] = Encoding(slot, REQUANTIZED, new, sums)

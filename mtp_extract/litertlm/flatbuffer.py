@@ -105,7 +105,7 @@ class FlatBuffer:
         return Table(self, position, slots)
 
     def _vtable(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """The size of the tables with the vtable at ``position``, which many share, and where each field lies in one."""
+        """The size of the tables with the vtable at ``position``, which many share, and where fields lie in them."""
         size = self.integer("H", position)
         if size < 4 or size % 2:
             raise self.error(f"the vtable at byte {position} has size {size}")

@@ -1,8 +1,8 @@
 """Numbers in the root map of a flexbuffer: what a composite says of itself, such as ``{"epsilon": 1e-6}``.
 
 The published reader makes of a buffer all that it describes, and parts may be shared: 4 KB can describe more than any
-memory holds. Here only the keys that are asked for are looked up, nothing below the root is entered, and every offset is
-checked.
+memory holds. Here only the keys that are asked for are looked up, nothing below the root is entered, and every offset
+is checked.
 
 Layout, from the flexbuffers binary format: the last byte is the width of the root, the one before it says its type in
 the upper six bits, and before these two the root stands. A map is reached by an offset *back*; before its values stand

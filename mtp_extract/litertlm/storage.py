@@ -422,8 +422,8 @@ def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats,
         raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
     if zeros not in (0, 1, scales):
         raise FormatError(
-            f"{tensor.label} has {several(zeros, 'zero point')} for {several(scales, 'scale')}; expected none, 1, or one "
-            "per scale. The file is damaged: fetch it again."
+            f"{tensor.label} has {several(zeros, 'zero point')} for {several(scales, 'scale')}; expected none, 1, or "
+            "one per scale. The file is damaged: fetch it again."
         )
     return quantization.scale, quantization.zero_point
 
