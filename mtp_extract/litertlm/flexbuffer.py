@@ -19,6 +19,7 @@ from mtp_extract.errors import FormatError
 
 _MOST_KEYS = 1 << 10
 _INTEGER, _UNSIGNED, _FLOAT, _INDIRECT_INTEGER, _INDIRECT_UNSIGNED, _INDIRECT_FLOAT, _MAP = 1, 2, 3, 6, 7, 8, 9
+_TYPES = frozenset({*range(27), 36})
 _DIRECT = {_INDIRECT_INTEGER: _INTEGER, _INDIRECT_UNSIGNED: _UNSIGNED, _INDIRECT_FLOAT: _FLOAT}
 _CODES = {
     _INTEGER: {1: "<b", 2: "<h", 4: "<i", 8: "<q"},
@@ -75,6 +76,8 @@ class _Reader:
     def _number(self, position: int, width: int, packed_type: int) -> float | None:
         """The number at ``position``; None for what is none."""
         kind = packed_type >> 2
+        if kind not in _TYPES:
+            raise FormatError(f"a value of the type {kind}, which there is not")
         if kind in _DIRECT:
             kind, position, width = _DIRECT[kind], self._back(position, width), 1 << (packed_type & 3)
         code = _CODES.get(kind, {}).get(width)
