@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of what reads a drafter: anything but a sound reading or an error of ours is a finding.
 
-An input says what to do to a small drafter: its parsed model is changed (numbers, lists, parts that become one another),
-packed again, and then some words of its bytes are replaced, which makes tables share their parts. What comes of it is
+An input says what to do to a small drafter: its parsed model is changed (numbers, lists, parts that become one
+another), packed again, and then some words of its bytes are replaced, which makes tables share their parts. What comes of it is
 read and proven. atheris is needed, which nothing else here uses::
 
     pip install atheris

@@ -12,6 +12,7 @@ and tables are reached through u32 offsets relative to where they stand; a vecto
 
 from __future__ import annotations
 
+import builtins
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Vector:
     def bytes(self) -> bytes:
         return self.buffer.region.read(self.start, self.count * self.width) if self.count else b""
 
-    def stored(self) -> bytes:
+    def stored(self) -> builtins.bytes:
         """The same, read once, however many refer to them."""
         return self.buffer.stored(self.start, self.count * self.width) if self.count else b""
 

@@ -46,7 +46,8 @@ class _Reader:
         self.stored = stored
 
     def numbers(self, names: Collection[str]) -> dict[str, float]:
-        root_type, root_width = self._scalar("<B", len(self.stored) - 2), self._scalar("<B", len(self.stored) - 1)
+        root_width = self._unsigned(len(self.stored) - 1, 1)
+        root_type = self._unsigned(len(self.stored) - 2, 1)
         if root_type >> 2 != _MAP:
             return {}
         width = 1 << (root_type & 3)
@@ -68,7 +69,7 @@ class _Reader:
             if name in seen:
                 raise FormatError(f"the key {name!r} stands there twice")
             seen.add(name)
-            number = self._number(values + index * width, width, self._scalar("<B", values + count * width + index))
+            number = self._number(values + index * width, width, self._unsigned(values + count * width + index, 1))
             if number is not None:
                 numbers[name] = number
         return numbers

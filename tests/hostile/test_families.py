@@ -182,9 +182,8 @@ def shared_vtable(count: int) -> bytes:
 def listed_signatures(count: int) -> bytes:
     """A model of ``count`` tensors that lists one signature, of ``count // 10`` inputs, ``count`` times."""
     builder = flatbuffers.Builder(1 << 16)
-    names = []
-    for index in range(count // 10):
-        names.append(table(builder, 2, (TABLE, 0, builder.CreateString(f"input {index}")), ("Uint32", 1, index)))
+    texts = [builder.CreateString(f"input {index}") for index in range(count // 10)]
+    names = [table(builder, 2, (TABLE, 0, text), ("Uint32", 1, index)) for index, text in enumerate(texts)]
     signature = table(builder, 5, (TABLE, 0, vector(builder, names)), (TABLE, 2, builder.CreateString("key")))
     tensors = vector(builder, [table(builder, 1) for _ in range(count)])
     graphs = vector(builder, [table(builder, 1, (TABLE, 0, tensors))])
