@@ -20,6 +20,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, RopeCo
 from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of, shapes_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.checkpoint.weight import Weight, filled, of_array
@@ -37,15 +38,19 @@ from mtp_extract.errors import (
 )
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.formats import FORMATS, format_named
+from mtp_extract.graph import roles as roles_module
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.graph.roles import FoundRole, check_names
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.io.address import parse_address
 from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.flexbuffer import read_numbers
 from mtp_extract.litertlm.tflite import TfliteModel, read_model
 from mtp_extract.pipeline.check import Check, ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint

@@ -20,7 +20,7 @@ from mtp_extract.architecture.roles import SCALAR, Config, Role, shapes_of
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
-from mtp_extract.checkpoint.rounding import narrowed
+from mtp_extract.checkpoint.rounding import SCALES, narrowed
 from mtp_extract.checkpoint.weight import Rows, Weight, filled, same_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.graph.roles import Activation
@@ -182,6 +182,14 @@ class Arranged:
         weights, *others = self.format.files(self)
         floats = {role: kept.weight for role, kept in self.kept.items() if kept.how == FLOATS}
         return (weights, *(plan_codes(weights, floats) if self.with_codes else ()), *others)
+
+    @property
+    def rounded(self) -> list[str]:
+        """What the numbers that engines load are rounded to, and the scales of codes; whether codes lie beside them or
+        not."""
+        return sorted(
+            {kept.rounded_to + SCALES * (kept.how == CODES) for kept in self.kept.values() if kept.rounded_to}
+        )
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how the weights are kept, where codes were to be."""

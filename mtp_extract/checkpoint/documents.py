@@ -102,7 +102,9 @@ def refused(path: Path, damaged: str, advice: str = "Extract or fetch it again."
         yield
     except OSError as error:
         raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}. {advice}") from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise CheckpointError(f"{escape(path)}: nested more deeply than any such file. {advice}") from error
+    except ValueError as error:
         # It may hold a name of full length, and then the reason.
         raise CheckpointError(f"{escape(path)}: {damaged.format(escape(error, 500))}. {advice}") from error
 

@@ -30,7 +30,7 @@ class Written(Record, kw_only=True):
 
     layout: str  #: name of the format
     dtype: Literal["codes", "f32", "bf16", "f16"]  #: type of the numbers
-    rounded: list[str]  #: what numbers without codes were rounded to (`BF16`), or scales of codes (`FP16 scales`)
+    rounded: list[str]  #: what numbers that engines load were rounded to (`BF16`), or scales of codes (`FP16 scales`)
     rule: Literal["q4_0", "q8_0", "int4", "int8"] | None  #: by which codes were made of floats; null where none were
 
 
@@ -49,7 +49,7 @@ class Extraction(Written, kw_only=True):
     known_as: str | None  #: name of the geometry, such as "Gemma 4 E4B"; null for one that is not known
     geometry: dict[str, Any]  #: the drafter's shape, which is its config's and, of a bundle, the graph's
     files: dict[str, File]  #: by name: every file but this one; the card as it was written
-    shared: list[list[str]]  #: roles that are one constant of the file
+    shared: list[Annotated[list[str], Meta(min_length=2)]]  #: roles that are one constant of the file
     #: by role of a matrix: static quantization of what goes in and comes out; null where it is float
     activations: Pairs
     #: what was proven when it was extracted, of the numbers before rounding; null where the origin is unknown, the

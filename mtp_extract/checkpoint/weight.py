@@ -77,7 +77,9 @@ class Steps:
         values = codes.reshape(len(codes), -1, self.block).astype(np.float32)
         if self.zero_point[rows].any():
             values -= self.zero_point[rows, :, None].astype(np.float32)
-        values *= self.size[rows, :, None]
+        # What leaves float32 is refused where the numbers are used.
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= self.size[rows, :, None]
         return divided(values.reshape(codes.shape), self.factor)
 
 
@@ -217,6 +219,7 @@ def row_codes(weight: Weight) -> Weight:
 
     Raises:
         NoCodesError: it is stored as floats, or as codes that do not fit 8 bits around zero.
+        FormatError: its steps leave float32.
     """
     if weight.scheme is None or len(weight.shape) != 2:
         raise NoCodesError("it is stored as floats")
@@ -233,8 +236,7 @@ def row_codes(weight: Weight) -> Weight:
         shaped = stored.reshape(len(stored), -1, steps.block).astype(np.int16) - zeros
         return shaped.reshape(stored.shape).astype(np.int8)
 
-    size = steps.size if steps.factor == 1.0 else (steps.size.astype(np.float64) / steps.factor).astype(np.float32)
-    grid = Steps.around_zero(steps.block, size)
+    grid = Steps.around_zero(steps.block, divided(steps.size, steps.factor))
     return Weight(weight.shape, codes, Packing(bits, True), grid, origin=weight.origin)
 
 

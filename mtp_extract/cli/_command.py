@@ -49,6 +49,10 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the proof,
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
+_OUT_OF_MEMORY = (
+    "out of memory. If you trust the file, close other programs or use a machine with more; a damaged file may ask for "
+    "any amount."
+)
 
 
 # --- made
@@ -202,7 +206,7 @@ def run(
     except Interrupted as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
     except MemoryError:
-        status = _failed("out of memory. Close other programs, or use a machine with more.")
+        status = _failed(_OUT_OF_MEMORY)
     except OSError as error:
         # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
         where = "a file or standard output" if error.filename is None else escape(error.filename)

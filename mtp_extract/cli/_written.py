@@ -31,13 +31,15 @@ def show_written(
     holds = f"{result.integers} weights as integers" if result.integers else numbers
     say(f"Wrote {where}/ ({record['layout']} format, {holds}, {total}), read back and compared")
     if (proof := record["proof"]) is not None:
-        by = " when it was extracted" if record["converted_from"] else ""
+        # Of a directory that was converted nothing was held against a bundle, and anybody can write a record.
+        claimed = "extraction.json says that it was verified when it was extracted"
+        verdict = claimed if record["converted_from"] else "Verified"
         before = "before rounding, " if is_rounded(record) else ""
         if verbose:
-            say_proof(f"Verified{by}: {before}".rstrip(" :,"), proof)
+            say_proof(f"{verdict}: {before}".rstrip(" :,"), proof)
         else:
             claim = "the checkpoint computes what the bundle computes, for every input, in real numbers"
-            say(f"Verified{by}: {before}{claim}")
+            say(f"{verdict}: {before}{claim}")
     elif why := record.get("not_proven"):
         by = " when it was extracted" if record["converted_from"] else ""
         say(f"Not proven{by}, {NAMED}: {escape('; '.join(why), longest=2000)}")

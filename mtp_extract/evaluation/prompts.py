@@ -20,6 +20,7 @@ from mtp_extract.speculate.codec import text_of
 T = TypeVar("T")
 
 LARGEST = 1 << 28  # bytes of a file of prompts
+_DEEPEST = 64
 FEW = 20  # of every shipped workload, where all of them would take long
 _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 _FORM = (
@@ -83,6 +84,7 @@ class _Row(msgspec.Struct):
 def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
     """The prompt in this line of a ``.jsonl`` file, by default of ``workload``; ValueError where there is none."""
     row = msgspec.json.decode(line, type=_Row)
+    _require_shallow(row.messages)
     content: Any = row.prompt or (row.turns or [""])[0]
     answer = row.completion
     if row.messages:
@@ -95,6 +97,16 @@ def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: b
     if not (content.strip() if isinstance(content, str) else content):
         raise ValueError("no prompt, no messages and no turns in which something is asked")
     return Prompt(row.workload or workload, content, str(row.source or ""), answer or None)
+
+
+def _require_shallow(messages: object) -> None:
+    """Check that messages are no deeper than what templates and servers take; ValueError where they are."""
+    values = [messages]
+    for _ in range(_DEEPEST):
+        holders = [value for value in values if isinstance(value, (dict, list))]
+        values = [item for held in holders for item in (held.values() if isinstance(held, dict) else held)]
+    if values:
+        raise ValueError(f"messages nested more than {_DEEPEST} deep")
 
 
 def _message_of(message: Mapping[str, Any], *, text_alone: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, OperatorError, UnsupportedError
+from mtp_extract.errors import FormatError, OperatorError, UnsupportedError, several
 from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
@@ -21,7 +21,11 @@ Array = npt.NDArray[Any]
 Kernel = Callable[..., Any]
 """``(call, *operands)`` → the result, or a tuple of results."""
 
-LARGEST = 1 << 25  # elements of an array that is computed
+LARGEST = 1 << 25  # elements of a constant that is computed with
+LARGEST_COMPUTED = (
+    1 << 22
+)  # elements of what is computed of smaller operands: as many slots as caches have, a few times
+_MOST_AXES = 64  # NumPy's own bound
 
 _EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
 DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
@@ -62,7 +66,8 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
     if quantization is None or tensor.type is None or not holds_codes(tensor):
         return None
     if quantization.scales.count != 1 or quantization.zero_points.count > 1:
-        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scales.count} scales.")
+        counts = several(quantization.scales.count, "scale"), several(quantization.zero_points.count, "zero point")
+        raise UnsupportedError(f"{tensor.label}: an activation with {' and '.join(counts)}; expected one of each.")
     scale = float(quantization.scale[0])
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     lowest, highest = code_range(tensor.type)
@@ -125,15 +130,25 @@ class Call:
 
     graph: FlatGraph
     node: Node
-    largest: int = LARGEST
+    largest: int = LARGEST_COMPUTED
 
     def option(self, slot: int, code: str, default: int | float | bool = 0) -> Any:
         """The option in ``slot``; the schema's default where it is not stored."""
         return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
     def numbers(self, slot: int) -> tuple[int, ...]:
-        """The option in ``slot``, a vector of int32."""
-        return self.node.op.options.integers(slot, "i") if self.node.op.options else ()
+        """The option in ``slot``, a vector of int32: a shape, or axes.
+
+        Raises:
+            FormatError: it is longer than any shape.
+        """
+        if self.node.op.options is None:
+            return ()
+        stored = self.node.op.options.vector(slot, 4)
+        if stored.count > _MOST_AXES:
+            raise FormatError(f"{self.node.op.label} has an option of {stored.count} axes: the file is damaged.")
+        # No further element of the model: what evaluates asks for it again and again.
+        return tuple(np.frombuffer(stored.bytes(), "<i4").tolist())
 
     def tensor(self, position: int) -> Tensor:
         """The tensor that the operator itself names as input ``position``."""

@@ -19,13 +19,24 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.call import DTYPES, LARGEST, Array, Call, Kernel, computing, has_few_bits, holds_codes, ints
+from mtp_extract.graph.call import (
+    DTYPES,
+    LARGEST,
+    LARGEST_COMPUTED,
+    Array,
+    Call,
+    Kernel,
+    computing,
+    has_few_bits,
+    holds_codes,
+    ints,
+)
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, widened
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
-_IN_ALL = 1 << 35  # elements that are computed: minutes
+_COST_OF_A_VALUE = 1 << 10  # what a value costs besides its elements, in elements
 _SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
 _SURE = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
 
@@ -247,17 +258,25 @@ def evaluate(
 
     Raises:
         UnsupportedError: an operator is not known, or computes with numbers of few bits; an integer wraps around; a
-            result has more than 2²⁵ elements.
+            result is larger than any drafter's; all that was computed of this graph is more than of any drafter's.
         RoleError: a value is read and nothing computes it.
         FormatError: operands do not fit the operator.
     """
     reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(known))}
-    computed = reached.keys() - known.keys()
-    nodes = [node for node in graph.nodes if any(id(value) in computed for value in node.outputs)]
+    # Of these alone, not of the whole graph: a graph of many layers is evaluated as many times.
+    producers = {v.producer for v in reached.values() if v.producer is not None and id(v) not in known}
+    nodes = sorted(producers, key=graph.place_of.__getitem__)
     samples = max(map(len, inputs.values()), default=1)
-    if sum(value.tensor.elements * (samples if value.depends else 1) for value in reached.values()) > _IN_ALL:
-        raise UnsupportedError(f"{wanted[0].label} is computed of more numbers than any drafter has.")
     step = max(1, _AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)]))
+    # What no sample decides is computed once a step.
+    steps = -(-samples // step)
+    numbers = (value.tensor.elements * (samples if value.depends else steps) for value in reached.values())
+    graph.computed.elements -= sum(numbers) + len(reached) * steps * _COST_OF_A_VALUE
+    if graph.computed.elements < 0:
+        raise UnsupportedError(
+            f"{wanted[0].label}: more numbers are computed of positions and constants than in any drafter's graph, so "
+            "it cannot be checked. Export the file again."
+        )
     several = {name for name, array in inputs.items() if len(array) > 1}
     parts = []
     for at in range(0, samples, step):
@@ -333,7 +352,9 @@ def _check_bits(call: Call) -> None:
 def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
     """The results of an operator."""
     kind, kernel, counts = call.node.kind, KERNELS[call.node.kind], [x.shape[-1] for x in operands]
-    call = replace(call, largest=LARGEST // max(counts))
+    # What is stored may be large; what is made of small constants is not.
+    largest = max(LARGEST_COMPUTED, *(x[..., 0].size for x in operands))
+    call = replace(call, largest=largest // max(counts))
     moved = LAYOUT.get(kind, ())
     if kind in ELEMENTWISE:
         call.check_size(*np.broadcast_shapes(*(x.shape[:-1] for x in operands)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class Masks:
 
     def window(self, attention: Attention) -> int | None:
         """How many slots the last query sees where mask inputs hide none; None for all."""
-        cases = self.cases(attention, np.array([self.slots - 1]), ())
+        cases = self.cases(attention, np.array([self.slots - 1]), {})
         effect = self.effect(attention.scores.tree, cases)
         finite = effect.offset[np.isfinite(effect.offset)]
         seen = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
@@ -83,13 +83,22 @@ class Masks:
         count = int(seen.sum())
         return count if 0 < count < self.slots and seen[0, -count:].all() else None
 
-    def cases(self, attention: Attention, positions: Ids, either: Sequence[str | Window]) -> Cases:
+    def each_case(
+        self, attention: Attention, positions: Ids, either: Sequence[str | Window], numbers_at_once: int
+    ) -> Iterator[Cases]:
         """Every position with every content of what is in ``either``: mask inputs, which else show all, and windows: a
-        slot is in one or not, whatever the position says.
+        slot is in one or not, whatever the position says. Some at once, and of the longest caches one.
         """
-        bits = np.array(list(itertools.product((True, False), repeat=len(either))))
-        free = dict(zip(either, np.tile(bits, (len(positions), 1)).T[..., None], strict=True))
-        at = np.repeat(positions, len(bits))
+        contents = np.array(list(itertools.product((True, False), repeat=len(either))))
+        at, chosen = np.repeat(positions, len(contents)), np.tile(contents, (len(positions), 1))
+        step = max(1, numbers_at_once // self.slots)
+        for first in range(0, at.size, step):
+            columns = chosen[first : first + step].T[..., None]
+            yield self.cases(attention, at[first : first + step], dict(zip(either, columns, strict=True)))
+
+    def cases(self, attention: Attention, at: Ids, free: Mapping[str | Window, Bools]) -> Cases:
+        """Positions ``at``, ``[samples]``, with what ``free`` says of mask inputs and windows there, ``[samples, 1]``;
+        a mask input that it does not name shows all."""
         leaves = attention.mask_values
         needed = inputs_of(leaves) if leaves else frozenset()
         shown = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
-from mtp_extract.architecture.roles import MATRIX, roles_of
+from mtp_extract.architecture.roles import MATRIX, Role, role_table, roles_of
 from mtp_extract.errors import RoleError
 from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.flat import FlatGraph, Value
@@ -119,8 +120,9 @@ def activation_of(value: Value) -> Activation | None:
 
 # Names, a cross-check of what the graph says, never more: they change with every export.
 
-# Real names have hundreds of characters; the time a pattern takes grows with the square of the length.
+_LAYER = "{i}"
 _LONGEST_NAME = 1 << 13
+"""Real names have hundreds of characters."""
 
 
 @dataclass(frozen=True)
@@ -144,18 +146,48 @@ def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
     for constant in found:
         is_matrix = len(constant.shape) == 2
         names = (constant.tensor.name,) if is_matrix and constant.tensor is not None else constant.known_as
-        said = {
-            role.name
-            for role in roles.values()
-            if (role.kind == MATRIX) == is_matrix and carries(role.published_names, names)
-        }
+        # Fused operators leave a constant with the names of several, joined by semicolons.
+        pieces = [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
+        templates = (role for role in role_table() if (role.kind == MATRIX) == is_matrix)
+        said = {name for role in templates for name in _named(role, pieces) if name in roles}
         if constant.role in said:
             confirmed.append(constant.role)
-        elif said and not carries(roles[constant.role].also_seen, names):
+        elif said and not any(_layers_of(pattern, pieces) for pattern in roles[constant.role].also_seen):
             contradicted[constant.role] = tuple(sorted(said))
         else:
             unrecognised.append(constant.role)
     return NameCheck(tuple(confirmed), tuple(unrecognised), contradicted)
+
+
+def _named(template: Role, pieces: Iterable[str]) -> set[str]:
+    """The roles of the table's entry ``template``, a layer each, whose names are among ``pieces``."""
+    layers = set[str]().union(*(_layers_of(pattern, pieces) for pattern in template.published_names))
+    return {template.name.replace(_LAYER, layer) for layer in layers}
+
+
+def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
+    """The layers in those of ``pieces`` that ``pattern`` is found in; an empty text where it names no layer.
+
+    What stands before its ``.*`` is looked for by itself, and so is what stands behind: so each piece is read once, and
+    once for all layers.
+    """
+    begins, ends = _compiled(pattern)
+    layers = set[str]()
+    for piece in pieces:
+        last = max((match.start() for match in ends.finditer(piece)), default=-1)
+        layers.update(match[1] for match in begins.finditer(piece) if match.end() <= last)
+    return layers
+
+
+@cache
+def _compiled(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What a pattern begins with, with a group that is the layer, and what it ends with."""
+    begins, _, ends = pattern.partition(".*")
+    if _LAYER in begins:
+        begins = begins.replace(_LAYER, "([0-9]+)")
+    else:
+        begins += "()"
+    return re.compile(begins), re.compile(ends)
 
 
 def carries(patterns: Iterable[str], names: Iterable[str]) -> bool:

@@ -24,7 +24,8 @@ _DECODER = "prefill_decode"
 _TABLES = {"embedder": "embed_tokens", "per_layer_embedder": "embed_tokens_per_layer"}
 # The base of E2B has 976 subgraphs, and 35 layers in each of its signatures.
 _BUDGET = 40_000_000
-_MOST_NODES = 100_000
+_MOST_NODES = 200_000
+"""Operators of all signatures, their composites opened: some ten times those of E2B."""
 
 
 class BundledBase(NamedTuple):
@@ -53,34 +54,45 @@ def find_base(opened: Opened) -> BundledBase:
     budget, places = Budget(_BUDGET), defaultdict[str, tuple[Place, ...]](tuple)
     model = opened.model(sections[_DECODER], budget)
     first = read_first(model)
-    decoder = _walk(model, first, walk_base)
-    for signature in model.signatures:
-        by_bytes = partial(match_base, known=decoder)
-        walked = decoder if signature is first else _walk(model, signature, by_bytes)
-        for role_found in walked.roles:
+    nodes = Budget(_MOST_NODES)
+    decoder = _walk(model, first, walk_base, nodes)
+    by_bytes = partial(match_base, known=decoder)
+    for signature in _of_own_graphs(model):
+        walked = decoder if signature.subgraph == first.subgraph else _walk(model, signature, by_bytes, nodes)
+        for placed in walked.roles:
             # Without the graph, which is large, and of which nothing more is asked.
-            places[role_found.role] += (Place(model, replace(role_found, result=None)),)
+            places[placed.role] += (Place(model, replace(placed, result=None)),)
     for kind, role in _TABLES.items():
         if (embedder := sections.get(kind)) is None:
             continue
         model = opened.model(embedder, budget)
-        for signature in model.signatures:
+        for signature in _of_own_graphs(model):
             # Several tables are columns of one role side by side.
             at = 0
             later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
-            for role_found in _walk(model, signature, partial(walk_table, role=role, later=later)).roles:
-                columns = None if role_found.role == role else (at, at + role_found.shape[1])
-                places[role] += (Place(model, replace(role_found, role=role, result=None), columns),)
-                at += role_found.shape[1]
+            for placed in _walk(model, signature, partial(walk_table, role=role, later=later), nodes).roles:
+                columns = None if placed.role == role else (at, at + placed.shape[1])
+                places[role] += (Place(model, replace(placed, role=role, result=None), columns),)
+                at += placed.shape[1]
     for role in ("lm_head", "embed_tokens"):
         if role not in places:
             raise RoleError(f"{opened.source.name}: no signature of its base reads a {role}.")
     return BundledBase(opened, decoder, places)
 
 
-def _walk(model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk]) -> BaseWalk:
-    """The roles of one signature, which errors name."""
+def _of_own_graphs(model: TfliteModel) -> list[Signature]:
+    """The signatures in their order; of those of one graph, which read one set of constants, the first."""
+    firsts = dict[int, Signature]()
+    for signature in model.signatures:
+        firsts.setdefault(signature.subgraph, signature)
+    return list(firsts.values())
+
+
+def _walk(model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget) -> BaseWalk:
+    """The roles of one signature, which errors name; ``nodes`` are how many operators there may be."""
     try:
-        return walk(flatten(model, signature, _MOST_NODES))
+        graph = flatten(model, signature, nodes.elements)
+        nodes.elements -= len(graph.nodes)
+        return walk(graph)
     except (RoleError, UnsupportedError) as error:
         raise type(error)(f"{model.region.source.name}: signature {escape(signature.key)!r}: {error}") from error

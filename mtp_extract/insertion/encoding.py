@@ -149,7 +149,10 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         elif storage.type in FLOAT_TYPES:
             found[slot] = Encoding(slot, FLOATS, new, sums)
         elif scale.max() > LARGEST_SCALE:
-            raise CheckpointError(f"{slot.role}: holds values too large for integers and scales. Train it again.")
+            raise CheckpointError(
+                f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
+                "diverged: fetch it again, or train it again."
+            )
         else:
             found[slot] = Encoding(slot, REQUANTIZED, new, sums)
     return {slot.role: tuple(found[own] for own in slots if own.role == slot.role and own in found) for slot in slots}

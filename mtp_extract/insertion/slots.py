@@ -103,7 +103,10 @@ class Slot:
         """
         values, factor = self.new.floats(first, last), self.stored.factor
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
+            raise CheckpointError(
+                f"{self.role}: holds values that are not finite. It was damaged, or the "
+                "training diverged: fetch it again, or train it again."
+            )
         if self.stored.folded:
             if np.ptp(values):
                 raise UnsupportedError(f"{self.role}: expected equal numbers, as the file stores one. Keep them equal.")

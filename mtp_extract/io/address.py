@@ -57,6 +57,10 @@ def parse_address(text: str) -> HubAddress | None:
     from huggingface_hub import constants, parse_hf_uri
 
     scheme, _, rest = text.rpartition("://")
+    # An argument of a command may be bytes that are no UTF-8, and a path may be such bytes; an address is not.
+    is_text = text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+    if scheme != "hf" and not is_text:
+        return None
     hosts = {*constants.HF_URL_HOSTS, urlsplit(constants.ENDPOINT).netloc}
     is_page = scheme != "hf" and rest.partition("/")[0].lower() in hosts
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
@@ -65,7 +69,7 @@ def parse_address(text: str) -> HubAddress | None:
         found = parse_hf_uri(text if is_page else f"hf://{rest}", endpoint=constants.ENDPOINT)
         path, folder = found.path_in_repo, text.endswith("/") or (is_page and "/tree/" in text)
         is_here = scheme != "hf" and not path and found.id.endswith(_MODEL_FILES)
-        if found.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
+        if is_text and found.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
             return HubAddress(found.id, f"{path}/" if path and folder else path, found.revision)
     except ValueError:
         pass  # of a page it is another route, and of a name a path

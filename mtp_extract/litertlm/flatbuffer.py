@@ -12,6 +12,7 @@ and tables are reached through u32 offsets relative to where they stand; a vecto
 
 from __future__ import annotations
 
+import builtins
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from mtp_extract.errors import FormatError, TruncatedError
 from mtp_extract.io.source import Region
 
 _BUDGET = 2_000_000
+_READS_OF_A_BYTE = 8
+"""How often, on average, a byte may be read. Exporters write the parts of a model beside one another; a writer that
+stored equal small tables once would have several of them read again."""
+_SPARE = 1 << 16
 _BYTES_PER_ELEMENT = 32
 _LONGEST_STRING = 1 << 16
 _STRUCTS = {code: struct.Struct("<" + code) for code in "?bBhHiIfqQd"}
@@ -33,24 +38,43 @@ class Budget:
 
 
 class FlatBuffer:
-    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own."""
+    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own.
+
+    Attributes:
+        bytes_read: so many bytes of tables, strings and vectors, what is read twice counted twice.
+    """
 
     def __init__(self, region: Region, budget: Budget | None = None) -> None:
         self.region = region
+        self.bytes_read = 0
         self._budget = budget or Budget()
+        self._vtables = dict[int, tuple[int, tuple[int, ...]]]()
+        self._stored = dict[tuple[int, int], bytes]()
+        self._contents = dict[bytes, bytes]()
 
-    def spend(self, count: int) -> None:
-        """Count ``count`` elements against the budget.
+    def spend(self, elements: int, length: int) -> None:
+        """Count what is read, ``elements`` in ``length`` bytes, against the budget and against the size of the buffer.
 
         Tables and strings may be shared, so that a file of kilobytes describes gigabytes: what is built counts, not
-        what is stored.
+        what is stored. So the work that a buffer asks for grows with its bytes, and no faster.
 
         Raises:
-            FormatError: more elements than any real model has.
+            FormatError: more elements than any real model has, or than so few bytes hold.
         """
-        self._budget.elements -= count
+        self._budget.elements -= elements
+        self.bytes_read += length
         if self._budget.elements < 0:
             raise self.error("it describes more elements than any real model has")
+        if self.bytes_read > _READS_OF_A_BYTE * self.region.size + _SPARE:
+            raise self.error(f"its {self.region.size} bytes describe more elements than they hold, by sharing parts")
+
+    def stored(self, start: int, length: int) -> bytes:
+        """The bytes there, read once, however many refer to them; equal ones are one object, compared at once."""
+        if (start, length) not in self._stored:
+            self.spend(0, length)
+            content = self.region.read(start, length)
+            self._stored[start, length] = self._contents.setdefault(content, content)
+        return self._stored[start, length]
 
     def error(self, problem: str) -> FormatError:
         """A :class:`FormatError` that names this buffer."""
@@ -73,18 +97,28 @@ class FlatBuffer:
 
     def table(self, position: int) -> Table:
         """The table at ``position``, its vtable checked."""
-        self.spend(1)
         vtable = position - self.integer("i", position)
-        size = self.integer("H", vtable)
-        if size < 4 or size % 2:
-            raise self.error(f"the vtable at byte {vtable} has size {size}")
-        length = self.integer("H", vtable + 2)
-        if length < 4 or position + length > self.region.size:
+        length, slots = self._vtables.get(vtable) or self._vtable(vtable)
+        if position + length > self.region.size:
             raise self.error(f"the table at byte {position} has size {length}")
-        slots = struct.unpack(f"<{size // 2 - 2}H", self.region.read(vtable + 4, size - 4)) if size > 4 else ()
-        if any(slot >= length for slot in slots):
-            raise self.error(f"the table at byte {position} has a field outside itself")
+        # With the offset that leads to it.
+        self.spend(1, length + 4)
         return Table(self, position, slots)
+
+    def _vtable(self, position: int) -> tuple[int, tuple[int, ...]]:
+        """The size of the tables with the vtable at ``position``, which many share, and where fields lie in them."""
+        size = self.integer("H", position)
+        if size < 4 or size % 2:
+            raise self.error(f"the vtable at byte {position} has size {size}")
+        length = self.integer("H", position + 2)
+        if length < 4:
+            raise self.error(f"the vtable at byte {position} is of tables of size {length}")
+        self.spend(0, size)
+        slots = struct.unpack(f"<{size // 2 - 2}H", self.region.read(position + 4, size - 4)) if size > 4 else ()
+        if any(slot >= length for slot in slots):
+            raise self.error(f"the vtable at byte {position} has a field outside its table")
+        self._vtables[position] = length, slots
+        return length, slots
 
     def vector(self, position: int, width: int) -> Vector:
         """The vector at ``position``, of elements of ``width`` bytes."""
@@ -98,7 +132,7 @@ class FlatBuffer:
         vector = self.vector(position, 1)
         if vector.count > _LONGEST_STRING:
             raise self.error(f"a string of {vector.count} bytes")
-        self.spend(1 + vector.count // _BYTES_PER_ELEMENT)
+        self.spend(1 + vector.count // _BYTES_PER_ELEMENT, 4 + vector.count)
         return vector.bytes().decode("utf-8", "backslashreplace")
 
 
@@ -114,8 +148,12 @@ class Vector:
     def bytes(self) -> bytes:
         return self.buffer.region.read(self.start, self.count * self.width) if self.count else b""
 
+    def stored(self) -> builtins.bytes:
+        """The same, read once, however many refer to them."""
+        return self.buffer.stored(self.start, self.count * self.width) if self.count else b""
+
     def integers(self, code: str) -> tuple[int, ...]:
-        self.buffer.spend(self.count)
+        self.buffer.spend(self.count, self.count * self.width)
         return struct.unpack(f"<{self.count}{code}", self.bytes())
 
 

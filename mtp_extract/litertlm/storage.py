@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.errors import FormatError, UnsupportedError, several
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.tflite import (
     ELEMENT_BITS,
@@ -421,7 +421,10 @@ def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats,
     if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
         raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
     if zeros not in (0, 1, scales):
-        raise FormatError(f"{tensor.label} has {scales} scales and {zeros} zero points.")
+        raise FormatError(
+            f"{tensor.label} has {several(zeros, 'zero point')} for {several(scales, 'scale')}; expected none, 1, or "
+            "one per scale. The file is damaged: fetch it again."
+        )
     return quantization.scale, quantization.zero_point
 
 

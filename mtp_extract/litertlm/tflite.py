@@ -121,12 +121,17 @@ class Quantization:
     @cached_property
     def scale(self) -> npt.NDArray[np.float32]:
         """Scales as stored, float32 ``[scales.count]``."""
-        return np.frombuffer(self.scales.bytes(), "<f4")
+        return np.frombuffer(self.scales.stored(), "<f4")
 
     @cached_property
     def zero_point(self) -> npt.NDArray[np.int64]:
         """Zero points as stored, int64 ``[zero_points.count]``."""
-        return np.frombuffer(self.zero_points.bytes(), "<i8")
+        return np.frombuffer(self.zero_points.stored(), "<i8")
+
+    def same_scales(self, other: Quantization) -> bool:
+        """Whether scales and zero points are those of ``other``; where they are the same bytes, none is read."""
+        pairs = ((self.scales, other.scales), (self.zero_points, other.zero_points))
+        return all(a.count == b.count and (a.start == b.start or a.stored() == b.stored()) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ class Operator:
         inputs: tensor indices; -1 for an optional input that is absent.
         composite: name of a STABLEHLO_COMPOSITE; None for any other operator.
         body: subgraph with the composite's decomposition; -1 for none.
-        attributes: what the composite says of itself, a flexbuffer; empty for none.
+        attributes: what the composite says of itself, a flexbuffer that is not read yet; None where there are none.
         activation: fused activation function of the kinds that have one (0 none).
     """
 
@@ -186,7 +191,7 @@ class Operator:
     outputs: tuple[int, ...]
     composite: str | None
     body: int
-    attributes: bytes = field(repr=False)
+    attributes: Vector | None = field(repr=False)
     activation: int
     options: Table | None = field(repr=False, compare=False)
 
@@ -321,6 +326,8 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
     if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
         raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
     root = FlatBuffer(region, budget).root()
+    # A signature that is listed several times is one.
+    signatures = dict[object, Signature]()
     codes = tuple(_operator_code(table) for table in root.tables(1))
     buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))
     subgraphs = tuple(_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
@@ -333,12 +340,16 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
         name = groups[group] if group < len(groups) else f"(group {group} of {len(groups)})"
         place = table.integer(2, "Q"), table.integer(3, "Q")
         external[table.integer(0, "I")] = (name, *place, table.string(4) or "")
+    for table in root.tables(7):
+        signature = _signature(table, subgraphs)
+        interface = (*signature.inputs.items(), None, *signature.outputs.items())
+        signatures.setdefault((signature.key, signature.subgraph, interface), signature)
     return TfliteModel(
         region,
         weights,
         root.string(3) or "",
         subgraphs,
-        tuple(_signature(table, subgraphs) for table in root.tables(7)),
+        tuple(signatures.values()),
         buffers,
         MappingProxyType(external),
     )
@@ -393,7 +404,7 @@ def _operators(table: Table, subgraph: int, codes: tuple[str, ...], tensors: int
             _tensor_indices(entry, 2, tensors, what),
             (composite.string(0) or "") if composite else None,
             composite.integer(1, "i", -1) if composite else -1,
-            composite.vector(2, 1).bytes() if composite else b"",
+            composite.vector(2, 1) if composite else None,
             options.integer(slot, "b") if options and slot is not None else 0,
             options,
         )

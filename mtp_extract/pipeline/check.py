@@ -19,8 +19,11 @@ from mtp_extract.architecture.roles import Config
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences, read_object
+from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
 from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, provenance
+from mtp_extract.checkpoint.rounding import SCALES
+from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import same_weight
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, own_files, weights_of
@@ -272,6 +275,17 @@ class ReadDirectory:
         """Roles whose codes lie in a file of their own, besides their floats."""
         coded = [role for role, weight in self.checkpoint.tensors.items() if weight.scheme]
         return frozenset(role for role in coded if not self.written.tensors[role].scheme)
+
+    @property
+    def lost(self) -> list[str]:
+        """What its numbers, or scales of codes, were rounded to for good: of those that codes lie beside nothing is."""
+        rounded: list[str] = self.record["rounded"]
+        if not self.extra_codes:
+            return rounded
+        weights = (weight for role, weight in self.written.tensors.items() if role not in self.extra_codes)
+        types = {weight.tensor.dtype for weight in weights if isinstance(weight, Stored)}
+        names = {FLOAT_NAMES[name].rounding for name in types if name in FLOAT_NAMES}
+        return [word for word in rounded if word.endswith(SCALES) or word in names]
 
     @property
     def sums(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.bundle import Opened, Shard, open_bundle
+from mtp_extract.bundle import Opened, Shard, naming, open_bundle
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
 from mtp_extract.checkpoint.weight import Constant, filled
@@ -112,7 +112,8 @@ def extract(
         else:
             with offering_unproven(opened):
                 drafter, proof = opened.drafter(sliding_window), None
-        original = checkpoint_of(drafter)
+        with naming(opened.source.name):
+            original = checkpoint_of(drafter)
         origin = of_bundle(drafter, original)
         arranged = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
         # Before a byte is written; what is written is then compared with this checkpoint. Of what was rounded that is

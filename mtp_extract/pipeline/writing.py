@@ -16,10 +16,10 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import CENTROIDS, MATRIX, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, Arranged, Checkpoint, arrange
-from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Arranged, Checkpoint, arrange
+from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
-from mtp_extract.checkpoint.rounding import RULES, SCALES
+from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named, format_of
@@ -147,7 +147,7 @@ def write(
             **origin,
             "layout": made.format.name,
             "dtype": made.dtype,
-            "rounded": _rounded(made),
+            "rounded": made.rounded,
             "rule": rules[0] if rules else None,
             "geometry": made.checkpoint.config.as_json(),
             "files": files,
@@ -164,17 +164,6 @@ def write(
             integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
             notes=(*remarks, *made.notes(), *made.files[0].notes),
         )
-
-
-def _rounded(made: Arranged) -> list[str]:
-    """What numbers were rounded to, and scales of codes. What lies beside its own codes is not lost."""
-    beside = FLOATS if any(file.name == CODES_FILE for file in made.files) else ""
-    lossy = [
-        stored_as
-        for stored_as in made.kept.values()
-        if stored_as.rounded_to and not (stored_as.weight.scheme and stored_as.how == beside)
-    ]
-    return sorted({stored_as.rounded_to + SCALES * (stored_as.how == CODES) for stored_as in lossy})
 
 
 def convert(
@@ -213,23 +202,30 @@ def convert(
     check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
     arranged = prepare(read.checkpoint, chosen, plan)
-    before = roundings(*read.record["converted_from"], read.record)
-    lost = ", ".join(word for word in before if word not in _rounded(arranged))
+    before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
+    lost = ", ".join(word for word in before if word not in arranged.rounded)
     note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
     notes = [*read.checkpoint.notes, *([note] if lost else [])]
     return write(arranged, target, origin_of(read, arranged), notes, **to, progress=progress)
 
 
-def origin_of(read: ReadDirectory, made: Arranged) -> dict[str, Any]:
+def origin_of(read: ReadDirectory, arranged: Arranged) -> dict[str, Any]:
     """What a record of ``arranged``, made of what was ``read``, says of its origin, of a proof and of training.
 
     Of an ordered head that ``arranged`` leaves out it says nothing.
     """
-    record, carried_over = read.record, ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
-    if any(stored_as.how == INDICES for stored_as in made.kept.values()):
+    record = read.record
+    carried_over = ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
+    if any(stored_as.how == INDICES for stored_as in arranged.kept.values()):
         carried_over.append("ordered_head")
-    step = {"layout": read.layout, **{key: record[key] for key in ("dtype", "rounded", "rule")}}
-    step |= {"version": record["tool"]["version"], "files": read.sums}
+    step = {
+        "layout": read.layout,
+        "dtype": record["dtype"],
+        "rounded": read.lost,
+        "rule": record["rule"],
+        "version": record["tool"]["version"],
+        "files": read.sums,
+    }
     return {
         **{key: record[key] for key in carried_over if key in record},
         "converted_from": [*record["converted_from"], step],

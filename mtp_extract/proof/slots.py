@@ -59,8 +59,7 @@ class SlotsOfLayer:
         # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
         either += attention.all_windows if alike else ()
         shown, hidden = set[float](), set[float]()
-        for some in np.array_split(rows, max(1, (rows.size * slots << len(either)) // _NUMBERS_AT_ONCE)):
-            cases = self.masks.cases(attention, some, either)
+        for cases in self.masks.each_case(attention, rows, either, _NUMBERS_AT_ONCE):
             seen, possible = self._by_config(cases)
             # That a window covers what is seen is held by itself.
             for inside in cases.within.values():
@@ -104,11 +103,10 @@ class SlotsOfLayer:
         return (seen if told and MASK not in self.layer.masks else seen & mask), possible
 
     def _hold_scores(self, cases: Cases, effect: Effect, seen: Bools, hidden: Bools) -> None:
-        some = np.argwhere(seen)
-        if not len(some):
+        if not seen.any():
             return
         # A softmax does not hear what is added to a whole row.
-        base = float(effect.offset[tuple(some[0])])
+        base = float(effect.offset.flat[np.argmax(seen)])
         with np.errstate(invalid="ignore"):
             sound = effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _SAME_OFFSET * max(1, abs(base)))
             lowered = base - self.largest - (effect.offset + effect.scored * self.largest)

@@ -23,11 +23,24 @@ def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: 
     result = run("convert", extracted, "--for", "compressed-tensors", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "from its transformers format" in result.stdout and "23 weights as integers" in result.stdout
-    assert "Verified when it was extracted: the checkpoint computes what the bundle" in result.stdout
+    assert "extraction.json says that it was verified when it was extracted: the checkpoint" in result.stdout
+    assert "Verified" not in result.stdout, "no bundle was at hand"
     shown = run("inspect", f"{extracted.name}-compressed-tensors", "--against", sample, cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "every bit" in shown.stdout
     assert "compressed-tensors format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
+
+
+def test_floats_are_rounded_with_codes_beside_them_or_without(sample: Path, tmp_path: Path) -> None:
+    """Engines load the floats; what the codes give back is not rounded."""
+    record = extract(sample, tmp_path / "floats", format="gguf", dtype="bf16", codes=True).record
+    assert record["rounded"] == ["BF16"]
+    written = RUNNER.invoke(convert.app, [str(tmp_path / "floats"), "--for", "litert", "-o", str(tmp_path / "exact")])
+    assert written.exit_code == 0
+    assert "rounded earlier" not in written.stdout and "before rounding" not in written.stdout
+    for place in ("floats", "exact"):
+        shown = RUNNER.invoke(inspect.app, [str(tmp_path / place), "--against", str(sample)])
+        assert shown.exit_code == 0, shown.output
 
 
 @pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if not listed.read_as])

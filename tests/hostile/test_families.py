@@ -1,0 +1,348 @@
+"""Files whose parts are one another, each family swept over sizes: work grows with the bytes of a file, and no faster.
+
+Work is counted and not timed: tables and bytes that are read, numbers that are computed, patterns that are tried.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import flatbuffers
+import numpy as np
+import pytest
+from ai_edge_litert import schema_py_generated as schema
+from flatbuffers import flexbuffers
+from helpers.make_bundle import TABLE, Memory, pack, table, vector
+from helpers.make_drafter import DrafterSpec, plain_model
+from helpers.surgery import Graph
+from seam import (
+    CheckpointError,
+    FormatError,
+    FoundRole,
+    MtpExtractError,
+    Region,
+    UnsupportedError,
+    check_names,
+    evaluate,
+    flat,
+    inspect_checkpoint,
+    model_of,
+    parse_address,
+    prove,
+    read,
+    read_model,
+    read_numbers,
+    read_object,
+    read_prompts,
+    roles_module,
+    roles_of,
+)
+
+SIZES = (250, 1000, 4000)
+
+
+class _Counted(Memory):
+    """A source that counts what is read of it: reads, and their bytes."""
+
+    work = 0
+
+    def read_small(self, offset: int, length: int) -> bytes:
+        self.work += 1 + length
+        return self.read(offset, length)
+
+
+def work_of(data: bytes, use: Callable[[Any], object] = lambda model: None) -> int:
+    """What reading the model ``data``, and ``use`` of it, reads; a refusal ends it early."""
+    source = _Counted(data)
+    with suppress(MtpExtractError):
+        use(read_whole(source))
+    return source.work
+
+
+def read_whole(source: Memory) -> Any:
+    """The TFLite model that ``source`` is."""
+    return read_model(Region(source, 0, source.size, "the model"))
+
+
+def require_linear(work: dict[int, int]) -> None:
+    """``work`` by bytes of a file: where there are four times as many, at most five times the work."""
+    sizes = sorted(work)
+    for smaller, larger in pairwise(sizes):
+        assert work[larger] / work[smaller] < 1.25 * larger / smaller, work
+
+
+# -- shared vectors --------------------------------------------------------------------------------------------------
+
+
+def shared_vectors(levels: int) -> bytes:
+    """A flexbuffer ``{"bomb": …, "epsilon": 0.5}`` of vectors that hold the one before them twice: 2^levels values."""
+    content = bytearray(b"bomb\0epsilon\0\0\0\0")
+
+    def back(target: int) -> bytes:
+        return struct.pack("<I", len(content) - target)
+
+    content += struct.pack("<I", 0)
+    inner = len(content)
+    for level in range(levels):
+        content += struct.pack("<I", 2)
+        start = len(content)
+        for _ in range(2):
+            content += back(inner)
+        content += bytes([(10 if level else 1) << 2 | 2] * 2) + bytes(2)
+        inner = start
+    content += struct.pack("<I", 2)
+    keys = len(content)
+    for name in (b"bomb", b"epsilon"):
+        content += back(content.index(name + b"\0"))
+    content += back(keys) + struct.pack("<II", 4, 2)
+    values = len(content)
+    content += back(inner) + struct.pack("<f", 0.5) + bytes([10 << 2 | 2, 3 << 2 | 2])
+    return bytes(content) + struct.pack("<B", len(content) - values) + bytes([9 << 2 | 2, 1])
+
+
+def test_a_number_beside_vectors_that_share_one_another_is_read() -> None:
+    small = flexbuffers.Loads(shared_vectors(3))
+    assert small["epsilon"] == 0.5 and len(small["bomb"]) == 2, "the generator writes sound flexbuffers"
+    assert read_numbers(shared_vectors(200), ("epsilon", "scale")) == {"epsilon": 0.5}
+
+
+@pytest.mark.parametrize("number", [0, 1, -1, 300, -70000, 2**40, 0.5, 1e-6, 1e30, True, "0.5", [1], {"epsilon": 1}])
+def test_numbers_of_flexbuffers_are_what_the_published_reader_reads(number: Any) -> None:
+    attributes = {"a": 1, "epsilon": number, "epsilon2": 3, "is_global": True, "z": {"epsilon": 7}}
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    stored = bytes(flexbuffers.Dumps(attributes))
+    assert read_numbers(stored, ("epsilon", "scale")) == ({"epsilon": number} if is_number else {})
+
+
+def test_every_damage_to_a_flexbuffer_ends_in_an_error_of_ours() -> None:
+    stored = bytes(flexbuffers.Dumps({"epsilon": 1e-6, "scale": 300, "name": "x"}))
+    damaged = [stored[:length] for length in range(len(stored))]
+    for place in range(len(stored)):
+        damaged += [stored[:place] + bytes([byte]) + stored[place + 1 :] for byte in (0, 1, 0x7F, 0xFF)]
+    refused = 0
+    for content in damaged:
+        with suppress(FormatError):
+            refused += 1
+            read_numbers(content, ("epsilon", "scale"))
+            refused -= 1
+    assert 20 < refused < len(damaged) - 20
+
+
+def shared_attributes(count: int) -> bytes:
+    """``count`` composites with one vector of ``16 · count`` bytes of attributes."""
+    builder = flatbuffers.Builder(1 << 16)
+    name, attributes = builder.CreateString("odml.rms_norm"), builder.CreateByteVector(bytes(16 * count))
+    options = table(builder, 4, (TABLE, 0, name), (TABLE, 2, attributes))
+    operators = [table(builder, 13, ("Uint8", 11, 21), (TABLE, 12, options)) for _ in range(count)]
+    graphs = vector(builder, [table(builder, 4, (TABLE, 3, vector(builder, operators)))])
+    number = schema.BuiltinOperator.STABLEHLO_COMPOSITE
+    codes = vector(builder, [table(builder, 4, ("Int32", 3, number))])
+    builder.Finish(table(builder, 5, (TABLE, 1, codes), (TABLE, 2, graphs)), b"TFL3")
+    return bytes(builder.Output())
+
+
+def shared_scales(count: int) -> bytes:
+    """``count`` tensors that share one vector of ``4 · count`` scales."""
+    builder = flatbuffers.Builder(1 << 16)
+    scales = builder.CreateNumpyVector(np.ones(4 * count, np.float32))
+    grids = [table(builder, 7, (TABLE, 2, scales)) for _ in range(count)]
+    tensors = [table(builder, 5, ("Int8", 1, schema.TensorType.INT8), (TABLE, 4, grid)) for grid in grids]
+    graphs = vector(builder, [table(builder, 4, (TABLE, 0, vector(builder, tensors)))])
+    buffers = vector(builder, [table(builder, 1)])
+    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, buffers)), b"TFL3")
+    return bytes(builder.Output())
+
+
+def shared_tables(count: int) -> bytes:
+    """``count`` subgraphs that are one, of ``count`` tensors that are one, with a name of ``count`` bytes."""
+    builder = flatbuffers.Builder(1 << 16)
+    tensor = table(builder, 4, (TABLE, 3, builder.CreateString("x" * count)))
+    graph = table(builder, 1, (TABLE, 0, vector(builder, [tensor] * count)))
+    graphs, buffers = vector(builder, [graph] * count), vector(builder, [table(builder, 1)])
+    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, buffers)), b"TFL3")
+    return bytes(builder.Output())
+
+
+def shared_vtable(count: int) -> bytes:
+    """``count`` buffers whose one vtable has ``count`` fields."""
+    builder = flatbuffers.Builder(1 << 16)
+    tables = [table(builder, count, ("Uint8", count - 1, 1)) for _ in range(count)]
+    graphs = vector(builder, [table(builder, 1)])
+    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, vector(builder, tables))), b"TFL3")
+    return bytes(builder.Output())
+
+
+def listed_signatures(count: int) -> bytes:
+    """A model of ``count`` tensors that lists one signature, of ``count // 10`` inputs, ``count`` times."""
+    builder = flatbuffers.Builder(1 << 16)
+    texts = [builder.CreateString(f"input {index}") for index in range(count // 10)]
+    names = [table(builder, 2, (TABLE, 0, text), ("Uint32", 1, index)) for index, text in enumerate(texts)]
+    signature = table(builder, 5, (TABLE, 0, vector(builder, names)), (TABLE, 2, builder.CreateString("key")))
+    tensors = vector(builder, [table(builder, 1) for _ in range(count)])
+    graphs = vector(builder, [table(builder, 1, (TABLE, 0, tensors))])
+    buffers, listed = vector(builder, [table(builder, 1)]), vector(builder, [signature] * count)
+    builder.Finish(table(builder, 8, (TABLE, 2, graphs), (TABLE, 4, buffers), (TABLE, 7, listed)), b"TFL3")
+    return bytes(builder.Output())
+
+
+def _all_scales(model: Any) -> None:
+    arrays = [tensor.quantization.scale for tensor in model.subgraphs[0].tensors]
+    assert all(np.shares_memory(array, arrays[0]) for array in arrays), "they are kept once"
+
+
+@pytest.mark.parametrize(
+    ("family", "use"),
+    [
+        (shared_attributes, lambda model: None),
+        (shared_scales, _all_scales),
+        (shared_tables, lambda model: None),
+        (shared_vtable, lambda model: None),
+        (listed_signatures, lambda model: None),
+    ],
+)
+def test_what_is_read_grows_with_the_bytes(family: Callable[[int], bytes], use: Callable[[Any], object]) -> None:
+    files = [family(count) for count in SIZES]
+    require_linear({len(data): work_of(data, use) for data in files})
+
+
+def test_tables_that_are_shared_without_end_are_refused_by_that_name() -> None:
+    with pytest.raises(FormatError, match="by sharing parts"):
+        model_of(shared_tables(1000))
+
+
+def test_a_signature_that_is_listed_several_times_is_one() -> None:
+    assert [signature.key for signature in model_of(listed_signatures(20)).signatures] == ["key"]
+
+
+# -- computed constants ----------------------------------------------------------------------------------------------
+
+
+def sums_of_a_constant(count: int, elements: int) -> Any:
+    """A drafter's graph and the last of ``count`` sums of what BROADCAST_TO makes of one number."""
+    g = Graph(plain_model(), {})
+    value = g.call("BROADCAST_TO", g.constant(np.ones(1)), g.constant(np.array([elements]), np.int32), shape=[elements])
+    for _ in range(count):
+        value = g.call("ADD", value, value)
+    name = g.model.subgraphs[0].tensors[value].name = b"the last"
+    graph = flat(pack(g.model))
+    outputs = (output for node in graph.nodes for output in node.outputs)
+    return graph, next(output for output in outputs if output.tensor.name == name.decode())
+
+
+def test_numbers_that_are_computed_are_counted_in_all() -> None:
+    graph, value = sums_of_a_constant(4, 1 << 16)
+    before = graph.computed.elements
+    (first,) = evaluate(graph, {}, [value])
+    spent = before - graph.computed.elements
+    evaluate(graph, {}, [value])
+    assert first.max() == 16
+    assert before - graph.computed.elements == 2 * spent
+    assert 5 << 16 <= spent < 6 << 16
+
+
+def test_more_numbers_than_any_drafter_computes_are_refused_before_they_are() -> None:
+    graph, value = sums_of_a_constant(200, 1 << 20)
+    with pytest.raises(UnsupportedError, match="more numbers are computed"):
+        evaluate(graph, {}, [value])
+
+
+def test_a_large_constant_of_a_small_file_is_refused() -> None:
+    graph, value = sums_of_a_constant(1, 1 << 23)
+    with pytest.raises(UnsupportedError, match="makes 8388608 numbers"):
+        evaluate(graph, {}, [value])
+
+
+# -- many layers, long caches ----------------------------------------------------------------------------------------
+
+
+def named_roles(layers: int) -> list[FoundRole]:
+    """The roles of a drafter of ``layers`` layers, called as Google calls them."""
+    found = []
+    for role in roles_of(layers):
+        name = {"lm_head": "decode_softmax/embedder.decode"}.get(role.name)
+        if name is None:
+            name = role.published_names[0].replace(".*", "x/").partition("(")[0]
+            name += "skip_scale" if role.name.endswith("layer_scalar") else ""
+        found.append(FoundRole(role.name, None, (8,) if role.kind != "matrix" else (8, 8), 1.0, "", (f"other;{name}",)))
+    return found
+
+
+def test_names_are_compared_in_a_time_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = dict[int, int]()
+    layers_of = roles_module._layers_of
+    for layers in (5, 20, 80):
+        found = [role for role in named_roles(layers) if len(role.shape) == 1]
+        pieces = list[int]()
+        monkeypatch.setattr(
+            roles_module, "_layers_of", lambda pattern, names, log=pieces: log.append(1) or layers_of(pattern, names)
+        )
+        checked = check_names(found, layers)
+        assert set(checked.confirmed) == {role.role for role in found}
+        tried[len(found)] = len(pieces)
+    require_linear(tried)
+
+
+def test_a_name_says_the_layer_before_its_own_word() -> None:
+    carried = {
+        "layer_1/x/query_norm": {"1"},
+        "layer_12/query_norm": {"12"},
+        "query_norm/layer_1/x": set(),
+        "layer_1/layer_2/query_norm": {"1", "2"},
+        "layer_1_query_norm": set(),
+    }
+    for name, layers in carried.items():
+        assert roles_module._layers_of("layer_{i}/.*query_norm", [name]) == layers
+
+
+def test_a_drafter_of_100_layers_is_read() -> None:
+    drafter = read(Memory(pack(plain_model(DrafterSpec(windows=(4, None) * 50, ffn=8)))))
+    assert drafter.config.num_layers == 100
+
+
+def test_caches_of_500_000_slots_are_proven() -> None:
+    proof = prove(Memory(pack(plain_model(DrafterSpec(windows=(8, None), cache=500_000)))))
+    assert proof["mask_rows"] == {"computed": 2, "of": 500_000, "alike": True}
+
+
+# -- documents -------------------------------------------------------------------------------------------------------
+
+
+def test_a_deep_document_is_called_deep(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: nested more deeply"):
+        read_object(path)
+
+
+@pytest.mark.parametrize("depth", [70, 900])
+def test_messages_nested_without_end_are_no_prompt(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "prompts.jsonl"
+    content = "[" * depth + "]" * depth
+    path.write_text(f'{{"messages": [{{"role": "user", "content": {content}}}]}}\n')
+    with pytest.raises(MtpExtractError, match=r"prompts.jsonl: .*nested more than 64 deep"):
+        read_prompts(path)
+
+
+def test_a_revision_that_is_no_text_names_nothing() -> None:
+    assert parse_address("org/name@\udcff") is None
+    with pytest.raises(MtpExtractError, match="Expected hf://"):
+        parse_address("hf://org/name@\udcff/file")
+
+
+@pytest.mark.parametrize("shared", [[[]], [["lm_head"]]])
+def test_a_record_that_shares_nothing_with_nothing_is_refused(
+    extracted: Path, tmp_path: Path, shared: list[list[str]]
+) -> None:
+    place = tmp_path / "changed"
+    shutil.copytree(extracted, place)
+    record = json.loads((place / "extraction.json").read_text())
+    (place / "extraction.json").write_text(json.dumps({**record, "shared": shared}))
+    with pytest.raises(CheckpointError, match=r"extraction.json: .*shared"):
+        inspect_checkpoint(place)
