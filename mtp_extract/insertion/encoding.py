@@ -38,6 +38,14 @@ class Scales(NamedTuple):
     scale: Floats
     zero_point: npt.NDArray[np.int64]
 
+    def part(self, groups: slice) -> Scales:
+        """Those of some groups."""
+        return Scales(self.scale[groups], self.zero_point[groups])
+
+    def equals(self, other: Scales) -> bool:
+        """Whether all are the same, to the bit."""
+        return np.array_equal(self.scale, other.scale) and np.array_equal(self.zero_point, other.zero_point)
+
 
 class Sums(NamedTuple):
     """Sums of squares over a slot, as it is stored; zeros where the file holds the weight, or takes its codes."""
@@ -105,7 +113,10 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         UnsupportedError: values that the type cannot hold, or a weight that was folded away and is no longer 1.
         CheckpointError: values that are not finite, or too large for any scale.
     """
-    changed, differ, left, found = set[Slot](), set[Slot](), list[Slot](), dict[Slot, Encoding]()
+    changed = set[Slot]()
+    differ = set[Slot]()
+    to_measure = list[Slot]()
+    encodings = dict[Slot, Encoding]()
     leaders = _leaders(slots)
 
     def compare(slot: Slot, first: int, last: int) -> None:
@@ -127,35 +138,45 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
     for slot in slots:
         if slot not in changed or _has_rounded_scales(slot):
             if slot.constant is not None:
-                found[slot] = _kept(slot)
+                encodings[slot] = _kept(slot)
         elif slot.constant is None:
             raise UnsupportedError(
                 f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
                 "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
             )
         elif (scales := _scales_of_codes(slot)) is not None:
-            found[slot] = Encoding(slot, CODES, scales)
+            encodings[slot] = Encoding(slot, CODES, scales)
         else:
-            left.append(slot)
-    advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in left))
-    for slot, rows in over_rows(left, measure).items():
+            to_measure.append(slot)
+    advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in to_measure))
+    for slot, rows in over_rows(to_measure, measure).items():
         storage, sums = slot.stored.source.storage, Sums.total(r.sums for r in rows)
         scale = np.concatenate([r.scales.scale for r in rows])
         # Tables of a base have a row a token each: zero points that are all 0 are not kept.
         zeros = np.broadcast_to(np.int64(0), scale.shape)
         new = Scales(scale, zeros if storage.symmetric else np.concatenate([r.scales.zero_point for r in rows]))
-        if slot not in differ:
-            found[slot] = _kept(slot, sums)
-        elif storage.type in FLOAT_TYPES:
-            found[slot] = Encoding(slot, FLOATS, new, sums)
-        elif scale.max() > LARGEST_SCALE:
-            raise CheckpointError(
-                f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
-                "diverged: fetch it again, or train it again."
-            )
-        else:
-            found[slot] = Encoding(slot, REQUANTIZED, new, sums)
-    return {slot.role: tuple(found[own] for own in slots if own.role == slot.role and own in found) for slot in slots}
+        encodings[slot] = _rounded(slot, new, sums) if slot in differ else _kept(slot, sums)
+    by_role: dict[str, tuple[Encoding, ...]] = {slot.role: () for slot in slots}
+    for slot in slots:
+        if slot in encodings:
+            by_role[slot.role] += (encodings[slot],)
+    return by_role
+
+
+def _rounded(slot: Slot, scales: Scales, sums: Sums) -> Encoding:
+    """What a slot gets that is neither kept nor has codes of its own.
+
+    Raises:
+        CheckpointError: a scale is larger than files hold.
+    """
+    if slot.stored.source.storage.type in FLOAT_TYPES:
+        return Encoding(slot, FLOATS, scales, sums)
+    if scales.scale.max() > LARGEST_SCALE:
+        raise CheckpointError(
+            f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
+            "diverged: fetch it again, or train it again."
+        )
+    return Encoding(slot, REQUANTIZED, scales, sums)
 
 
 def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Iterable[Encoding]]) -> None:
@@ -164,7 +185,7 @@ def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Itera
     Raises:
         OutputError: one does not, or is of other constants than were planned.
     """
-    encodings = [encoding for own in planned.values() for encoding in own]
+    encodings = [encoding for of_role in planned.values() for encoding in of_role]
     expected = {key: encoding for encoding in encodings for key in _constants(encoding.slot)}
     written = {slot: _constants(slot) for slot in slots if slot.constant is not None}
     wrong = {key[0] for key in expected.keys() ^ set().union(*written.values())}
@@ -173,11 +194,11 @@ def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Itera
     def compare(slot: Slot, first: int, last: int) -> None:
         part = slot.part(slot.stored.source.storage.length, first, last)
         stored = slot.stored.source.location.read(part.start, part.stop - part.start)
-        if slot.role not in wrong and any(own.data(first, last) != stored for own in to_hold[slot]):
+        if slot.role not in wrong and any(planned.data(first, last) != stored for planned in to_hold[slot]):
             wrong.add(slot.role)
 
-    for slot, own in to_hold.items():
-        if not all(np.array_equal(*pair) for each in own for pair in zip(_present(slot), each.scales, strict=True)):
+    for slot, planned_here in to_hold.items():
+        if not all(_present(slot).equals(planned.scales) for planned in planned_here):
             wrong.add(slot.role)
     over_rows([slot for slot in to_hold if slot.role not in wrong], compare)
     if wrong:
@@ -275,10 +296,10 @@ def _measure(slot: Slot, leader: Slot, first: int, last: int, differs: bool) -> 
         if storage.type in FLOAT_TYPES:
             return _measure_floats(slot, values, first, last, differs)
         codes = source.codes(elements.start, elements.stop)
-        present = Scales(*(array[groups] for array in _present(slot)))
+        present = _present(slot).part(groups)
         changed = _losses(storage, values, codes.astype(np.float32), present)
-        own = present if leader is slot else Scales(*(array[groups] for array in _present(leader)))
-        new, new_codes, lost = _least_lossy(storage, values, own)
+        may_stay = present if leader is slot else _present(leader).part(groups)
+        new, new_codes, lost = _least_lossy(storage, values, may_stay)
         is_stored = not differs and (
             np.allclose(new.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
             and np.array_equal(new.zero_point, present.zero_point)

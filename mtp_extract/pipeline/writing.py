@@ -107,7 +107,7 @@ def _quantized(arranged: Arranged, name: str) -> Arranged:
 
 
 def write(
-    made: Arranged,
+    arranged: Arranged,
     target: Path,
     origin: Mapping[str, Any],
     notes: Iterable[str] = (),
@@ -130,14 +130,14 @@ def write(
     Raises:
         OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    rules, remarks = [weight.rule for weight in made.checkpoint.tensors.values() if weight.rule], list(notes)
+    rules, remarks = [weight.rule for weight in arranged.checkpoint.tensors.values() if weight.rule], list(notes)
     if rules:
         remarks.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
     with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
-        tick = counter(progress, sum(tensor.length for file in made.files for tensor in file.tensors))
-        files = {file.name: write_file(stage, file, tick) for file in made.files}
-        back = made.format.read(stage)
-        made.require_same(back, rounded=compare_rounded)
+        tick = counter(progress, sum(tensor.length for file in arranged.files for tensor in file.tensors))
+        files = {file.name: write_file(stage, file, tick) for file in arranged.files}
+        back = arranged.format.read(stage)
+        arranged.require_same(back, rounded=compare_rounded)
         if compare_rounded:
             # Codes that are not those of the floats they lie beside are refused where they are read.
             with_codes(stage, back.tensors)
@@ -145,24 +145,24 @@ def write(
             "format_version": 5,
             "tool": {"name": "mtp-extract", "version": __version__},
             **origin,
-            "layout": made.format.name,
-            "dtype": made.dtype,
-            "rounded": made.rounded,
+            "layout": arranged.format.name,
+            "dtype": arranged.dtype,
+            "rounded": arranged.rounded,
             "rule": rules[0] if rules else None,
-            "geometry": made.checkpoint.config.as_json(),
+            "geometry": arranged.checkpoint.config.as_json(),
             "files": files,
         }
         # The card is made of the record, which lists it.
-        files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=made.files[0].notes)))
+        files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=arranged.files[0].notes)))
         write_file(stage, OutputFile(RECORD, text=json_text(record)))
         read_record(stage)
         return ExtractionResult(
             directory=target,
             files={name: (stage / name).stat().st_size for name in files_in(stage)},
             record=record,
-            parameters=sum(map(math.prod, shapes_of(made.checkpoint.config).values())),
-            integers=len({t.role for t in made.files[0].tensors if t.role and made.kept[t.role].how == CODES}),
-            notes=(*remarks, *made.notes(), *made.files[0].notes),
+            parameters=sum(map(math.prod, shapes_of(arranged.checkpoint.config).values())),
+            integers=len({t.role for t in arranged.files[0].tensors if t.role and arranged.kept[t.role].how == CODES}),
+            notes=(*remarks, *arranged.notes(), *arranged.files[0].notes),
         )
 
 
