@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of what reads a drafter: anything but a sound reading or an error of ours is a finding.
 
 An input says what to do to a small drafter: its parsed model is changed (numbers, lists, parts that become one
-another), packed again, and then some words of its bytes are replaced, which makes tables share their parts. What comes
-of it is read and proven. atheris is needed, which nothing else here uses::
+another), packed again, and then some words of its bytes are replaced, which makes tables share their parts. What
+comes of it is read and proven. atheris is needed, which nothing else here uses::
 
     pip install atheris
     python scripts/fuzz.py build/fuzz -max_total_time=3600
@@ -27,13 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 with atheris.instrument_imports(include=["mtp_extract"]):
     from helpers.make_bundle import Memory, load, pack
     from helpers.make_drafter import DrafterSpec, plain_drafter
-    from seam import prove
-
-    from mtp_extract.errors import MtpExtractError
+    from seam import MtpExtractError, prove
 
 DRAFTERS = [plain_drafter(DrafterSpec(windows=windows)) for windows in ((None,), (4, None))]
 SEEDS = (b"\0", b"\1", *(bytes([which, edits, *range(40)]) for which in (0, 1) for edits in (1, 4)))
-LIMITS = ("-timeout=20", "-rss_limit_mb=1500")
+LIMITS = ("-timeout=20", "-rss_limit_mb=1500", "-len_control=0")
 _WORDS = [0, 1, 4, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]
 
 
