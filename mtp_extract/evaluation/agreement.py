@@ -53,7 +53,10 @@ class Continuations:
     def workloads(self) -> dict[str, list[int]]:
         """Indices of the texts of each, by name, in order of first appearance."""
         names = [prompt.workload for prompt in self.prompts]
-        return {name: [index for index, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
+        indices: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            indices.setdefault(name, []).append(index)
+        return indices
 
 
 def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
@@ -62,10 +65,10 @@ def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
     A last group of one joins the one before: some controls need two texts.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    made = [order[at : at + batch] for at in range(0, len(order), batch)]
-    if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
-        made[-2:] = [made[-2] + made[-1]]
-    return made
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    if batch > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [batches[-2] + batches[-1]]
+    return batches
 
 
 @torch.inference_mode()
@@ -118,10 +121,14 @@ def write_texts(
 ) -> Continuations:
     """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
     encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
-    longest, context = max(map(len, encoded)) + new_tokens, base.config.max_position_embeddings
+    longest = max(map(len, encoded)) + new_tokens
+    context = base.config.max_position_embeddings
     if longest > context:
-        what = f"at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them"
-        raise PairError(f"expected {what}. Give shorter prompts.", remedies=("prompts", "new_tokens"))
+        raise PairError(
+            f"expected at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them. Give "
+            "shorter prompts.",
+            remedies=("prompts", "new_tokens"),
+        )
     say(f"continuing {len(prompts)} prompts with the base alone")
     written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))

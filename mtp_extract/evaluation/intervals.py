@@ -173,13 +173,19 @@ def _events(hits: Floats, sizes: Floats) -> Floats:
 @lru_cache(maxsize=4096)
 def student(level: float, freedom: int) -> float:
     """The t for which ``level`` of Student's distribution lies within ±t, by halving a sum of powers of a cosine."""
-    odd, (low, high) = freedom % 2, (0.0, math.pi / 2)
+    odd = freedom % 2
+    low = 0.0
+    high = math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        term, total = (math.cos(angle) if odd else 1.0), 0.0
+        term = math.cos(angle) if odd else 1.0
+        total = 0.0
         for k in range(1 + odd, freedom, 2):
             total += term
             term *= math.cos(angle) ** 2 * k / (k + 1)
         within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-        low, high = (angle, high) if within < level else (low, angle)
+        if within < level:
+            low = angle
+        else:
+            high = angle
     return math.tan(low) * math.sqrt(freedom)
