@@ -32,9 +32,13 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        width, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.embedding_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        width = config.hidden_size
+        inner = config.intermediate_size
+        eps = config.rms_norm_eps
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        self.embedding_norm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         self.q_proj = nn.Linear(2 * width, queries, bias=False)
         self.k_proj = nn.Linear(2 * width, keys, bias=False)
         self.v_proj = nn.Linear(2 * width, keys, bias=False)
@@ -53,53 +57,75 @@ class Eagle3Layer(nn.Module):
         shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
         return turn(self.k_proj(x).view(shape), by).float(), self.v_proj(x).view(shape).float()
 
-    def forward(self, x: Tensor, residual: Tensor, by: Angles, cache: KV, visible: Tensor, own: KV) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
         """One position of every query.
 
         Args:
             x: of :meth:`read`, [batch, queries, 2 · width].
             residual: where the residual stream begins, [batch, queries, width].
             by: the rotation of the queries.
-            cache, visible, own: as of :class:`Eagle3State`; ``own`` with this step's.
+            cache, visible, step_kv: as of :class:`Eagle3State`; ``step_kv`` with this step's.
 
         Returns:
             [batch, queries, width], before the final norm.
         """
-        config, (keys, values), (own_keys, own_values) = self.config, cache, own
+        h = residual + self._attention(x, by, cache, visible, step_kv)
+        y = self.post_attention_norm(h)
+        out: Tensor = h + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+        return out
+
+    def _attention(self, x: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
+        """[batch, queries, width]: attention over verified slots and the round's own steps, in one softmax.
+
+        In the products b is the batch, l a query, k a KV head, g a query head of its group, s a slot, t a step.
+        """
+        config = self.config
         batch, queries, _ = x.shape
         q = turn(self.q_proj(x).view(batch, queries, -1, config.head_dim), by)
         q = q.view(batch, queries, config.num_kv_heads, -1, config.head_dim).float() * config.head_dim**-0.5
-        before = torch.einsum("blkgd,bskd->blkgs", q, keys)
-        before = before.masked_fill(~visible[:, :, None, None], -math.inf)
-        weights = torch.cat((before, torch.einsum("blkgd,bltkd->blkgt", q, own_keys)), dim=-1).softmax(-1)
-        slots = keys.shape[1]
-        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], values)
-        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], own_values)
-        h = residual + self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
-        y = self.post_attention_norm(h)
-        out: Tensor = h + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+
+        cache_scores = torch.einsum("blkgd,bskd->blkgs", q, cache[0])
+        cache_scores = cache_scores.masked_fill(~visible[:, :, None, None], -math.inf)
+        step_scores = torch.einsum("blkgd,bltkd->blkgt", q, step_kv[0])
+        weights = torch.cat((cache_scores, step_scores), dim=-1).softmax(-1)
+
+        slots = cache[1].shape[1]
+        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], cache[1])
+        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], step_kv[1])
+        out: Tensor = self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
         return out
 
 
 @dataclass(frozen=True)
 class Eagle3State:
-    """Where a round stands."""
+    """The state of a round between two of its steps."""
 
     embed: Embed  # unscaled
     hidden: Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step, what was fed back
     positions: Tensor  # int64 [batch, queries], that of the pending token less one, and one more with every step
     cache: KV  # K and V of verified positions, at slots that are positions, F32 [batch, slots, KV heads, head_dim] each
     visible: Tensor  # bool [batch, queries, slots]
-    own: KV | None = None
+    step_kv: KV | None = None
     """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
 
     def fork(self, width: int) -> Eagle3State:
         """Go on from each query ``width`` times, each with K and V of its own steps."""
-        hidden, positions, visible = (
-            part.repeat_interleave(width, 1) for part in (self.hidden, self.positions, self.visible)
+        step_kv = None
+        if self.step_kv is not None:
+            keys, values = self.step_kv
+            step_kv = keys.repeat_interleave(width, 1), values.repeat_interleave(width, 1)
+        return replace(
+            self,
+            hidden=self.hidden.repeat_interleave(width, 1),
+            positions=self.positions.repeat_interleave(width, 1),
+            visible=self.visible.repeat_interleave(width, 1),
+            step_kv=step_kv,
         )
-        own = self.own and (self.own[0].repeat_interleave(width, 1), self.own[1].repeat_interleave(width, 1))
-        return replace(self, hidden=hidden, positions=positions, visible=visible, own=own)
+
+
+def _append(first: KV, second: KV, dim: int) -> KV:
+    """K and V of ``first``, then those of ``second``."""
+    return torch.cat((first[0], second[0]), dim), torch.cat((first[1], second[1]), dim)
 
 
 class Eagle3Drafter(DrafterNetwork):
@@ -110,8 +136,11 @@ class Eagle3Drafter(DrafterNetwork):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.config, self.rope = config, RopeConfig(config.rope_theta)
-        width, base, eps = config.hidden_size, config.backbone_hidden_size, config.rms_norm_eps
+        self.config = config
+        self.rope = RopeConfig(config.rope_theta)
+        width = config.hidden_size
+        base = config.backbone_hidden_size
+        eps = config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.fc_norm = nn.ModuleList(RMSNorm(base, eps) for _ in range(FUSED)) if config.fc_norm else None
         self.input_norm = RMSNorm(FUSED * base, eps) if config.norm_before_fc else None
@@ -135,10 +164,10 @@ class Eagle3Drafter(DrafterNetwork):
 
     def rows(self, tokens: Tensor) -> Tensor:
         """The row of the head for each of the base's ``tokens``, −1 where it has none; int64, in their shape."""
-        found = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=tokens.device)
+        row_of_token = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=tokens.device)
         targets = self.targets.to(tokens.device)
-        found[targets] = torch.arange(len(targets), device=tokens.device)
-        return found[tokens]
+        row_of_token[targets] = torch.arange(len(targets), device=tokens.device)
+        return row_of_token[tokens]
 
     @property
     def needs(self) -> Needs:
@@ -161,42 +190,49 @@ class Eagle3Drafter(DrafterNetwork):
 
         In the first round the base was fed from position 0 on.
         """
-        device, previous = self.fc.weight.device, base.previous
-        embed, states = self._embedding(base.embed), self.fuse(base.fed.layers)  # [B, F, W]
-        tokens, positions = base.fed.tokens.to(device), base.fed.positions.to(device) - 1
+        device = self.fc.weight.device
+        previous: Eagle3State | None = base.previous
+        embed = self._embedding(base.embed)
+        states = self.fuse(base.fed.layers)  # [B, F, W]
+        tokens = base.fed.tokens.to(device)
+        positions = base.fed.positions.to(device) - 1  # those of the states that tokens are read beside
         if previous is None:
-            tokens, positions = tokens[:, 1:], positions[:, 1:]  # the token at 0 has no state before it
+            # The token at position 0 has no state before it.
+            cache = self._keys_values(embed(tokens[:, 1:]), states[:, :-1], positions[:, 1:])
+            first = positions[:, :1] + 1
         else:
             states = torch.cat((previous.hidden, states), dim=1)
-        x, by = self.layer.read(embed(tokens), states[:, :-1]), self._angles(positions)
-        keys, values = self.layer.keys_values(x, by)
-        if previous is not None:
-            keys, values = (torch.cat(both, dim=1) for both in zip(previous.cache, (keys, values), strict=True))
-        newest, slots = base.positions.to(device) - 1, torch.arange(keys.shape[1], device=device)  # [B, Q], [S]
-        first = base.fed.positions[:, :1].to(device) - int(previous is not None)  # the position of states[:, 0]
-        visible = slots < newest[..., None]
-        return Eagle3State(embed, picked(states, newest - first), newest, (keys, values), visible)
+            cache = _append(previous.cache, self._keys_values(embed(tokens), states[:, :-1], positions), dim=1)
+            first = positions[:, :1]
+        newest = base.positions.to(device) - 1  # [B, Q]
+        visible = torch.arange(cache[0].shape[1], device=device) < newest[..., None]  # [B, Q, S]
+        return Eagle3State(embed, picked(states, newest - first), newest, cache, visible)
+
+    def _keys_values(self, embedding: Tensor, hidden: Tensor, positions: Tensor) -> KV:
+        return self.layer.keys_values(self.layer.read(embedding, hidden), self._angles(positions))
 
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
         """As :meth:`DrafterNetwork.advance`; what comes out takes the place of the fused state in the next step."""
-        x, by = self.layer.read(state.embed(token.to(state.hidden.device)), state.hidden), self._angles(state.positions)
-        keys, values = (part[:, :, None] for part in self.layer.keys_values(x, by))
-        if state.own is not None:
-            keys, values = (torch.cat(both, dim=2) for both in zip(state.own, (keys, values), strict=True))
+        x = self.layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
+        by = self._angles(state.positions)
+        keys, values = self.layer.keys_values(x, by)
+        step_kv = keys[:, :, None], values[:, :, None]
+        if state.step_kv is not None:
+            step_kv = _append(state.step_kv, step_kv, dim=2)
         residual = x.chunk(2, dim=-1)[1] if self.config.norm_before_residual else state.hidden
-        h = self.layer(x, residual, by, state.cache, state.visible, (keys, values))
+        h = self.layer(x, residual, by, state.cache, state.visible, step_kv)
         normed: Tensor = self.final_norm(h)
         hidden = normed if self.config.norm_output else h
-        return normed, replace(state, hidden=hidden, positions=state.positions + 1, own=(keys, values))
+        return normed, replace(state, hidden=hidden, positions=state.positions + 1, step_kv=step_kv)
 
     def logits(self, h: Tensor) -> Tensor:
         """[…, vocabulary] of ``h`` […, width]; −∞ for tokens that the head cannot propose."""
         drafted: Tensor = self.lm_head(h)
         if not self.config.reduced:
             return drafted
-        whole = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
-        whole[..., self.targets] = drafted
-        return whole
+        logits = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
+        logits[..., self.targets] = drafted
+        return logits
 
     def _angles(self, positions: Tensor) -> Angles:
         return angles(positions, self.config.head_dim, self.rope)

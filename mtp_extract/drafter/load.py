@@ -50,21 +50,23 @@ def load_drafter(
 
 def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
     """Every weight, by the path of its module. Roles that are one stored constant stay one tensor."""
-    stored = DTYPES["f32" if checkpoint.dtype == CODES else checkpoint.dtype]
-    computed = dtype or getattr(torch, stored.transformers)
+    stored = "f32" if checkpoint.dtype == CODES else checkpoint.dtype
+    computed = dtype or getattr(torch, DTYPES[stored].transformers)
     if computed not in (torch.float32, torch.bfloat16):
         how = "asked for" if dtype else "stored, and no dtype was given"
         raise DrafterError(
             f"expected float32 or bfloat16 to compute in, but {computed} is {how}; pass dtype=torch.bfloat16 or "
             "torch.float32. The activations of Gemma 4 exceed float16's largest number, 65504"
         )
-    shared, state = dict[object, Tensor](), dict[str, Tensor]()
+    shared: dict[object, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for role in shapes_of(checkpoint.config):
         tensor = checkpoint.tensors[role.name]
         origin = tensor.origin or role.name
         if origin not in shared:
-            index = role.kind == INDEX
-            found = torch.from_numpy(tensor.indices() if index else tensor.array())
-            shared[origin] = found.to(device) if index else found.to(device, computed)
+            if role.kind == INDEX:
+                shared[origin] = torch.from_numpy(tensor.indices()).to(device)
+            else:
+                shared[origin] = torch.from_numpy(tensor.array()).to(device, computed)
         state[role.path] = shared[origin]
     return state

@@ -92,7 +92,9 @@ class Layer(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         self.approximate = "tanh" if config.hidden_activation == "gelu_pytorch_tanh" else "none"
-        width, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * layer.head_dim
+        width = config.hidden_size
+        inner = config.intermediate_size
+        heads = config.num_heads * layer.head_dim
         self.pre_attention_norm = RMSNorm(width, config.rms_norm_eps)
         self.q_proj = nn.Linear(width, heads, bias=False)
         self.q_norm = RMSNorm(layer.head_dim, config.rms_norm_eps)
@@ -129,7 +131,7 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpState:
-    """Where a round stands. What the layers look at, and from where, is the same in every step of it."""
+    """The state of a round between two of its steps. What the layers look at, and from where, stays the same."""
 
     embed: Embed
     hidden: Tensor
@@ -176,7 +178,8 @@ class MtpDrafter(DrafterNetwork):
 
     def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
         """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype."""
-        newest, masks = (base.positions - 1 - convention.unwritten)[..., None], {}  # [B, L, 1]
+        newest = (base.positions - 1 - convention.unwritten)[..., None]  # [B, L, 1]
+        masks = {}
         for kind, layer in self.config.kv_layers.items():
             back = torch.arange(base.fed.shared_kv[kind][0].shape[2], device=newest.device).flip(0)
             slots = base.fed.positions[:, -1:, None] - back  # [B, 1, S], their positions
@@ -187,7 +190,14 @@ class MtpDrafter(DrafterNetwork):
         return MtpState(base.embed, base.hidden.to(self.pre_projection.weight), views)
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        """As :meth:`DrafterNetwork.advance`; its own projection takes the place of the base's hidden state."""
+        """One draft step without the head; the projected state takes the place of the base's hidden state.
+
+        Args:
+            token: int64 [batch, queries].
+
+        Returns:
+            The state after the final norm, [batch, queries, width], and the state of the next step.
+        """
         h = self.pre_projection(torch.cat((state.embed(token).to(state.hidden), state.hidden), dim=-1))
         for layer, view in zip(self.layers, state.views, strict=True):
             h = layer(h, view)
@@ -204,17 +214,20 @@ class MtpDrafter(DrafterNetwork):
             position_ids: integers [batch, queries].
             masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
         """
-        found, device = {}, self.pre_projection.weight.device
+        device = self.pre_projection.weight.device
+        view_of: dict[LayerConfig, View] = {}
         for layer in dict.fromkeys(self.config.layers):
             keys, values = (part.to(device, torch.float32).contiguous() for part in shared_kv[layer.layer_type])
-            bias = None
-            if masks is not None:
-                visible = masks[layer.layer_type][:, None].to(device)  # [B, 1, L or 1, S]
-                bias = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
-                if visible.shape[2] > 1:
-                    bias = bias.repeat(1, 1, self.config.num_heads // layer.num_kv_heads, 1)
-            found[layer] = View(keys, values, bias, angles(position_ids.to(device), layer.head_dim, layer.rope))
-        return tuple(found[layer] for layer in self.config.layers)
+            heads_a_group = self.config.num_heads // layer.num_kv_heads
+            bias = None if masks is None else _bias(masks[layer.layer_type].to(device), heads_a_group)
+            view_of[layer] = View(keys, values, bias, angles(position_ids.to(device), layer.head_dim, layer.rope))
+        return tuple(view_of[layer] for layer in self.config.layers)
+
+
+def _bias(visible: Tensor, heads_a_group: int) -> Tensor:
+    """:attr:`View.bias` of ``visible``, bool [batch, 1 or queries, slots]."""
+    bias = torch.where(visible[:, None], 0.0, torch.finfo(torch.float32).min)
+    return bias.repeat(1, 1, heads_a_group, 1) if bias.shape[2] > 1 else bias
 
 
 @dataclass(frozen=True)

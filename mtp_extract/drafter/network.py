@@ -19,9 +19,9 @@ _Drafter = TypeVar("_Drafter", bound="DrafterNetwork")
 def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
     """The network of this shape with these very tensors, every one of them, in evaluation mode."""
     with torch.device("meta"):
-        made = network(shape)
-    made.load_state_dict(dict(state), strict=True, assign=True)
-    return made.eval().requires_grad_(False)
+        module = network(shape)
+    module.load_state_dict(dict(state), strict=True, assign=True)
+    return module.eval().requires_grad_(False)
 
 
 class RMSNorm(nn.Module):

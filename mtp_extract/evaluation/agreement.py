@@ -53,7 +53,10 @@ class Continuations:
     def workloads(self) -> dict[str, list[int]]:
         """Indices of the texts of each, by name, in order of first appearance."""
         names = [prompt.workload for prompt in self.prompts]
-        return {name: [index for index, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
+        indices: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            indices.setdefault(name, []).append(index)
+        return indices
 
 
 def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
@@ -62,10 +65,10 @@ def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
     A last group of one joins the one before: some controls need two texts.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    made = [order[at : at + batch] for at in range(0, len(order), batch)]
-    if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
-        made[-2:] = [made[-2] + made[-1]]
-    return made
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    if batch > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [batches[-2] + batches[-1]]
+    return batches
 
 
 @torch.inference_mode()
@@ -80,21 +83,29 @@ def base_texts(
     show: Show = silent,
 ) -> list[tuple[int, ...]]:
     """The token ids that the base writes after each prompt, by transformers' generation, a stop token included."""
-    drawn: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    sizes = {"max_new_tokens": new_tokens, "do_sample": temperature > 0, "pad_token_id": 0}
-    stops, device, found = frozenset(base.stop_token_ids), base.device, dict[int, tuple[int, ...]]()
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    stop_tokens = frozenset(base.stop_token_ids)
+    device = base.device
+    continuations: dict[int, tuple[int, ...]] = {}
     batches = groups(list(map(len, prompts)), batch)
     for number, group in enumerate(counted(batches, show, "the base's text")):
         rows = [torch.tensor(prompts[index], device=device) for index in group]
         tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
-        given = {"input_ids": tokens.clamp(min=0), "attention_mask": (tokens >= 0).long()}
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed + (number << 20))
-            made = base.model.generate(**given, **sizes, **drawn)
-        for index, row in zip(group, made[:, tokens.shape[1] :].tolist(), strict=True):
+            generated = base.model.generate(
+                input_ids=tokens.clamp(min=0),
+                attention_mask=(tokens >= 0).long(),
+                max_new_tokens=new_tokens,
+                do_sample=temperature > 0,
+                pad_token_id=0,
+                **sampling,
+            )
+        for index, row in zip(group, generated[:, tokens.shape[1] :].tolist(), strict=True):
             # What comes after a stop token is padding.
-            found[index] = tuple(row[: next((at + 1 for at, token in enumerate(row) if token in stops), len(row))])
-    return [found[index] for index in range(len(prompts))]
+            end = next((place + 1 for place, token in enumerate(row) if token in stop_tokens), len(row))
+            continuations[index] = tuple(row[:end])
+    return [continuations[index] for index in range(len(prompts))]
 
 
 def write_texts(
@@ -110,10 +121,14 @@ def write_texts(
 ) -> Continuations:
     """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
     encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
-    longest, context = max(map(len, encoded)) + new_tokens, base.config.max_position_embeddings
+    longest = max(map(len, encoded)) + new_tokens
+    context = base.config.max_position_embeddings
     if longest > context:
-        what = f"at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them"
-        raise PairError(f"expected {what}. Give shorter prompts.", remedies=("prompts", "new_tokens"))
+        raise PairError(
+            f"expected at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them. Give "
+            "shorter prompts.",
+            remedies=("prompts", "new_tokens"),
+        )
     say(f"continuing {len(prompts)} prompts with the base alone")
     written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
@@ -132,8 +147,8 @@ def measure_agreements(
         texts = [written.texts[row] for row in rows]
         full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
         for part, (drafter, steps, along) in zip(parts, asked, strict=True):
-            found = teacher_forced(base, drafter, texts, steps, along=along, full=full)
-            part.append(replace(found, text=torch.tensor(rows)[found.text]))
+            agreement = teacher_forced(base, drafter, texts, steps, along=along, full=full)
+            part.append(replace(agreement, text=torch.tensor(rows)[agreement.text]))
     return [Agreement.joined(part) for part in parts]
 
 
@@ -157,7 +172,9 @@ class Workload(Record):
 
 def figures(part: Agreement) -> Workload:
     """What it comes to."""
-    hit, near, aimed = part.drafts == part.targets, part.ranks < 5, part.targets >= 0
+    hit = part.drafts == part.targets
+    near = part.ranks < 5
+    aimed = part.targets >= 0
 
     def share(hits: Tensor, among: Tensor) -> Figure:
         return share_over_texts(part.text[among], hits[among])
@@ -242,23 +259,34 @@ def saving(before: Measured, after: Measured) -> Saving:
 
 def compare(before: Measured, after: Measured) -> Change:
     """At every anchor of both."""
-    difference, steps = (after.stands - before.stands).sum(dim=1), before.stands.shape[1]
-    found = difference_over_texts(before.text, difference / steps)
-    return Change(float(difference.mean()), found and found.scaled(steps), before.texts)
+    steps = before.stands.shape[1]
+    difference = (after.stands - before.stands).sum(dim=1)
+    interval = difference_over_texts(before.text, difference / steps)
+    return Change(float(difference.mean()), interval and interval.scaled(steps), before.texts)
 
 
 def of_agreement(agreement: Agreement) -> Measured:
     """Greedy serving: the drafts that the base's own text confirms."""
-    whole = agreement.where((agreement.targets >= 0).all(dim=1))
-    return Measured.over(whole.text, whole.anchor, (whole.drafts == whole.targets).double().cumprod(dim=1))
+    complete = agreement.where((agreement.targets >= 0).all(dim=1))
+    stands = (complete.drafts == complete.targets).double().cumprod(dim=1)
+    return Measured.over(complete.text, complete.anchor, stands)
 
 
 def _begins(text: Tensor, along: Tensor) -> Tensor:
-    """F64 [N], the probability that a round begins at each anchor; the first of each text begins one."""
+    """F64 [N], the probability that a round begins at each anchor; the first of each text begins one.
+
+    A round that begins at n and in which k drafts stand is followed by one at n + k + 1. So
+    begins[n + k + 1] += begins[n] · P(exactly k stand at n), from the first anchor of a text to its last.
+    """
     if not len(text):
         return torch.zeros(0, dtype=torch.double)
-    ends = along.new_ones(len(along), 1, dtype=torch.double)
-    exactly = -torch.cat((ends, along.double(), 0 * ends), dim=1).diff(dim=1)  # [N, K + 1], so many drafts stand
+
+    # [N, K + 1]: P(exactly k stand) = P(at least k) - P(at least k + 1).
+    ones = along.new_ones(len(along), 1, dtype=torch.double)
+    at_least = torch.cat((ones, along.double(), 0 * ones), dim=1)
+    exactly = -at_least.diff(dim=1)
+
+    # All texts side by side: [texts, longest, K + 1].
     lengths = torch.unique_consecutive(text, return_counts=True)[1]
     rows = rnn.pad_sequence(list(torch.split(exactly, lengths.tolist())), batch_first=True)
     texts, longest, ahead = rows.shape

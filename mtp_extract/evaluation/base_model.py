@@ -48,20 +48,20 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         MtpExtractError: too little memory, or a device that is not there.
     """
     require("torch", "transformers", "accelerate")
-    placed = _placed(device)
-    room = int(free_memory(placed) / _HEADROOM)
+    chosen = _device_of(device)
+    room = int(free_memory(chosen) / _HEADROOM)
     directory = Path(checkpoint_here(name, largest=room))
     require_base(directory, name)
     size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if size > room:  # before the machine starts to swap
         raise MtpExtractError(
-            f"too little memory on {placed or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
+            f"too little memory on {chosen or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
             f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
             remedies=("device",),
         )
     try:
         with memory_guard("loading the base"):
-            model, tokenizer, notes = _read(directory, placed)
+            model, tokenizer, notes = _read(directory, chosen)
     except MtpExtractError:
         raise
     except Exception as error:  # what a damaged part raises in transformers has no class of its own
@@ -84,26 +84,29 @@ def require_base(directory: Path, name: str) -> None:
         )
 
 
-def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
+def _read(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
     """The model in ``directory``, its tokenizer, and what was decided on the way; raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     quiet_transformers()
-    stored = json.loads((directory / "config.json").read_bytes())
     # Before transformers sees it: a config of a billion layers keeps it busy for hours.
-    if not 0 < (layers := (stored.get("text_config") or stored).get("num_hidden_layers", 1)) <= _MOST_LAYERS:
+    stored = json.loads((directory / "config.json").read_bytes())
+    layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
+    if not 0 < layers <= _MOST_LAYERS:
         raise ValueError(f"{layers} layers")
+
     config = AutoConfig.from_pretrained(directory)
     if str(config.model_type).endswith("_assistant"):
         raise ValueError(f"a drafter ({config.model_type})")
     half = torch.float16 in (getattr(config, "dtype", None), getattr(config.get_text_config(), "dtype", None))
     notes = ("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16",) if half else ()
+
     tokenizer = AutoTokenizer.from_pretrained(directory)
     # What has another shape is refused below, by name; transformers would say that its log tells.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.bfloat16 if half else "auto",
-        device_map="auto" if placed is None else {"": placed},
+        device_map="auto" if device is None else {"": device},
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
@@ -114,15 +117,16 @@ def _read(directory: Path, placed: torch.device | None) -> tuple[Any, Any, tuple
     return model.eval().requires_grad_(False), tokenizer, notes
 
 
-def _placed(device: str) -> torch.device | None:
-    """The one device that ``device`` means, or None for all GPUs; MtpExtractError where it is not there."""
+def _device_of(device: str) -> torch.device | None:
+    """The torch device of this name, or None for all GPUs; MtpExtractError where the machine does not have it."""
     gpus = torch.cuda.device_count()
     if (gpus > 1 and device == "auto") or (gpus and device == "balanced"):
         return None
     try:
-        found = torch.empty(0, device=("cuda" if gpus else "cpu") if device == "auto" else device).device
-        if found.type in ("cpu", "cuda", "mps"):
-            return found
+        name = ("cuda" if gpus else "cpu") if device == "auto" else device
+        chosen = torch.empty(0, device=name).device
+        if chosen.type in ("cpu", "cuda", "mps"):
+            return chosen
     except (AssertionError, RuntimeError):  # as torch raises for what it does not have
         pass
     what = f"a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}"

@@ -23,8 +23,9 @@ def require(*modules: str) -> None:
 def unusable(module: str, *names: str) -> str:
     """Why ``names`` cannot be imported from ``module``, as a clause; empty where they can."""
     try:
-        found = import_module(module)
-        _ = [getattr(found, name) for name in names]
+        imported = import_module(module)
+        for name in names:
+            getattr(imported, name)
     except Exception as error:  # noqa: BLE001 - a broken installation raises whatever it likes
         return f"it cannot be imported: {escape(error)}"
     return ""

@@ -89,21 +89,32 @@ def share_bounds(hits: Floats, sizes: Floats, events: Floats | None = None, *, l
     Of each text, [..., texts], the hits, whole or not, and draws; events, [...], by default of these hits.
     """
     events = _events(hits, sizes) if events is None else events
-    texts, total = sizes.shape[-1], sizes.sum(-1)
+    texts = sizes.shape[-1]
+    total = sizes.sum(-1)
     share = hits.sum(-1) / total
+
+    # The variance of the share, as texts differ: Σ (hits - share · size)² · T / (T - 1) / N².
     residuals = ((hits - share[..., None] * sizes) ** 2).sum(-1)
     variance = residuals * texts / (texts - 1) / total**2
-    single, whole = 1 / total, (sizes**2).sum(-1) / total**2
-    spread, room = share * (1 - share), whole - single
-    seen = np.where(spread > 0, variance / np.where(spread > 0, spread, 1.0), single)
-    correlation = np.clip((seen - single) / np.where(room > 0, room, 1.0), 0.0, 1.0)
+
+    # In units of share · (1 - share) it is 1 / N with ρ = 0, Σ n² / N² with ρ = 1, and linear in ρ between.
+    bernoulli = share * (1 - share)
+    independent = 1 / total
+    by_text = (sizes**2).sum(-1) / total**2
+    relative = np.where(bernoulli > 0, variance / np.where(bernoulli > 0, bernoulli, 1.0), independent)
+    room = by_text - independent
+    correlation = np.clip((relative - independent) / np.where(room > 0, room, 1.0), 0.0, 1.0)
     correlation += (1 - correlation) / (1 + events**1.5)
-    draws = 1 / ((1 - correlation) * single + correlation * whole)
+    draws = 1 / ((1 - correlation) * independent + correlation * by_text)
+
+    # Wilson's interval of as many independent draws, with Student's quantile t in place of the normal one:
+    # (p + t² / 2N ± t · √(p (1 - p) / N + t² / 4N²)) / (1 + t² / N).
     freedom = np.minimum(texts - 1, _FREE + np.floor(events))
-    quantile = np.vectorize(lambda one: student(level, int(one)), otypes=[np.float64])(freedom)
+    quantile = np.vectorize(lambda degrees: student(level, int(degrees)), otypes=[np.float64])(freedom)
     shrink = 1 + quantile**2 / draws
     centre = (share + quantile**2 / (2 * draws)) / shrink
-    half = quantile / shrink * np.sqrt(spread / draws + quantile**2 / (4 * draws**2))
+    half = quantile / shrink * np.sqrt(bernoulli / draws + quantile**2 / (4 * draws**2))
+
     # At the ends a bound is the share itself, which rounding must not miss.
     low = np.where(share <= 0, 0.0, np.clip(centre - half, 0.0, share))
     return low, np.where(share >= 1, 1.0, np.clip(centre + half, share, 1.0))
@@ -116,18 +127,25 @@ def delta_bounds(gained: Floats, lost: Floats, sizes: Floats, *, level: float = 
     same texts would make the difference surer; it is left out, being seen too badly in few texts.
     """
     total = sizes.sum(-1)
-    up, down = gained.sum(-1) / total, lost.sum(-1) / total
+    up = gained.sum(-1) / total
+    down = lost.sum(-1) / total
     # All that differ tell whether texts differ as a whole.
     events = _events(gained + lost, sizes)
     up_low, up_high = share_bounds(gained, sizes, events, level=level)
     down_low, down_high = share_bounds(lost, sizes, events, level=level)
-    apart_up, apart_down = gained - up[..., None] * sizes, lost - down[..., None] * sizes
-    scale = np.sqrt((apart_up**2).sum(-1) * (apart_down**2).sum(-1))
-    together = np.minimum(0.0, (apart_up * apart_down).sum(-1) / np.where(scale > 0, scale, 1.0))
-    below, above = (
-        np.sqrt(first**2 + second**2 - 2 * together * first * second)
-        for first, second in ((up - up_low, down_high - down), (up_high - up, down - down_low))
-    )
+    # How far both go together over texts, as a correlation of at most 0.
+    up_residuals = gained - up[..., None] * sizes
+    down_residuals = lost - down[..., None] * sizes
+    scale = np.sqrt((up_residuals**2).sum(-1) * (down_residuals**2).sum(-1))
+    together = np.minimum(0.0, (up_residuals * down_residuals).sum(-1) / np.where(scale > 0, scale, 1.0))
+
+    # Half widths a and b of two intervals make one of √(a² + b² - 2 ρ a b).
+    def combine(first: Floats, second: Floats) -> Floats:
+        width: Floats = np.sqrt(first**2 + second**2 - 2 * together * first * second)
+        return width
+
+    below = combine(up - up_low, down_high - down)
+    above = combine(up_high - up, down - down_low)
     return up - down - below, up - down + above
 
 
@@ -135,9 +153,11 @@ def ratio_bounds(sums: Floats, sizes: Floats, *, level: float = 0.95) -> Bounds:
     """Of a ratio of positive sums that nothing bounds, such as tokens over seconds: of its logarithm, by leaving out a
     text at a time. Numerator and denominator take a degree of freedom each."""
     texts = sums.shape[-1]
-    total, size = sums.sum(-1, keepdims=True), sizes.sum(-1, keepdims=True)
+    total = sums.sum(-1, keepdims=True)
+    size = sizes.sum(-1, keepdims=True)
     spread = np.log((total - sums) / (size - sizes)).var(-1) * (texts - 1)
-    ratio, half = (total / size)[..., 0], student(level, texts - 2) * np.sqrt(spread)
+    ratio = (total / size)[..., 0]
+    half = student(level, texts - 2) * np.sqrt(spread)
     return ratio * np.exp(-half), ratio * np.exp(half)
 
 
@@ -153,13 +173,19 @@ def _events(hits: Floats, sizes: Floats) -> Floats:
 @lru_cache(maxsize=4096)
 def student(level: float, freedom: int) -> float:
     """The t for which ``level`` of Student's distribution lies within ±t, by halving a sum of powers of a cosine."""
-    odd, (low, high) = freedom % 2, (0.0, math.pi / 2)
+    odd = freedom % 2
+    low = 0.0
+    high = math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        term, total = (math.cos(angle) if odd else 1.0), 0.0
+        term = math.cos(angle) if odd else 1.0
+        total = 0.0
         for k in range(1 + odd, freedom, 2):
             total += term
             term *= math.cos(angle) ** 2 * k / (k + 1)
         within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-        low, high = (angle, high) if within < level else (low, angle)
+        if within < level:
+            low = angle
+        else:
+            high = angle
     return math.tan(low) * math.sqrt(freedom)

@@ -12,7 +12,7 @@ Show = Callable[[str, int, int], None]  # called after each batch: what is done,
 
 
 def silent(*what: object) -> None:
-    """Nobody asked to be told."""
+    """Reports nothing."""
 
 
 def counted(items: Sequence[T], show: Show, part: str) -> Iterator[T]:

@@ -53,8 +53,10 @@ class Prompt:
 def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     """The prompts that come with the package, ``each`` of chat, code, math, prose and json, evenly spaced, or all."""
     prompts = read_prompts(_SHIPPED)
-    workloads = ([*found] for _, found in groupby(prompts, key=lambda prompt: prompt.workload))
-    return tuple(prompt for found in workloads for prompt in spread(found, each or len(prompts)))
+    chosen: list[Prompt] = []
+    for _, of_workload in groupby(prompts, key=lambda prompt: prompt.workload):
+        chosen += spread(list(of_workload), each or len(prompts))
+    return tuple(chosen)
 
 
 def hash_of_prompts(path: Path | None) -> str:
@@ -79,6 +81,18 @@ class _Row(msgspec.Struct):
     completion: str | None = None
     workload: str | None = None
     source: str | int | None = None
+
+
+def _read_rows(stored: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> list[Prompt]:
+    """The prompts of a ``.jsonl`` file; ValueError, which names the line, where one has none."""
+    prompts = []
+    for number, line in enumerate(stored.splitlines(), 1):
+        if line.strip():
+            try:
+                prompts.append(_prompt_of(line, workload, chat_template=chat_template, text_alone=text_alone))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number}: {error}") from error
+    return prompts
 
 
 def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
@@ -136,26 +150,23 @@ def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: b
     """
     if path is None:
         return shipped_prompts(FEW)
-    suffix, where, prompts = path.suffix.lower(), "", list[Prompt]()
-    ways = {"chat_template": chat_template, "text_alone": text_alone}
+    suffix = path.suffix.lower()
     try:
         if suffix not in (".txt", ".jsonl"):
             raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
         stored = read_regular(path, LARGEST).removeprefix(b"\xef\xbb\xbf")
         if suffix == ".txt":
-            prompts += (Prompt(path.stem, text) for text in re.split(r"\r\n|\r|\n", stored.decode()) if text.strip())
+            lines = re.split(r"\r\n|\r|\n", stored.decode())
+            prompts = [Prompt(path.stem, text) for text in lines if text.strip()]
         else:
-            for number, line in enumerate(stored.splitlines(), 1):
-                where = f"line {number}: "
-                prompts += [_prompt_of(line, path.stem, **ways)] if line.strip() else []
+            prompts = _read_rows(stored, path.stem, chat_template=chat_template, text_alone=text_alone)
     except OSError as error:
         raise MtpExtractError(
             f"{escape(path)}: expected prompts in a file that can be read, found: {error.strerror}. Check the path.",
             remedies=("prompts",),
         ) from error
     except (ValueError, RecursionError) as error:
-        found = f"{where}{escape(error)}"
-        raise MtpExtractError(f"{escape(path)}: expected {_FORM}, found: {found}. Write it so.") from error
+        raise MtpExtractError(f"{escape(path)}: expected {_FORM}, found: {escape(error)}. Write it so.") from error
     if not prompts:
         raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none. Give {_FORM}.")
     return tuple(prompts)

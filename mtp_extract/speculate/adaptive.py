@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FIRST = 4  # the first K
-_PRIOR, _START = 4.0, 0.7  # rounds that every step is taken to have seen, and the acceptance of all of them at first
+_PRIOR = 4.0  # rounds that every step is taken to have seen
+_START = 0.7  # the acceptance of every step at first
 _MEMORY = 0.95  # weight that a past round keeps with each new one
 
 
@@ -58,20 +59,32 @@ class RunningLength:
     """
 
     def __init__(self, policy: AdaptiveDrafts) -> None:
-        self.value, self.policy = min(_FIRST, policy.most), policy
+        self.value = min(_FIRST, policy.most)
+        self.policy = policy
         self.conditional = [_START] * policy.most
-        self._tried, self._held = [0.0] * policy.most, [0.0] * policy.most
-        self._step_ms = self._verify_ms = 0.0
+        self._tried = [0.0] * policy.most  # by step: rounds that judged its draft, older ones counting less
+        self._accepted = [0.0] * policy.most  # and those that accepted it
+        self._step_ms = 0.0
+        self._verify_ms = 0.0
 
     def observe(self, drafted: int, accepted: int, draft_ms: float, verify_ms: float) -> None:
         """Learn from a round, of which all draft steps took ``draft_ms``."""
-        self._tried = [_MEMORY * x + (step < min(drafted, accepted + 1)) for step, x in enumerate(self._tried)]
-        self._held = [_MEMORY * x + (step < accepted) for step, x in enumerate(self._held)]
+        # A draft after a rejected one is not judged.
+        judged = min(drafted, accepted + 1)
+        for step in range(self.policy.most):
+            self._tried[step] = _MEMORY * self._tried[step] + (step < judged)
+            self._accepted[step] = _MEMORY * self._accepted[step] + (step < accepted)
         self._step_ms = _MEMORY * self._step_ms + (draft_ms / drafted if drafted else 0.0)
         self._verify_ms = _MEMORY * self._verify_ms + verify_ms
-        pooled = (sum(self._held) + _PRIOR * _START) / (sum(self._tried) + _PRIOR)
-        self.conditional = [(h + _PRIOR * pooled) / (t + _PRIOR) for h, t in zip(self._held, self._tried, strict=True)]
-        cost = self.policy.cost_ratio
-        if cost is None:
-            cost = self._step_ms / self._verify_ms if self._verify_ms else 0.0
-        self.value = max(1, best_draft_length(self.conditional, draft_cost=cost))
+
+        # Each step's rate, as if it had also seen _PRIOR rounds with the rate of all steps.
+        pooled = (sum(self._accepted) + _PRIOR * _START) / (sum(self._tried) + _PRIOR)
+        for step in range(self.policy.most):
+            self.conditional[step] = (self._accepted[step] + _PRIOR * pooled) / (self._tried[step] + _PRIOR)
+        self.value = max(1, best_draft_length(self.conditional, draft_cost=self._cost_ratio()))
+
+    def _cost_ratio(self) -> float:
+        """Time of a draft step over time of a verification: the policy's, or as measured."""
+        if self.policy.cost_ratio is not None:
+            return self.policy.cost_ratio
+        return self._step_ms / self._verify_ms if self._verify_ms else 0.0

@@ -67,11 +67,12 @@ def judge(p: Tensor, drafts: Tensor, q: Sequence[Tensor], random: torch.Generato
         drafts: int64 [K].
         q: of each draft, [1, vocabulary], the distribution it was drawn from.
     """
-    own = torch.cat((*q, torch.zeros_like(p[:1])))  # after the last draft nothing was drawn that could be rejected
+    # After the last draft nothing was drawn that could be rejected.
+    drawn_from = torch.cat((*q, torch.zeros_like(p[:1])))
     index = drafts[:, None]
     chance = torch.rand(len(drafts), 1, generator=random, device=p.device)
-    accepted = (chance * own[:-1].gather(1, index) < p[:-1].gather(1, index)).cumprod(0).sum()
-    residual = (p[accepted] - own[accepted]).clamp(min=0)
+    accepted = (chance * drawn_from[:-1].gather(1, index) < p[:-1].gather(1, index)).cumprod(0).sum()
+    residual = (p[accepted] - drawn_from[accepted]).clamp(min=0)
     # p <= q everywhere means p = q: the residual then vanishes but for rounding, and p is its limit. Where q is no
     # number, neither is it, and nothing is drawn.
     return accepted, draw(torch.where(residual.sum() <= 0, p[accepted], residual)[None], random)[0]

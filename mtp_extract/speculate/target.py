@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,30 +35,31 @@ class Base:
     def __init__(self, model: Any) -> None:
         try:
             config = model.config.get_text_config()
-            layer_types, _, _ = config.layer_types, model.lm_head, model.model
+            layer_types = config.layer_types
+            _ = model.lm_head, model.model
         except AttributeError as error:
             raise PairError(
                 f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}. Load it "
                 "with AutoModelForCausalLM, and give the base model, not the drafter."
             ) from error
-        if (attention := getattr(config, "_attn_implementation", "sdpa")) != "sdpa":
+        attention = getattr(config, "_attn_implementation", "sdpa")
+        if attention != "sdpa":
             raise PairError(
                 f"expected attention implementation sdpa, found {escape(attention)}. Load the base with "
                 "attn_implementation='sdpa'."
             )
-        windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
-        if unknown := sorted(set(layer_types) - set(windows)):
-            raise PairError(f"expected layer types {', '.join(windows)} in the base, found {few(unknown)}")
-        self.model, self.config = model, config
+        self.model = model
+        self.config = config
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.vocab_size, self.width = int(config.vocab_size), int(config.hidden_size)
+        self.vocab_size = int(config.vocab_size)
+        self.width = int(config.hidden_size)
         self.num_layers = len(layer_types)
-        self.windows: dict[str, int | None] = {kind: windows[kind] for kind in dict.fromkeys(layer_types)}
-        own = self.num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
-        self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:own])}
-        # transformers 5.24 renamed the argument, and hands nothing back to who uses the old name.
-        names_of_arguments = inspect.signature(model.model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names_of_arguments else "past_key_values"
+        self.windows = _windows(config)
+        layers_with_kv = self.num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+        self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:layers_with_kv])}
+        # transformers 5.24 renamed the argument, and returns no K and V to callers that use the old name.
+        arguments = inspect.signature(model.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -104,19 +106,14 @@ class Base:
             tree: whose nodes the tokens are; in a chain, and without one, they follow one another.
         """
         before = 0 if cache is None else cache.get_seq_length()
-        positions, masks = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None
+        positions = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        masks = None
         if cache is not None and tree is not None and tree.width > 1:
             sees = torch.tensor(tree.sees, device=tokens.device)
             positions = before + sees.sum(-1)[None] - 1
             masks = self._tree_masks(cache, positions, sees)
-        decoder, states = self.model.get_decoder(), dict[int, Tensor]()
-        hooks = [
-            [*decoder.layers, decoder.norm][layer].register_forward_pre_hook(
-                lambda _, entering, layer=layer: states.update({layer: entering[0]})
-            )
-            for layer in layers
-        ]
-        try:
+
+        with self._entering_states(layers) as states:
             output = self.model.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -125,34 +122,46 @@ class Base:
                 return_shared_kv_states=True,
                 **{self._cache_argument: cache},
             )
+        shared_kv = getattr(output, "shared_kv_states", None)
+        if shared_kv is None:
+            raise PairError(f"expected a Gemma 4 base with shared_kv_states, found {type(self.model).__name__}")
+        return Fed(tokens, positions, output.last_hidden_state, states, dict(shared_kv))
+
+    @contextmanager
+    def _entering_states(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collects the hidden states that enter ``layers`` while the model runs, by layer."""
+        decoder = self.model.get_decoder()
+        modules = [*decoder.layers, decoder.norm]
+        states: dict[int, Tensor] = {}
+        hooks = [
+            modules[layer].register_forward_pre_hook(
+                lambda _, entering, layer=layer: states.update({layer: entering[0]})
+            )
+            for layer in layers
+        ]
+        try:
+            yield states
         finally:
             for hook in hooks:
                 hook.remove()
-        if (kv := getattr(output, "shared_kv_states", None)) is None:
-            raise PairError(f"expected a Gemma 4 base with shared_kv_states, found {type(self.model).__name__}")
-        return Fed(tokens, positions, output.last_hidden_state, states, dict(kv))
 
-    def keep(self, cache: DynamicCache, fed: Fed, way: Sequence[int]) -> Fed:
-        """Of the tokens that were ``fed`` last keep those of ``way`` alone, as if they had followed one another."""
-        at, count = list(way), fed.tokens.shape[1]
-        order = list(dict.fromkeys((*at, *range(count))))
+    def keep(self, cache: DynamicCache, fed: Fed, accepted_path: Sequence[int]) -> Fed:
+        """Of the tokens ``fed`` last keep those at ``accepted_path`` alone, as if they had followed one another."""
+        path = list(accepted_path)
+        count = fed.tokens.shape[1]
+
+        _crop(cache, path, count)
         layers: list[Any] = cache.layers
-        for layer in layers:
-            if layer.keys is None:
-                continue  # it shares K and V of a layer before it: transformers 5.24 keeps an empty place for it
-            if order != sorted(order):
-                before = layer.keys.shape[2] - count
-                slots = [*range(before), *(before + node for node in order)]
-                layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
-            layer.crop(len(at) - count)
-        positions = fed.positions[:, :1] + torch.arange(len(at), device=fed.positions.device)
-        states = {layer: states[:, at] for layer, states in fed.layers.items()}
-        kv = {kind: (layers[i].keys, layers[i].values) for kind, i in self.kv_providers.items()}
-        return Fed(fed.tokens[:, at], positions, fed.hidden[:, at], states, kv)
+        positions = fed.positions[:, :1] + torch.arange(len(path), device=fed.positions.device)
+        states = {layer: states[:, path] for layer, states in fed.layers.items()}
+        shared_kv = {kind: (layers[index].keys, layers[index].values) for kind, index in self.kv_providers.items()}
+        return Fed(fed.tokens[:, path], positions, fed.hidden[:, path], states, shared_kv)
 
     def _tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
         """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, of it what ``sees`` says."""
-        nodes, length, masks = len(sees), cache.get_seq_length(), {}
+        nodes = len(sees)
+        length = cache.get_seq_length()
+        masks = {}
         for kind, window in self.windows.items():
             layer: Any = cache.layers[self.kv_providers[kind]]
             before = torch.arange(length - layer.get_mask_sizes(nodes)[0] + nodes, length, device=sees.device)
@@ -163,6 +172,31 @@ class Base:
         return masks
 
 
+def _crop(cache: DynamicCache, path: Sequence[int], count: int) -> None:
+    """Of the last ``count`` slots of every layer keep those at ``path``, in that order."""
+    order = list(dict.fromkeys((*path, *range(count))))
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.keys is None:
+            continue  # it shares K and V of a layer before it: transformers 5.24 keeps an empty place for it
+        if order != sorted(order):
+            # Slots of the path move before the others, which are then cropped.
+            before = layer.keys.shape[2] - count
+            slots = [*range(before), *(before + node for node in order)]
+            layer.keys = layer.keys[:, :, slots]
+            layer.values = layer.values[:, :, slots]
+        layer.crop(len(path) - count)
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Layer type → the sliding window, of the types that ``config`` has; PairError where it has another type."""
+    known_types = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    unknown = sorted(set(config.layer_types) - set(known_types))
+    if unknown:
+        raise PairError(f"expected layer types {', '.join(known_types)} in the base, found {few(unknown)}")
+    return {kind: known_types[kind] for kind in dict.fromkeys(config.layer_types)}
+
+
 @torch.inference_mode()
 def check_pair(base: Base, drafter: Drafter) -> None:
     """Check that ``base`` can give what ``drafter`` needs.
@@ -170,10 +204,11 @@ def check_pair(base: Base, drafter: Drafter) -> None:
     Raises:
         PairError: vocabulary, width, layers or K and V differ.
     """
-    for what, expected, found in compared(base, drafter.needs):
-        if expected != found:
+    for what, expected, actual in compared(base, drafter.needs):
+        if expected != actual:
             raise PairError(
-                f"expected a base with {what} {expected}, found {found}. Give the base model this drafter was made for."
+                f"expected a base with {what} {expected}, found {actual}. Give the base model that this drafter was "
+                "made for."
             )
 
 

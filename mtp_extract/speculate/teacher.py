@@ -55,7 +55,7 @@ class Text:
 
 @dataclass(frozen=True)
 class OfTexts:
-    """What was found at anchors of several texts, a row each in every field."""
+    """A measurement at anchors of several texts: every field has a row for each anchor."""
 
     text: Tensor  # int64 [N], index of the text
     anchor: Tensor  # int64 [N], position of the pending token
@@ -121,28 +121,48 @@ def teacher_forced(
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
     full = full or read_texts(base, texts, [drafter.needs])
     anchors = _padded([text.anchors for text in texts], 1)
-    aims, real = targets(texts, anchors, steps), torch.arange(anchors.shape[1]) < lengths[:, None]
-    drafts, ranks = torch.empty_like(aims), torch.empty_like(aims)
+    aims = targets(texts, anchors, steps)
     at_once = max(1, _LOGITS_AT_ONCE // (len(texts) * base.vocab_size))
+    parts = []
     for part in torch.split(torch.arange(anchors.shape[1]), at_once):
-        places = anchors[:, part].to(full.tokens.device)
-        state, token = drafter.start(BaseState(full, places, base.embed)), full.tokens.gather(1, places)
-        for step in range(steps):
-            logits, state = drafter.step(state, token)
-            aim, token = aims[:, part, step].to(logits.device), logits.argmax(-1)
-            drafts[:, part, step], ranks[:, part, step] = token.cpu(), _ranks(logits, aim).cpu()
-            token = aim.clamp(min=0) if along else token
+        pending = anchors[:, part].to(full.tokens.device)
+        parts.append(_draft(drafter, BaseState(full, pending, base.embed), aims[:, part], along=along))
+    drafts = torch.cat([drafts for drafts, _ in parts], dim=1)
+    ranks = torch.cat([ranks for _, ranks in parts], dim=1)
+
+    # Texts with fewer anchors than the longest are padded.
+    real = torch.arange(anchors.shape[1]) < lengths[:, None]
     text = torch.arange(len(texts))[:, None].expand_as(real)
     return Agreement(text[real], anchors[real], drafts[real], aims[real], ranks[real])
 
 
+def _draft(drafter: Drafter, start: BaseState, aims: Tensor, *, along: bool) -> tuple[Tensor, Tensor]:
+    """What ``drafter`` drafts from ``start``, and the ranks of its ``aims``; int64 [texts, anchors, steps], on the CPU.
+
+    Each step reads the draft of the step before or, ``along`` the text, that step's aim.
+    """
+    drafts = torch.empty_like(aims)
+    ranks = torch.empty_like(aims)
+    state = drafter.start(start)
+    token = start.fed.tokens.gather(1, start.positions)
+    for step in range(aims.shape[-1]):
+        logits, state = drafter.step(state, token)
+        aim = aims[..., step].to(logits.device)
+        draft = logits.argmax(-1)
+        drafts[..., step] = draft.cpu()
+        ranks[..., step] = _ranks(logits, aim).cpu()
+        token = aim.clamp(min=0) if along else draft
+    return drafts, ranks
+
+
 def _ranks(logits: Tensor, aim: Tensor) -> Tensor:
     """:attr:`Agreement.ranks` of ``aim`` int64 [batch, anchors], by ``logits`` [batch, anchors, vocabulary]."""
-    token, index = aim.clamp(min=0)[..., None], torch.arange(logits.shape[-1], device=logits.device)
-    own = logits.gather(-1, token)
+    token = aim.clamp(min=0)[..., None]
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    logit = logits.gather(-1, token)
     # A logit that is no number comes before all others, as for argmax.
-    ranks = (~(logits <= own) | ((logits == own) & (index < token))).sum(-1)
-    return ranks.where(own.squeeze(-1) != -torch.inf, _NEVER).where(aim != _NO_TARGET, _NO_TARGET)
+    ranks = (~(logits <= logit) | ((logits == logit) & (index < token))).sum(-1)
+    return ranks.where(logit.squeeze(-1) != -torch.inf, _NEVER).where(aim != _NO_TARGET, _NO_TARGET)
 
 
 @torch.inference_mode()

@@ -34,8 +34,8 @@ class Tree:
         Raises:
             MtpExtractError: another notation, or too large a tree.
         """
-        found = re.fullmatch("[1-9][0-9]{,3}(x[1-9][0-9]{,3}){,63}", text)
-        tree = cls(tuple(map(int, text.split("x"))) if found else ())
+        is_tree = re.fullmatch("[1-9][0-9]{,3}(x[1-9][0-9]{,3}){,63}", text)
+        tree = cls(tuple(map(int, text.split("x"))) if is_tree else ())
         if not 0 < tree.drafts <= _MOST_DRAFTS:
             what = f"a tree such as 4x2x1, of at most {_MOST_DRAFTS} drafts, found {escape(text)}"
             raise MtpExtractError(f"expected {what}. Give drafts after each draft.")
@@ -59,15 +59,16 @@ class Tree:
     @cached_property
     def parents(self) -> list[int]:
         """Of every node, the node it comes after; -1 of the pending token."""
-        found, level = [-1], range(1)
+        parents = [-1]
+        level = range(1)
         for width in self.widths:
-            found += [node for node in level for _ in range(width)]
-            level = range(level.stop, len(found))
-        return found
+            parents += [node for node in level for _ in range(width)]
+            level = range(level.stop, len(parents))
+        return parents
 
     @cached_property
     def sees(self) -> list[list[bool]]:
-        """[nodes][nodes]: whether the column is the row's node itself, or on the way to it."""
+        """[nodes][nodes]: whether the column's node is the row's node itself, or an ancestor of it."""
         rows: list[list[bool]] = []
         for node, parent in enumerate(self.parents):
             rows.append([*rows[parent]] if node else [False] * len(self.parents))
@@ -89,13 +90,13 @@ class Tree:
 
     def stands(self, ranks: Sequence[int]) -> int:
         """How many drafts stand where the base's next tokens have these ``ranks`` among the drafter's choices."""
-        held = (0 <= rank < width for rank, width in zip(ranks, self.widths, strict=False))
-        return sum(1 for _ in takewhile(bool, held))
+        in_tree = (0 <= rank < width for rank, width in zip(ranks, self.widths, strict=False))
+        return sum(1 for _ in takewhile(bool, in_tree))
 
     def followed(self, tokens: Sequence[int], choices: Sequence[int]) -> list[int]:
-        """The nodes on the way that the base goes, the root first: each node has a token, and the base's after it."""
-        way = [0]
+        """The accepted path of nodes, the root first, by each node's token and the base's choice after it."""
+        path = [0]
         for node, parent in enumerate(self.parents):
-            if parent == way[-1] and tokens[node] == choices[parent]:
-                way.append(node)
-        return way
+            if parent == path[-1] and tokens[node] == choices[parent]:
+                path.append(node)
+        return path

@@ -26,9 +26,10 @@ from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Tokens, Writer, agreement, connect_writer, number, people_texts
 
-TRAINED, WATCHED, HELD_OUT, SHIPPED = "trained", "watched", "held out", "shipped"
-"""Trained on; measured during training, to keep the best; measured before and after, to save or refuse; and, where the
-prompts are a user's, measured like these to see whether other workloads get worse."""
+TRAINED = "trained"
+WATCHED = "watched"  # measured during training, to keep the best weights
+HELD_OUT = "held out"  # measured before and after, to save or refuse
+SHIPPED = "shipped"  # where the prompts are a user's: measured like HELD_OUT, to see whether other workloads get worse
 
 BRANCHES = 3
 """Positions of a text from which the base continues once more."""
@@ -73,8 +74,8 @@ class Corpus:
         Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
         that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
         """
-        known = seen(watched, self.watched, self.known)
-        parts = [watched.where(rows) for rows in (known, ~known)]
+        trained_on = seen(watched, self.watched, self.known)
+        parts = [watched.where(rows) for rows in (trained_on, ~trained_on)]
         if any(part.texts < LEAST_TEXTS for part in parts):
             return watched.teacher_forced
         return sum(part.teacher_forced for part in parts) / 2
@@ -87,15 +88,15 @@ def seen(measured: Measured, texts: Sequence[Text], known: Container[int]) -> Te
     up to the seventh.
     """
     ends = measured.anchor + min(measured.stands.shape[1], SEEN_LENGTH - 1)
-    numbers = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
-    places = zip(measured.text.tolist(), ends.tolist(), strict=True)
-    return torch.tensor([numbers[index][end] in known for index, end in places], dtype=torch.bool)
+    sequences = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
+    anchors = zip(measured.text.tolist(), ends.tolist(), strict=True)
+    return torch.tensor([sequences[index][end] in known for index, end in anchors], dtype=torch.bool)
 
 
 def _sequences(tokens: Sequence[int]) -> list[int]:
     """A number for the 8 tokens that end with each: equal for equal ones, and else by a chance of 2^-60."""
     padded = (*[-2] * (SEEN_LENGTH - 1), *tokens)
-    return [hash(padded[at : at + SEEN_LENGTH]) for at in range(len(tokens))]
+    return [hash(padded[start : start + SEEN_LENGTH]) for start in range(len(tokens))]
 
 
 def gather(pair: Pair, tell: Show = silent) -> Corpus:
@@ -106,22 +107,20 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
     """
     plan = pair.plan
     sides = divided(plan)
-
     # Texts by people are there already, but for the shipped prompts; all others are to be written.
-    unwritten = [(side, item) for side, items in sides.items() for item in items if side == SHIPPED or not plan.text]
-    by_people = [(side, item) for side, items in sides.items() for item in items if side != SHIPPED and plan.text]
+    unwritten = [(side, item) for side in sides if side == SHIPPED or not plan.text for item in sides[side]]
     prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in unwritten]
     to_train = [tokens for tokens, (side, _) in zip(prompts, unwritten, strict=True) if side == TRAINED]
     contents = {tokens: item.content for tokens, (_, item) in zip(prompts, unwritten, strict=True)}
 
+    text_from = None
     with connect_writer(plan) as server:
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
-        written = [(side, item, text) for side, item in by_people for text in people_texts(item, writer)]
+        written = list(_people_texts(sides, writer))
         new = writer.texts(prompts, tell)
         written += [(side, item, text) for (side, item), text in zip(unwritten, new, strict=True)]
         texts = {side: [text for of_side, _, text in written if of_side == side] for side in sides}
 
-        text_from = None
         if server or plan.text:
             # How far the base at hand would have written the same.
             greedy = replace(writer, temperature=0.0).texts(to_train, tell) if plan.temperature else texts[TRAINED]
@@ -131,14 +130,32 @@ def gather(pair: Pair, tell: Show = silent) -> Corpus:
         if not plan.text:
             kinds += _further_kinds(writer, to_train, tell)
 
-    # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
-    learned = list(chain.from_iterable(kinds))
-    watched = _require_enough(WATCHED, texts, plan.draft_steps, learned)[:_MOST_WATCHED]
-    held_out = _require_enough(HELD_OUT, texts, plan.draft_steps, [*learned, *watched])
-    shipped = new_texts(texts[SHIPPED], plan.draft_steps, [*learned, *watched, *held_out])
-
     # Of texts that are alike the first one's prompt counts.
     item_of = {text: item for _, item, text in reversed(written)}
+    return _split(kinds, texts, item_of, plan.draft_steps, text_from)
+
+
+def _people_texts(sides: Mapping[str, Sequence[Prompt]], writer: Writer) -> Iterator[tuple[str, Prompt, Text]]:
+    """By side, the texts by people that the plan has, if it has any, each with the item that it comes from."""
+    if writer.pair.plan.text:
+        for side, items in sides.items():
+            for item in items if side != SHIPPED else ():
+                for text in people_texts(item, writer):
+                    yield side, item, text
+
+
+def _split(
+    kinds: Sequence[list[Text]],
+    texts: Mapping[str, Sequence[Text]],
+    item_of: Mapping[Text, Prompt],
+    steps: int,
+    text_from: Mapping[str, Any] | None,
+) -> Corpus:
+    """The corpus that learns ``kinds``: a text that was learned, or chose the best, decides nothing."""
+    learned = list(chain.from_iterable(kinds))
+    watched = _require_enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED]
+    held_out = _require_enough(HELD_OUT, texts, steps, [*learned, *watched])
+    shipped = new_texts(texts[SHIPPED], steps, [*learned, *watched, *held_out])
     measured = tuple((item_of[text], text) for text in (*held_out, *shipped))
     trained = tuple(tuple(kind) for kind in kinds if kind)
     return Corpus(trained, tuple(watched), measured, len(held_out), text_from)
@@ -150,28 +167,32 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
     Raises:
         MtpExtractError: too few prompts.
     """
-    given = plan.prompts or plan.text
-    items = read_prompts(given, chat_template=plan.chat_template) if given else shipped_prompts()
+    file = plan.prompts or plan.text
+    items = read_prompts(file, chat_template=plan.chat_template) if file else shipped_prompts()
     sides = {side: [item for item in items if side_of(item.source) == side] for side in _LEAST}
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
-    few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
-    if few:
-        wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
-        prompts, sources = len({item.key for item in items}), len({item.source for item in items})
-        advice = "Give more"
-        if sources < prompts:
-            advice = (
-                "All prompts with one value of `source` are on one side, so that no document is both trained on and "
-                "held out. Give each document a value of its own, or leave `source` out"
-            )
-        raise MtpExtractError(
-            f"expected enough prompts for at least {wanted}, found {several(prompts, 'prompt')} of "
-            f"{several(sources, 'source')}, and a hash of the source decides the side. {advice}.",
-            remedies=("prompts", "text"),
-        )
+    short = [side for side, prompts in sides.items() if len({item.key for item in prompts}) < _LEAST[side]]
+    if short:
+        raise _too_few(items, " and ".join(f"{_LEAST[side]} to be {side}" for side in short))
     # Of another name, as a user's own workload may be called "code" too.
-    shipped = shipped_prompts(FEW) if given else ()
+    shipped = shipped_prompts(FEW) if file else ()
     return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
+
+
+def _too_few(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
+    prompts = len({item.key for item in items})
+    sources = len({item.source for item in items})
+    advice = "Give more"
+    if sources < prompts:
+        advice = (
+            "All prompts with one value of `source` are on one side, so that no document is both trained on and "
+            "held out. Give each document a value of its own, or leave `source` out"
+        )
+    return MtpExtractError(
+        f"expected enough prompts for at least {wanted}, found {several(prompts, 'prompt')} of "
+        f"{several(sources, 'source')}, and a hash of the source decides the side. {advice}.",
+        remedies=("prompts", "text"),
+    )
 
 
 def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Iterator[list[Text]]:
@@ -186,27 +207,31 @@ def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Ite
     yield new_texts([replace(text, prompt_length=1) for text in drawn], plan.draft_steps)
     if writer.temperature or writer.server is not None:
         return
-    short, places = replace(writer, new_tokens=max(2, writer.new_tokens // 2)), list[Tokens]()
-    for text in drawn:
-        ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - short.new_tokens + 1)))
-        generator = torch.Generator().manual_seed(number([plan.seed, *text.tokens]))
-        chosen = torch.randperm(len(ends), generator=generator)[:BRANCHES].sort().values.tolist()
-        places += [text.tokens[: ends[index]] for index in chosen]
-    yield new_texts(short.texts(places, tell, "positions within these"), plan.draft_steps)
+    short = replace(writer, new_tokens=max(2, writer.new_tokens // 2))
+    branches = [branch for text in drawn for branch in _branches(text, short)]
+    yield new_texts(short.texts(branches, tell, "positions within these"), plan.draft_steps)
 
 
-def new_texts(texts: Sequence[Text], steps: int, seen: Sequence[Text] = ()) -> list[Text]:
-    """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``seen``, nor one before them."""
-    candidates = [*seen, *(text for text in texts if len(text.anchors) >= steps)]
+def _branches(text: Text, writer: Writer) -> list[Tokens]:
+    """Beginnings of ``text`` that ``writer`` has room to continue, at random positions."""
+    ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - writer.new_tokens + 1)))
+    generator = torch.Generator().manual_seed(number([writer.pair.plan.seed, *text.tokens]))
+    chosen = torch.randperm(len(ends), generator=generator)[:BRANCHES].sort().values.tolist()
+    return [text.tokens[: ends[index]] for index in chosen]
+
+
+def new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -> list[Text]:
+    """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``earlier``, nor one before them."""
+    candidates = [*earlier, *(text for text in texts if len(text.anchors) >= steps)]
     repeated = repeats([text.tokens for text in candidates])
-    return [text for index, text in enumerate(candidates) if index >= len(seen) and index not in repeated]
+    return [text for index, text in enumerate(candidates) if index >= len(earlier) and index not in repeated]
 
 
 def _require_enough(
-    side: str, texts: Mapping[str, Sequence[Text]], steps: int, seen: Sequence[Text] = ()
+    side: str, texts: Mapping[str, Sequence[Text]], steps: int, earlier: Sequence[Text] = ()
 ) -> list[Text]:
     """The new texts of ``side``, if they are as many as it needs."""
-    fresh = new_texts(texts[side], steps, seen)
+    fresh = new_texts(texts[side], steps, earlier)
     if len(fresh) < _LEAST[side]:
         raise MtpExtractError(
             f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(fresh)}: the "

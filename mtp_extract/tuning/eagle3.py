@@ -45,7 +45,9 @@ def shape_of(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config
 
     States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
     """
-    first, width, vocabulary = text.per_layer_config[0], int(text.hidden_size), int(text.vocab_size)
+    first = text.per_layer_config[0]
+    width = int(text.hidden_size)
+    vocabulary = int(text.vocab_size)
     heads = math.gcd(int(text.num_attention_heads), width)
     return Eagle3Config(
         backbone_hidden_size=width,
@@ -70,8 +72,8 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
 
     Those that are ``always`` among them, however rare, end a text.
     """
-    seen = Counter(token for text in texts for token in text.continuation)
-    ranked = sorted(range(vocabulary), key=lambda token: -seen[token])
+    counts = Counter(token for text in texts for token in text.continuation)
+    ranked = sorted(range(vocabulary), key=lambda token: -counts[token])
     return sorted(list(dict.fromkeys([*always, *ranked]))[:count])
 
 
@@ -119,20 +121,24 @@ def head_of(
     """
     config = shape_of(base.config, draft_vocab_size, name)
     rows = np.array(frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
-    sizes, generator = state_sizes(base, config.base_layers, texts), torch.Generator().manual_seed(seed)
-    together = math.sqrt(sum(size * size for size in sizes) / len(sizes))
-    given = {
-        "input_norm": torch.tensor([together / size for size in sizes]).repeat_interleave(config.backbone_hidden_size),
+    sizes = state_sizes(base, config.base_layers, texts)
+    mean_size = math.sqrt(sum(size * size for size in sizes) / len(sizes))
+    from_base = {
+        "input_norm": torch.tensor([mean_size / size for size in sizes]).repeat_interleave(config.backbone_hidden_size),
         "lm_head": base.model.lm_head.weight[torch.from_numpy(rows)],
         "final_norm": base.model.get_decoder().norm.weight,
     }
+    generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Weight] = {}
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
             tensors[role.name] = of_array(rows - np.arange(len(rows)))
             continue
-        if (weight := given.get(role.name)) is None:
-            drawn = role.kind != NORM
-            weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5 if drawn else torch.ones(shape)
+        if role.name in from_base:
+            weight = from_base[role.name]
+        elif role.kind == NORM:
+            weight = torch.ones(shape)
+        else:
+            weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
         tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
     return Checkpoint(EAGLE3, config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")

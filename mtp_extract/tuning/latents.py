@@ -54,7 +54,9 @@ class Latents(nn.Module):
         self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Sequence[str] = ()
     ) -> None:
         super().__init__()
-        self.checkpoint, self.mode, self.values = checkpoint, mode, nn.ParameterDict()
+        self.checkpoint = checkpoint
+        self.mode = mode
+        self.values = nn.ParameterDict()
         self._roles: dict[str, list[Role]] = {}  # that are one weight
         self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: as stored, and its root mean square
         self._grids: dict[str, Grid] = {}  # of a matrix that is trained on its grid
@@ -69,16 +71,18 @@ class Latents(nn.Module):
             # Roles that are one stored constant have one latent.
             key = origins.setdefault(weight.origin or role.name, role.name.replace(".", "/"))
             self._roles.setdefault(key, []).append(role)
-            if key in self.values:
-                continue
-            # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
-            latent = torch.from_numpy(weight.array()).to(device, copy=True)
-            if role.kind != MATRIX:
-                self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
-                latent = torch.zeros_like(latent)
-            elif mode.matrices == "grid":
-                self._grids[key] = Grid(role.name, weight, device)
-            self.values[key] = nn.Parameter(latent)
+            if key not in self.values:
+                self._add_latent(key, role, weight, device)
+
+    def _add_latent(self, key: str, role: Role, weight: Weight, device: torch.device | str) -> None:
+        # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
+        latent = torch.from_numpy(weight.array()).to(device, copy=True)
+        if role.kind != MATRIX:
+            self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
+            latent = torch.zeros_like(latent)
+        elif self.mode.matrices == "grid":
+            self._grids[key] = Grid(role.name, weight, device)
+        self.values[key] = nn.Parameter(latent)
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
@@ -94,8 +98,8 @@ class Latents(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
-        found = {key: self._weight(key, value).to(dtype) for key, value in self.values.items()}
-        return {role.path: weight for key, weight in found.items() for role in self._roles[key]}
+        weights = {key: self._weight(key, latent).to(dtype) for key, latent in self.values.items()}
+        return {role.path: weight for key, weight in weights.items() for role in self._roles[key]}
 
     def _weight(self, key: str, latent: Tensor) -> Tensor:
         """F32, the weight that ``latent`` stands for."""
@@ -108,11 +112,12 @@ class Latents(nn.Module):
 
     @torch.no_grad()
     def results(self) -> dict[str, Tensor]:
-        """A copy of what was made, by name of latent: codes, int8 or uint8, where it is on a grid, else the latent."""
-        found = {
-            key: value.detach().to("cpu", copy=True) for key, value in self.values.items() if key not in self._grids
+        """By name of latent, a copy: codes, int8 or uint8, where it is on a grid, else the latent itself."""
+        floats = {
+            key: latent.detach().to("cpu", copy=True) for key, latent in self.values.items() if key not in self._grids
         }
-        return found | {key: grid.codes(self.values[key]).to("cpu", grid.dtype) for key, grid in self._grids.items()}
+        codes = {key: grid.codes(self.values[key]).to("cpu", grid.dtype) for key, grid in self._grids.items()}
+        return floats | codes
 
     @torch.no_grad()
     def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
@@ -121,11 +126,11 @@ class Latents(nn.Module):
         for key, result in results.items():
             old = tensors[self._roles[key][0].name]
             if grid := self._grids.get(key):
-                made: Weight = of_codes(result.numpy(), grid.scheme, grid.steps, old.origin)
+                new: Weight = of_codes(result.numpy(), grid.scheme, grid.steps, old.origin)
             else:
                 numbers = self._weight(key, result.to(self.values[key].device)).cpu().numpy()
-                made = old if np.array_equal(numbers, old.array()) else of_array(numbers)
-            tensors.update({role.name: made for role in self._roles[key]})
+                new = old if np.array_equal(numbers, old.array()) else of_array(numbers)
+            tensors.update({role.name: new for role in self._roles[key]})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
 
@@ -159,8 +164,8 @@ class Grid:
     def floats(self, codes: Tensor) -> Tensor:
         """As :meth:`mtp_extract.checkpoint.weight.Steps.floats`, to the bit."""
         blocks = codes.view(len(codes), -1, self.steps.block)
-        found = (blocks - self.zero_point).mul_(self.size).view(codes.shape)
-        return found if self.steps.factor == 1 else (found.double() / self.steps.factor).float()
+        floats = (blocks - self.zero_point).mul_(self.size).view(codes.shape)
+        return floats if self.steps.factor == 1 else (floats.double() / self.steps.factor).float()
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -76,6 +76,12 @@ def variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     return 1 - overlap, overlap
 
 
+def argmax_tokens(logits: Callable[[Tensor], Tensor], states: Tensor, vocab_size: int) -> Tensor:
+    """int64 [N]: the argmax of the ``logits`` of each of ``states`` [N, width], computed piece by piece."""
+    pieces = torch.split(states, max(1, LOGITS_AT_ONCE // vocab_size))
+    return torch.cat([logits(piece).argmax(-1) for piece in pieces])
+
+
 _GRADIENTS = {"ce": cross_entropy_gradient, "kl": divergence_gradient, "tv": variation_gradient}
 
 
@@ -127,27 +133,42 @@ def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple
     """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
     their loss [], and how well each agrees [n].
     """
-    where, log_p, bent = rows.where[piece], None, None
+    where = rows.where[piece]
+    log_p = None
     if rows.objective.keys() != {"ce"}:
         # Before the drafter's logits are there: making the base's takes several times their memory.
-        once, back = torch.unique_consecutive(where, return_inverse=True)
-        log_p = torch.log_softmax(rows.logits(once).to(piece.device).float().div_(rows.temperature), dim=-1)
-        log_p = log_p[back] if len(once) < len(piece) else log_p
+        log_p = _base_log_probabilities(rows, where)
     logits = (states @ head.T).float()
+    tanh = None
     if rows.cap is not None:
-        bent = logits.div_(rows.cap).tanh_()
-        logits = bent * rows.cap
+        tanh = logits.div_(rows.cap).tanh_()
+        logits = tanh * rows.cap
     logits.div_(rows.temperature)
-    loss, found = torch.zeros((), device=states.device), list[tuple[Tensor, Tensor]]()
-    for left, (name, share) in enumerate(rows.objective.items(), 1 - len(rows.objective)):
-        gradient = logits.clone() if left else logits
+
+    loss = torch.zeros((), device=states.device)
+    parts: list[tuple[Tensor, Tensor]] = []
+    last = len(rows.objective) - 1
+    for number, (name, share) in enumerate(rows.objective.items()):
+        # A loss overwrites its logits: all but the last get a copy.
+        gradient = logits.clone() if number < last else logits
         aim = rows.choices[where] if log_p is None or name == "ce" else log_p
         losses, agreement = _GRADIENTS[name](gradient, aim)
         weights = share * torch.full((len(piece),), rows.weight, device=states.device)
         weights = weights * rows.choosing[piece] if name == "ce" else weights
         loss += losses @ weights
-        found.append((gradient.mul_((weights / rows.temperature)[:, None]), agreement))
-    (whole, agreement), *others = found
-    for gradient, _ in others:
-        whole.add_(gradient)
-    return whole if bent is None else whole.mul_(bent.square_().neg_().add_(1)), loss, agreement
+        parts.append((gradient.mul_((weights / rows.temperature)[:, None]), agreement))
+
+    total, agreement = parts[0]
+    for gradient, _ in parts[1:]:
+        total.add_(gradient)
+    if tanh is not None:
+        # The derivative of c · tanh(x / c) is 1 - tanh².
+        total.mul_(tanh.square_().neg_().add_(1))
+    return total, loss, agreement
+
+
+def _base_log_probabilities(rows: Rows, where: Tensor) -> Tensor:
+    """F32 [n, V], the base's at positions ``where`` [n], which are in order; each position's are made once."""
+    positions, row_of = torch.unique_consecutive(where, return_inverse=True)
+    log_p = torch.log_softmax(rows.logits(positions).to(where.device).float().div_(rows.temperature), dim=-1)
+    return log_p[row_of] if len(positions) < len(where) else log_p

@@ -31,10 +31,11 @@ from mtp_extract.evaluation.agreement import groups, share_over_texts
 from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE
+from mtp_extract.tuning.loss import argmax_tokens
 from mtp_extract.tuning.pair import Pair, as_written
+from mtp_extract.tuning.rounds import Rounds, counting, draw_batch
 from mtp_extract.tuning.text import Writer
-from mtp_extract.tuning.train import EVALUATIONS, Batch, Rounds, cosine, counting, random_anchors, states_of
+from mtp_extract.tuning.train import EVALUATIONS, cosine
 from mtp_extract.tuning.verdict import Comparisons, signed, units_of
 
 LEAST_KEPT = 0.995
@@ -68,46 +69,27 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
         MtpExtractError: there is too little text of a kind.
     """
     dense_checkpoint = dense(pair.origin.checkpoint)
-    random_by_side = random_texts(pair, tell)
     vocabulary = dense_checkpoint.config.vocab_size
     count = clusters_of(vocabulary)
-    tokens_a_cluster = vocabulary // count
-
-    # States to learn from and to choose by: over the base's text, and over what it writes after random tokens.
-    most_states = max(_LEAST_STATES, _STATES_A_CENTROID * count)
-    pair.say(f"reading the drafter's states over {len(corpus.trained) + len(random_by_side[TRAINED])} texts")
-    conventions = (LITERT, TRANSFORMERS)
-    taught = [
-        collect(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most_states), conventions),
-        collect(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most_states), conventions),
-    ]
-    watched = [
-        collect(pair, drafter, corpus.watched, most_states),
-        collect(pair, drafter, random_by_side[WATCHED], most_states),
-    ]
+    random_by_side = random_texts(pair, tell)
+    taught, watched = _collect_kinds(pair, drafter, corpus, random_by_side, count)
 
     states = sum(len(sample.states) for sample in taught)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
     steps = pair.plan.optimizer_steps
     ordering, centroids, best_step = build_head(rows, taught, watched, count, steps, pair.plan.seed)
-
-    # Centroids as they will be read.
-    written = as_written(pair.origin, ordered(dense_checkpoint, ordering, centroids, 1)).tensors[CENTROIDS]
-    stored_centroids = torch.from_numpy(written.array().copy())
-    cluster = cluster_of(ordering, count)
-    watched_ranks = [ranks(sample.states, stored_centroids, cluster[sample.choices]) for sample in watched]
-    top_k = least_top_k(watched_ranks, vocabulary, count)
+    choose = _ClusterChoice.of(pair, dense_checkpoint, ordering, centroids)
+    top_k = least_top_k([choose.ranks(sample) for sample in watched], vocabulary, count)
 
     # What of the dense head's choices it keeps, on each kind of held-out text.
-    kept_by_kind: dict[str, Any] = {}
+    shares: dict[str, Any] = {}
     for name, texts, unit_of_text in _held_out_kinds(corpus, random_by_side[HELD_OUT]):
         if texts:
-            sample = collect(pair, drafter, texts, most_states)
-            hits = (ranks(sample.states, stored_centroids, cluster[sample.choices]) < top_k).double()
-            share = share_over_texts(unit_of_text[sample.text], hits)
-            kept_by_kind[name] = {"share": share.value, "interval": share.ci95}
+            sample = collect(pair, drafter, texts, _most_states(count))
+            shares[name] = choose.share_kept(sample, top_k, unit_of_text)
 
+    tokens_a_cluster = vocabulary // count
     about: dict[str, Any] = {
         "centroids": count,
         "top_k": top_k,
@@ -116,9 +98,55 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
         "states": states,
         "rows_read": count + top_k * tokens_a_cluster,
         "rows_dense": vocabulary,
-        "kinds": kept_by_kind,
+        "kinds": shares,
     }
     return ordered(dense_checkpoint, ordering, centroids, top_k), about
+
+
+class _ClusterChoice(NamedTuple):
+    """Which clusters a head looks into: its centroids, rounded as they are written, and the cluster of each token."""
+
+    centroids: Tensor  # F32 [C, width]
+    cluster: Tensor  # int64 [V]
+
+    @classmethod
+    def of(cls, pair: Pair, checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor) -> _ClusterChoice:
+        """Of the head with this ``ordering`` and these ``centroids``, written as the pair's drafter is."""
+        written = as_written(pair.origin, ordered(checkpoint, ordering, centroids, 1)).tensors[CENTROIDS]
+        return cls(torch.from_numpy(written.array().copy()), cluster_of(ordering, len(centroids)))
+
+    def ranks(self, sample: Used) -> Tensor:
+        """int64 [N]: how many clusters come before the one that has the dense head's choice."""
+        return ranks(sample.states, self.centroids, self.cluster[sample.choices])
+
+    def share_kept(self, sample: Used, top_k: int, unit_of_text: Tensor) -> dict[str, Any]:
+        """The share of the dense head's choices that are in the first ``top_k`` clusters, for the record."""
+        hits = (self.ranks(sample) < top_k).double()
+        share = share_over_texts(unit_of_text[sample.text], hits)
+        return {"share": share.value, "interval": share.ci95}
+
+
+def _most_states(count: int) -> int:
+    """States that ``count`` centroids are learned from, or chosen and measured by."""
+    return max(_LEAST_STATES, _STATES_A_CENTROID * count)
+
+
+def _collect_kinds(
+    pair: Pair, drafter: Network, corpus: Corpus, random_by_side: Mapping[str, Sequence[Text]], count: int
+) -> tuple[list[Used], list[Used]]:
+    """States to learn from and states to choose by, each over the base's text and over what follows random tokens."""
+    most = _most_states(count)
+    conventions = (LITERT, TRANSFORMERS)
+    pair.say(f"reading the drafter's states over {len(corpus.trained) + len(random_by_side[TRAINED])} texts")
+    taught = [
+        collect(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most), conventions),
+        collect(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most), conventions),
+    ]
+    watched = [
+        collect(pair, drafter, corpus.watched, most),
+        collect(pair, drafter, random_by_side[WATCHED], most),
+    ]
+    return taught, watched
 
 
 def _held_out_kinds(corpus: Corpus, random_tokens: Sequence[Text]) -> Iterator[tuple[str, Sequence[Text], Tensor]]:
@@ -167,22 +195,31 @@ def cluster_of(ordering: Tensor, count: int) -> Tensor:
 
 def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
     """By side, what the base writes after random tokens, none of them special."""
-    plan, tokenizer = pair.plan, pair.loaded.tokenizer
+    plan = pair.plan
+    prompts = _random_prompts(pair.loaded.tokenizer, pair.base.vocab_size, plan.seed)
+    writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
+    written = writer.texts(prompts, tell, "random prompts")
+    by_side: dict[str, list[Text]] = {}
+    learned: list[Text] = []
+    # After random tokens a base soon writes the same loops: one that was learned shows nothing.
+    for side in (TRAINED, WATCHED, HELD_OUT):
+        texts = [text for text in written if side_of(str(list(text.prompt))) == side]
+        by_side[side] = new_texts(texts, plan.draft_steps, learned)
+        learned += by_side[side]
+    return by_side
+
+
+def _random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
+    """Prompts of random tokens that are not special, after BOS where there is one."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    usual = [token for token in range(min(pair.base.vocab_size, len(tokenizer))) if token not in special]
+    usual = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
     opened = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    generator, prompts = torch.Generator().manual_seed(plan.seed), []
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
     for length in islice(cycle(_RANDOM_LENGTHS), RANDOM_PROMPTS):
         drawn = torch.randint(len(usual), (length,), generator=generator).tolist()
         prompts.append((*opened, *(usual[index] for index in drawn)))
-    writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
-    written = writer.texts(prompts, tell, "random prompts")
-    sides, learned = dict[str, list[Text]](), list[Text]()
-    # After random tokens a base soon writes the same loops: one that was learned shows nothing.
-    for side in (TRAINED, WATCHED, HELD_OUT):
-        own = [text for text in written if side_of(str(list(text.prompt))) == side]
-        learned += sides.setdefault(side, new_texts(own, plan.draft_steps, learned))
-    return sides
+    return prompts
 
 
 @torch.no_grad()
@@ -194,19 +231,18 @@ def collect(
     Raises:
         MtpExtractError: no draft counts.
     """
-    plan, needs, head, parts = pair.plan, drafter.needs, drafter.lm_head, list[Used]()
+    plan = pair.plan
+    head = drafter.lm_head
     anchors = max(1, most // (max(1, len(texts)) * plan.draft_steps * len(conventions)))
+    parts: list[Used] = []
     for group in groups([len(text.tokens) for text in texts], plan.batch):
-        chosen = [texts[index] for index in group]
-        count, generator = max(len(text.anchors) for text in chosen), torch.Generator().manual_seed(plan.seed)
-        drawn = random_anchors(chosen, min(anchors, count), generator)
-        batch = Batch.of(states_of(pair.base, needs, chosen), needs, *drawn, head.weight.device)
+        batch = draw_batch(pair, drafter, [texts[index] for index in group], anchors)
         counts = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
-        index = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
+        text = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
         for convention in conventions:
             states = Rounds(drafter, plan.draft_steps)(batch, pair.base.embed, convention)[counts]
-            rows = torch.split(states, max(1, LOGITS_AT_ONCE // len(head.weight)))
-            parts.append(Used(states.cpu(), torch.cat([head(part).argmax(-1) for part in rows]).cpu(), index))
+            choices = argmax_tokens(head, states, len(head.weight))
+            parts.append(Used(states.cpu(), choices.cpu(), text))
     if not sum(len(part.states) for part in parts):
         message = "expected text that the base would write, found none of which a draft counts. Give other text."
         raise MtpExtractError(message, remedies=("text", "prompts"))
@@ -222,19 +258,33 @@ def build_head(
         head: F32 [V, width], the dense head; overwritten.
         taught, watched: states to learn from, equal parts of every batch, and to choose by; by kind of text.
     """
-    # Of each token, the mean of the states in which it is chosen and of its own row, made as long as states are.
-    length, own = (float(rows.float().norm(dim=1).mean()) for rows in (taught[0].states, head))
-    head.mul_(_ROW_WEIGHT * length / (own or 1.0))
-    counts = torch.full((len(head),), _ROW_WEIGHT)
-    for one in taught:
-        for choices, states in zip(torch.split(one.choices, 1 << 16), torch.split(one.states, 1 << 16), strict=True):
-            head.index_add_(0, choices, states.float())
-        counts += torch.bincount(one.choices, minlength=len(head))
-    vectors = head.div_(counts[:, None])
+    vectors = _token_vectors(head, taught)
     ordering = balanced_clusters(vectors, torch.arange(len(vectors)), count)
-    means, cluster = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1), cluster_of(ordering, count)
-    taught, watched = ([one._replace(choices=cluster[one.choices]) for one in part] for part in (taught, watched))
-    return ordering, *learn_centroids(taught, watched, means, steps=steps, seed=seed)
+    means = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1)
+
+    # Centroids are learned from the cluster of each choice.
+    cluster = cluster_of(ordering, count)
+    taught = [sample._replace(choices=cluster[sample.choices]) for sample in taught]
+    watched = [sample._replace(choices=cluster[sample.choices]) for sample in watched]
+    centroids, best_step = learn_centroids(taught, watched, means, steps=steps, seed=seed)
+    return ordering, centroids, best_step
+
+
+def _token_vectors(head: Tensor, taught: Sequence[Used]) -> Tensor:
+    """F32 [V, width]: of each token, the mean of the states in which it is chosen and of its row of ``head``.
+
+    Rows are scaled to the mean length of states, and count as :data:`_ROW_WEIGHT` of them; ``head`` is overwritten.
+    """
+    state_length = float(taught[0].states.float().norm(dim=1).mean())
+    row_length = float(head.norm(dim=1).mean())
+    head.mul_(_ROW_WEIGHT * state_length / (row_length or 1.0))
+    counts = torch.full((len(head),), _ROW_WEIGHT)
+    for sample in taught:
+        pieces = zip(torch.split(sample.choices, 1 << 16), torch.split(sample.states, 1 << 16), strict=True)
+        for choices, states in pieces:
+            head.index_add_(0, choices, states.float())
+        counts += torch.bincount(sample.choices, minlength=len(head))
+    return head.div_(counts[:, None])
 
 
 def balanced_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
@@ -244,26 +294,32 @@ def balanced_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
     """
     if count == 1:
         return members.sort().values
-    there, least = vectors[members], torch.finfo(vectors.dtype).tiny
+    points = vectors[members]
+    least = torch.finfo(vectors.dtype).tiny
+
     # The axis of greatest spread, by the power method; where all vectors are equal, any will do.
-    some = there[:: -(-len(there) // _AXIS_FROM)]
-    some = some - some.mean(dim=0)
-    axis = some[some.square().sum(dim=1).argmax()]
+    sample = points[:: -(-len(points) // _AXIS_FROM)]
+    sample = sample - sample.mean(dim=0)
+    axis = sample[sample.square().sum(dim=1).argmax()]
     for _ in range(_AXIS_STEPS):
-        axis = some.T @ (some @ normalize(axis, dim=0, eps=least))
-    members = members[torch.argsort(there @ normalize(axis, dim=0, eps=least), stable=True)]
-    half, cut = count // 2, len(members) // count * (count // 2)
-    parts = ((members[:cut], half), (members[cut:], count - half))
-    return torch.cat([balanced_clusters(vectors, part, clusters) for part, clusters in parts])
+        axis = sample.T @ (sample @ normalize(axis, dim=0, eps=least))
+
+    members = members[torch.argsort(points @ normalize(axis, dim=0, eps=least), stable=True)]
+    half = count // 2
+    cut = len(members) // count * half
+    lower = balanced_clusters(vectors, members[:cut], half)
+    upper = balanced_clusters(vectors, members[cut:], count - half)
+    return torch.cat((lower, upper))
 
 
 def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
     """int64 [N]: how many of ``centroids`` [C, width] score higher on each state than that of ``cluster`` int64 [N]."""
-    found, rows = [cluster[:0]], max(1, _SCORES_AT_ONCE // len(centroids))
-    for part, wanted in zip(torch.split(states, rows), torch.split(cluster, rows), strict=True):
-        scores = part.to(centroids) @ centroids.T
-        found.append((scores > scores.gather(1, wanted[:, None])).sum(dim=1))
-    return torch.cat(found)
+    rows_at_once = max(1, _SCORES_AT_ONCE // len(centroids))
+    parts = [cluster[:0]]
+    for piece, right in zip(torch.split(states, rows_at_once), torch.split(cluster, rows_at_once), strict=True):
+        scores = piece.to(centroids) @ centroids.T
+        parts.append((scores > scores.gather(1, right[:, None])).sum(dim=1))
+    return torch.cat(parts)
 
 
 def enough(kinds: Sequence[Tensor]) -> int:
@@ -285,46 +341,68 @@ def learn_centroids(
 ) -> tuple[Tensor, int]:
     """Centroids F32 [C, width] that look into the fewest clusters on the worst kind; and the step that made them.
 
-    Cross-entropy over clusters, the choices here, is minimized from their ``means`` F32 [C, width] on, of step 0.
+    They begin at the ``means`` F32 [C, width] of their clusters, which are step 0, and minimize cross-entropy over
+    clusters: ``choices`` of the samples are clusters here.
     """
-    random, (count, width) = torch.Generator().manual_seed(seed), means.shape
+    random = torch.Generator().manual_seed(seed)
     # States of a root mean square of 1, and scores of about as much.
-    size = float(torch.linalg.vector_norm(some := taught[0].states, dtype=torch.float32)) / some.numel() ** 0.5 or 1.0
+    some = taught[0].states
+    size = float(torch.linalg.vector_norm(some, dtype=torch.float32)) / some.numel() ** 0.5 or 1.0
     best = means / (float(means.norm(dim=1).mean()) or 1.0)
-    rows, highest = best.clone().requires_grad_(), 1 / width
-    optimizer = torch.optim.Adam([rows], lr=highest, betas=(0.9, 0.99))
+    rows = best.clone().requires_grad_()
+    highest_rate = 1 / means.shape[1]
+    optimizer = torch.optim.Adam([rows], lr=highest_rate, betas=(0.9, 0.99))
 
-    def score() -> tuple[int, float]:
-        # Of the worst kind, how many clusters lose little enough; then the mean log2 of ranks.
-        found = [ranks(one.states / size, rows.detach(), one.choices) for one in watched]
-        return enough(found), sum(float((rank + 1).double().log2().mean()) for rank in found)
-
-    best_score, best_step = score(), 0
-    for done in range(1, steps + 1):
-        drawn = [(one, torch.randint(len(one.states), (_BATCH // len(taught),), generator=random)) for one in taught]
-        states = torch.cat([one.states[chosen].float() for one, chosen in drawn])
-        cluster = torch.cat([one.choices[chosen] for one, chosen in drawn])
-        scores, own = states / size @ rows.T, cluster[:, None]
-        # The best few clusters are looked into anyhow: they are no rivals of the right one.
-        looked_into = scores.detach().topk(1 << int(math.log2(count) / 2), dim=1).indices
-        rivals = scores.scatter(1, looked_into, -torch.inf).scatter(1, own, scores.gather(1, own))
-        optimizer.param_groups[0]["lr"] = highest * cosine((done - 1) / steps)
+    best_score = _score_centroids(rows, watched, size)
+    best_step = 0
+    for step in range(1, steps + 1):
+        states, cluster = _draw_states(taught, random)
+        optimizer.param_groups[0]["lr"] = highest_rate * cosine((step - 1) / steps)
         optimizer.zero_grad()
-        cross_entropy(rivals, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        scores = _mask_rivals(states / size @ rows.T, cluster)
+        cross_entropy(scores, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         optimizer.step()
-        if (done % max(1, steps // EVALUATIONS) == 0 or done == steps) and (now := score()) < best_score:
-            best, best_score, best_step = rows.detach().clone(), now, done
+        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
+            score = _score_centroids(rows, watched, size)
+            if score < best_score:
+                best = rows.detach().clone()
+                best_score = score
+                best_step = step
     return best / size, best_step
 
 
-def refusals(kept: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
-    """Why the head is not to be saved, of what it keeps of each kind of text."""
-    for name, found in kept.items():
-        if found["share"] < LEAST_KEPT:
-            kept_of = f"{found['share']:.2%} of the dense head's choices on held-out text ({name})"
+def _score_centroids(rows: Tensor, watched: Sequence[Used], size: float) -> tuple[int, float]:
+    """Less is better: how many clusters are enough on the worst kind of text; then the mean log2 of ranks, summed."""
+    kinds = [ranks(sample.states / size, rows.detach(), sample.choices) for sample in watched]
+    return enough(kinds), sum(float((rank + 1).double().log2().mean()) for rank in kinds)
+
+
+def _draw_states(taught: Sequence[Used], random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A batch, equal parts of every kind: states F32 [n, width], and the cluster of each choice int64 [n]."""
+    states = []
+    clusters = []
+    for sample in taught:
+        index = torch.randint(len(sample.states), (_BATCH // len(taught),), generator=random)
+        states.append(sample.states[index].float())
+        clusters.append(sample.choices[index])
+    return torch.cat(states), torch.cat(clusters)
+
+
+def _mask_rivals(scores: Tensor, cluster: Tensor) -> Tensor:
+    """``scores`` [n, C], -inf for the best few clusters: they are looked into anyhow, so no rivals of the right one."""
+    right = cluster[:, None]
+    looked_into = scores.detach().topk(1 << int(math.log2(scores.shape[1]) / 2), dim=1).indices
+    return scores.scatter(1, looked_into, -torch.inf).scatter(1, right, scores.gather(1, right))
+
+
+def refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
+    """Why the head is not to be saved; ``shares`` says what it keeps of the dense head's choices, by kind of text."""
+    for name, kind in shares.items():
+        if kind["share"] < LEAST_KEPT:
+            kept_of = f"{kind['share']:.2%} of the dense head's choices on held-out text ({name})"
             yield f"it keeps {kept_of}, of which {LEAST_KEPT:.1%} are wanted"
     if (overall := comparisons.overall).may_lose(MOST_LOST):
         yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round ({signed(overall.change)})"
-    for name, one in comparisons.workloads.items():
-        if one.change.interval is not None and one.change.interval.high < -MOST_LOST:
-            yield f"it loses more than {MOST_LOST} on {escape(name)} ({signed(one.change)})"
+    for name, workload in comparisons.workloads.items():
+        if workload.change.interval is not None and workload.change.interval.high < -MOST_LOST:
+            yield f"it loses more than {MOST_LOST} on {escape(name)} ({signed(workload.change)})"

@@ -111,16 +111,18 @@ def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
-    kept = arranged(origin, checkpoint).kept
-    rounded = {role: one.written for role, one in kept.items() if one.rounded_to and role in checkpoint.tensors}
+    stored = arranged(origin, checkpoint).kept
+    rounded = {
+        role: weight.written for role, weight in stored.items() if weight.rounded_to and role in checkpoint.tensors
+    }
     return replace(checkpoint, tensors=MappingProxyType({**checkpoint.tensors, **rounded}))
 
 
 def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
     """Raise UnsupportedError where the format of ``origin`` has no room for what ``mode`` makes, which ``like`` has."""
     try:
-        kept = arranged(origin, like).kept.values()
-        why = next((f"{one.why}." for one in kept if one.how == NOTHING), None)
+        stored = arranged(origin, like).kept.values()
+        why = next((f"{weight.why}." for weight in stored if weight.how == NOTHING), None)
     except UnsupportedError as error:
         why = str(error)
     if why:
@@ -131,14 +133,16 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
         )
 
 
-def write_made(origin: ReadDirectory, made: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]) -> None:
-    """Write ``made`` as ``origin`` is written, where ``plan`` wants it, with ``about`` under ``key`` of the record.
+def write_made(
+    origin: ReadDirectory, checkpoint: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]
+) -> None:
+    """Write ``checkpoint`` as ``origin`` is written, to the plan's target, with ``about`` under ``key`` of the record.
 
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    held = arranged(origin, made)
-    own = {"tuned_from" if key == "tuning" else "made_from": origin.sums}
-    # What was proven was proven of other weights, or another head.
-    new = {**origin_of(origin, held), "proof": None, key: {**about, **own}}
-    write(held, plan.target, new, overwrite=plan.overwrite, inputs=plan.inputs)
+    arrangement = arranged(origin, checkpoint)
+    made_from = "tuned_from" if key == "tuning" else "made_from"
+    # The origin's proof holds for other weights, or another head.
+    record = {**origin_of(origin, arrangement), "proof": None, key: {**about, made_from: origin.sums}}
+    write(arrangement, plan.target, record, overwrite=plan.overwrite, inputs=plan.inputs)

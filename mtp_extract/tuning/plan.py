@@ -108,8 +108,8 @@ class TuningPlan:
     @property
     def recipe(self) -> dict[str, object]:
         """How it is trained, for the record."""
-        own = ("draft_steps", "batch", "objective", "temperature", "learning_rate", "seed")
-        return {name: getattr(self, name) for name in own} | {"steps": self.optimizer_steps}
+        fields = ("draft_steps", "batch", "objective", "temperature", "learning_rate", "seed")
+        return {name: getattr(self, name) for name in fields} | {"steps": self.optimizer_steps}
 
     def check(self) -> None:
         """Check what can be checked before anything is loaded.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,10 @@ from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
+    from mtp_extract.checkpoint.checkpoint import Checkpoint
+    from mtp_extract.drafter.load import Network
     from mtp_extract.tuning.corpus import Corpus
+    from mtp_extract.tuning.pair import Pair
     from mtp_extract.tuning.verdict import Comparisons
 
 
@@ -48,56 +51,97 @@ def run_tuning(
     """
     require("torch", "transformers", "accelerate")
     plan.check()
-    import msgspec
-
     from mtp_extract.evaluation.base_model import memory_guard
-    from mtp_extract.io.address import public_name
     from mtp_extract.tuning.corpus import divided, gather
     from mtp_extract.tuning.eagle3 import new_head
-    from mtp_extract.tuning.ordered import dense, make_head, refusals, untrained
-    from mtp_extract.tuning.pair import Pair, check_writable, write_made
-    from mtp_extract.tuning.train import latents_of, measured, train
+    from mtp_extract.tuning.ordered import dense, refusals
+    from mtp_extract.tuning.pair import Pair, write_made
+    from mtp_extract.tuning.rounds import measured
     from mtp_extract.tuning.verdict import Comparisons
     from mtp_extract.tuning.work import locked
 
     # Too few prompts are no reason to load a base.
     divided(plan)
     pair = Pair(plan, say)
-    first, ordered = pair.accelerator.is_main_process, plan.mode == ORDERED
-    # What cannot be written is refused before anything is kept.
-    if ordered:
-        check_writable(pair.origin, untrained(pair.origin.checkpoint), plan.mode)
-    elif plan.mode != EAGLE3:
-        latents_of(pair)
+    is_first = pair.accelerator.is_main_process
+    _check_format(pair)
+
     # The first of several processes locks the folder for all.
-    with memory_guard("tuning"), locked(plan.kept_in) if first else nullcontext():
+    with memory_guard("tuning"), locked(plan.kept_in) if is_first else nullcontext():
         corpus = gather(pair, tell)
         if plan.mode == EAGLE3:
             new_head(pair, corpus.trained)
+        drafter = pair.drafter_of(dense(pair.origin.checkpoint)) if plan.mode == ORDERED else pair.drafter
         held_out = [text for _, text in corpus.held_out]
         pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
-        drafter = pair.drafter_of(dense(pair.origin.checkpoint)) if ordered else pair.drafter
         before = measured(pair, drafter, held_out)
-        if ordered:
-            made, about = make_head(pair, drafter, corpus, tell)
-        else:
-            latents = latents_of(pair)
-            trained = train(pair, corpus, latents, tell, stop)
-            made, about = latents.tuned(trained.results), {"mode": plan.mode, "numbers": latents.numbers}
-            about |= {"steps_done": trained.done, "best_step": trained.step, "interrupted": trained.interrupted}
+        checkpoint, about = _make(pair, drafter, corpus, tell, stop)
         pair.say("measuring what was made on the held-out texts")
-        comparisons = Comparisons.of(corpus, before, measured(pair, pair.drafter_of(made), held_out))
-    refused = tuple(refusals(about["kinds"], comparisons) if ordered else comparisons.refused())
-    texts = {side: len(getattr(corpus, side)) for side in ("trained", "watched", "held_out")}
-    about |= {"recipe": plan.recipe, "base": public_name(plan.base), "base_xxh3": pair.base_fingerprint}
-    about |= {"texts": texts, "text_from": corpus.text_from, "accepted": not refused, "refused": list(refused)}
-    about |= msgspec.to_builtins(comparisons)
-    keep = plan.force or not refused
-    if keep and first:
-        write_made(pair.origin, made, plan, "ordered_head" if ordered else "tuning", about)
+        comparisons = Comparisons.of(corpus, before, measured(pair, pair.drafter_of(checkpoint), held_out))
+
+    refused = tuple(refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
+    record = {**about, **_describe(pair, corpus, refused, comparisons)}
+    is_saved = plan.force or not refused
+    if is_saved and is_first:
+        write_made(pair.origin, checkpoint, plan, "ordered_head" if plan.mode == ORDERED else "tuning", record)
     pair.accelerator.wait_for_everyone()
-    notes = [*pair.origin.checkpoint.notes, *pair.loaded.notes, *comparisons.undecided()]
-    if wrote := corpus.text_from:
-        of = f"{wrote['positions']} tokens of {wrote['texts']} texts that {escape(wrote['kind'])} wrote"
-        notes.append(f"The base at hand would have written {wrote['agreement']:.1%} of {of}.")
-    return Outcome(plan.target if keep else None, refused, comparisons, corpus, about, tuple(notes))
+    notes = (*pair.origin.checkpoint.notes, *pair.loaded.notes, *comparisons.undecided(), *_text_notes(corpus))
+    return Outcome(plan.target if is_saved else None, refused, comparisons, corpus, record, notes)
+
+
+def _check_format(pair: Pair) -> None:
+    """Raise MtpExtractError where the drafter's format has no room for what the mode makes, before any work is done."""
+    from mtp_extract.tuning.ordered import untrained
+    from mtp_extract.tuning.pair import check_writable
+    from mtp_extract.tuning.train import latents_of
+
+    if pair.plan.mode == ORDERED:
+        check_writable(pair.origin, untrained(pair.origin.checkpoint), ORDERED)
+    elif pair.plan.mode != EAGLE3:
+        latents_of(pair)
+
+
+def _make(
+    pair: Pair, drafter: Network, corpus: Corpus, tell: Show, stop: Callable[[], bool]
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """The checkpoint that the plan's mode makes, and how it was made, for the record."""
+    from mtp_extract.tuning.ordered import make_head
+    from mtp_extract.tuning.train import latents_of, train
+
+    if pair.plan.mode == ORDERED:
+        return make_head(pair, drafter, corpus, tell)
+    latents = latents_of(pair)
+    progress = train(pair, corpus, latents, tell, stop)
+    about = {
+        "mode": pair.plan.mode,
+        "numbers": latents.numbers,
+        "steps_done": progress.done,
+        "best_step": progress.step,
+        "interrupted": progress.interrupted,
+    }
+    return latents.tuned(progress.results), about
+
+
+def _describe(pair: Pair, corpus: Corpus, refused: Sequence[str], comparisons: Comparisons) -> dict[str, Any]:
+    """What the record says of every tuning: recipe, base, texts, and the measurements before and after."""
+    import msgspec
+
+    from mtp_extract.io.address import public_name
+
+    return {
+        "recipe": pair.plan.recipe,
+        "base": public_name(pair.plan.base),
+        "base_xxh3": pair.base_fingerprint,
+        "texts": {split: len(getattr(corpus, split)) for split in ("trained", "watched", "held_out")},
+        "text_from": corpus.text_from,
+        "accepted": not refused,
+        "refused": list(refused),
+        **msgspec.to_builtins(comparisons),
+    }
+
+
+def _text_notes(corpus: Corpus) -> Iterator[str]:
+    """How far the base would have written the texts that another wrote."""
+    if writer := corpus.text_from:
+        texts = f"{writer['positions']} tokens of {writer['texts']} texts that {escape(writer['kind'])} wrote"
+        yield f"The base at hand would have written {writer['agreement']:.1%} of {texts}."

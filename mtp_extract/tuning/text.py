@@ -28,7 +28,7 @@ from mtp_extract.io.files import read_regular
 from mtp_extract.serving.client import Server, question
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE
+from mtp_extract.tuning.loss import argmax_tokens
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.work import kept_at
@@ -72,55 +72,87 @@ class Writer:
             OutputError: it cannot be written.
             PairError: a prompt does not fit the base's context.
         """
-        accelerator, path = self.pair.accelerator, self.pair.plan.kept_in / "texts.jsonl"
-        by = f"{self.server.kind.name}'s {escape(self.server.model)}" if self.server else "the base"
-        self.pair.say(f"continuing {len(prompts)} {what} with {by} at temperature {self.temperature:g}")
-        if (longest := max(map(len, prompts), default=0)) + self.new_tokens > self.context:
+        writer = f"{self.server.kind.name}'s {escape(self.server.model)}" if self.server else "the base"
+        self.pair.say(f"continuing {len(prompts)} {what} with {writer} at temperature {self.temperature:g}")
+        longest = max(map(len, prompts), default=0)
+        if longest + self.new_tokens > self.context:
             raise PairError(
                 f"expected prompts that fit the base's {self.context} tokens, found one of {longest}, and "
                 f"{self.new_tokens} new ones. Give shorter prompts.",
                 remedies=("prompts", "new_tokens"),
             )
-        once, (kept, size), done = list(dict.fromkeys(prompts)), _kept(path), 0
-        batches = [[once[index] for index in group] for group in groups(list(map(len, once)), self.pair.plan.batch)]
-        for at in range(0, len(batches), accelerator.num_processes):
-            together = batches[at : at + accelerator.num_processes]
-            own = [(self._name(batch), batch) for batch in together[accelerator.process_index :][:1]]
-            lines = gather_object([Line(name, self._continued(batch)) for name, batch in own if name not in kept])
+        distinct = list(dict.fromkeys(prompts))
+        grouped = groups([len(prompt) for prompt in distinct], self.pair.plan.batch)
+        written = self._written([[distinct[index] for index in group] for group in grouped], tell)
+        return [Text((*prompt, *written[prompt]), len(prompt)) for prompt in prompts]
+
+    def _written(self, batches: Sequence[Sequence[Tokens]], tell: Show) -> dict[Tokens, Tokens]:
+        """What follows each prompt of ``batches``: read from the file of texts, or written now and added to it."""
+        accelerator = self.pair.accelerator
+        path = self.pair.plan.kept_in / "texts.jsonl"
+        stored, size = _stored_lines(path)
+        prompts = sum(map(len, batches))
+        done = 0
+        for first in range(0, len(batches), accelerator.num_processes):
+            # A batch for each process, whose lines the first of them writes.
+            together = batches[first : first + accelerator.num_processes]
+            lines = []
+            for batch in together[accelerator.process_index :][:1]:
+                name = self._name(batch)
+                if name not in stored:
+                    lines.append(Line(name, self._continued(batch)))
+            lines = gather_object(lines)
             if lines and accelerator.is_main_process:
                 with kept_at(path, size) as file:
                     size += file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-            kept |= {line.name: line.tokens for line in lines}
+            stored.update({line.name: line.tokens for line in lines})
             done += sum(map(len, together))
-            tell(f"text {done} of {len(once)}", done, len(once))
-        written = dict(pair for batch in batches for pair in zip(batch, kept[self._name(batch)], strict=True))
-        return [Text((*prompt, *written[prompt]), len(prompt)) for prompt in prompts]
+            tell(f"text {done} of {prompts}", done, prompts)
+
+        written: dict[Tokens, Tokens] = {}
+        for batch in batches:
+            written.update(zip(batch, stored[self._name(batch)], strict=True))
+        return written
 
     def _continued(self, prompts: Sequence[Tokens]) -> list[Tokens]:
-        """What follows each of a batch, whose rows draw other numbers from one seed.
+        """What follows each of a batch, whose rows draw other numbers from one seed."""
+        if self.server is not None:
+            return self._served(self.server, prompts)
+        return base_texts(
+            self.pair.base,
+            prompts,
+            new_tokens=self.new_tokens,
+            batch=len(prompts),
+            temperature=self.temperature,
+            seed=number([self._seed, *prompts]),
+        )
+
+    def _served(self, server: Server, prompts: Sequence[Tokens]) -> list[Tokens]:
+        """What ``server`` answers to each of a batch.
 
         A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there are tokens
         only where it gives them. Raises PairError where it writes tokens that the base at hand does not have.
         """
-        base, codec, server = self.pair.base, self.pair.codec, self.server
-        if server is None:
-            batch, seed = len(prompts), number([self._seed, *prompts])
-            drawn: dict[str, Any] = {"new_tokens": self.new_tokens, "temperature": self.temperature, "seed": seed}
-            return base_texts(base, prompts, batch=batch, **drawn)
-        questions, found = list[dict[str, Any]](), list[Tokens]()
+        vocab_size = self.pair.base.vocab_size
+        questions: list[dict[str, Any]] = []
         for prompt in prompts:
-            more = {"temperature": self.temperature, "seed": number([self._seed, prompt]) >> 20, **server.kind.ids}
-            questions.append(question(self.contents[prompt], self.new_tokens, self.pair.plan.chat_template, **more))
+            seed = number([self._seed, prompt]) >> 20
+            options = {"temperature": self.temperature, "seed": seed, **server.kind.ids}
+            chat_template = self.pair.plan.chat_template
+            questions.append(question(self.contents[prompt], self.new_tokens, chat_template, **options))
+
+        answers: list[Tokens] = []
         for answer in server.ask(questions, len(questions)):
-            tokens = answer.token_ids or (() if answer.reasoning else codec.continued(answer.text))
-            if (most := max(tokens, default=0)) >= base.vocab_size:
+            tokens = answer.token_ids or (() if answer.reasoning else self.pair.codec.continued(answer.text))
+            highest = max(tokens, default=0)
+            if highest >= vocab_size:
                 raise PairError(
-                    f"expected {escape(server.model)} to write tokens below {base.vocab_size}, found {most}: it has "
+                    f"expected {escape(server.model)} to write tokens below {vocab_size}, found {highest}: it has "
                     "another base. Name that one.",
                     remedies=("base",),
                 )
-            found.append(tokens)
-        return found
+            answers.append(tokens)
+        return answers
 
     @property
     def context(self) -> float:
@@ -133,22 +165,24 @@ class Writer:
         return self.pair.plan.seed if self.temperature > 0 else 0
 
     def _name(self, batch: Sequence[Tokens]) -> str:
-        pair, server = self.pair, self.server
+        """Of a batch: equal where the same text would be written again."""
+        pair = self.pair
+        server = self.server
         # A server's text is made tokens by the tokenizer of the base at hand.
         by = [server.kind.name, server.model, pair.plan.chat_template] if server else list(pair.base.stop_token_ids)
         depends_on = [pair.base_fingerprint, self._seed, self.temperature, self.new_tokens, by, batch]
         return sha256(json.dumps(depends_on).encode()).hexdigest()
 
 
-def _kept(path: Path) -> tuple[dict[str, list[Tokens]], int]:
-    """What is in the file at ``path``, by name; and its bytes up to the end of the last line that is whole.
+def _stored_lines(path: Path) -> tuple[dict[str, list[Tokens]], int]:
+    """What is in the file at ``path``, by name of the batch; and its bytes up to the end of the last complete line.
 
     Raises:
         CheckpointError: it is damaged.
     """
     try:
         stored = read_regular(path, _LARGEST)
-        # What a killed run was writing is not whole.
+        # A killed run may have left an incomplete line.
         size = stored.rfind(b"\n") + 1
         return {line.name: line.tokens for line in msgspec.json.Decoder(Line).decode_lines(stored[:size])}, size
     except FileNotFoundError:
@@ -174,17 +208,22 @@ def people_texts(item: Prompt, writer: Writer) -> list[Text]:
         PairError: a text cannot be encoded, or messages have no answer.
         MtpExtractError: messages where no chat template is applied.
     """
-    codec, length = writer.pair.codec, writer.new_tokens
+    codec = writer.pair.codec
     if item.completion is not None:
-        given = codec.encode(item.content, chat_template=writer.pair.plan.chat_template)
-        return [Text((*given, *codec.continued(item.completion)), len(given))]
+        prompt = codec.encode(item.content, chat_template=writer.pair.plan.chat_template)
+        return [Text((*prompt, *codec.continued(item.completion)), len(prompt))]
     if not isinstance(item.content, str):
-        found = f"found messages without one, {escape(item.key)}. Give those as prompts."
-        raise PairError(f"expected texts by people, or messages that end in an answer, {found}", remedies=("prompts",))
+        raise PairError(
+            "expected texts by people, or messages that end in an answer, found messages without one, "
+            f"{escape(item.key)}. Give those as prompts.",
+            remedies=("prompts",),
+        )
     encoded = codec.encode(item.content)
-    opened = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
-    given, tokens = encoded[:opened], encoded[opened:]
-    return [Text((*given, *tokens[at : at + length]), 1) for at in range(0, len(tokens), length)]
+    has_bos = encoded[0] == getattr(codec.tokenizer, "bos_token_id", None)
+    bos = encoded[:has_bos]
+    tokens = encoded[has_bos:]
+    length = writer.new_tokens
+    return [Text((*bos, *tokens[start : start + length]), 1) for start in range(0, len(tokens), length)]
 
 
 @contextmanager
@@ -210,14 +249,17 @@ def agreement(base: Base, texts: Sequence[Text], server: Server | None) -> dict[
     Raises:
         PairError: a server has another base.
     """
-    chosen, hits, positions = texts[:: -(-len(texts) // _LOOKED_AT) or 1], 0, 0
+    chosen = texts[:: -(-len(texts) // _LOOKED_AT) or 1]
+    hits = 0
+    positions = 0
     for text in chosen:
         hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
-        rows = torch.split(hidden, max(1, LOGITS_AT_ONCE // base.vocab_size))
-        choices = [token for part in rows for token in base.logits(part).argmax(-1).tolist()]
+        choices = argmax_tokens(base.logits, hidden, base.vocab_size).tolist()
         hits += sum(map(eq, choices, text.continuation))
         positions += len(text.continuation)
-    share, name = hits / max(1, positions), server.kind.name if server else "people"
+
+    share = hits / max(1, positions)
+    name = server.kind.name if server else "people"
     if server and share < LEAST_AGREEMENT and positions:
         raise PairError(
             f"expected {name} to write at least {LEAST_AGREEMENT:.0%} of tokens as the base at hand would, found "

@@ -22,8 +22,10 @@ from mtp_extract.tuning.corpus import Corpus, seen
 MOST_LOST = 0.05
 """Teacher-forced tokens per round, on sequences that training has not seen."""
 
-WORST, _NAME = 3, 40
-"""Texts that are shown and recorded, by the first characters of their prompt."""
+WORST = 3
+"""Texts that are shown and recorded."""
+
+_NAME = 40  # characters of a prompt that name its text
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -52,9 +54,17 @@ class Comparison(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, before: Measured, after: Measured, rows: Tensor) -> Comparison:
         """At the anchors ``rows``, bool [N]."""
-        before, after = before.where(rows), after.where(rows)
-        figures, change = (Figures.of(before), Figures.of(after)), (compare(before, after), saving(before, after))
-        return cls(before.texts, len(before.anchor), *figures, *change, bool((after.stands < before.stands).any()))
+        before = before.where(rows)
+        after = after.where(rows)
+        return cls(
+            texts=before.texts,
+            anchors=len(before.anchor),
+            before=Figures.of(before),
+            after=Figures.of(after),
+            change=compare(before, after),
+            rounds=saving(before, after),
+            loses=bool((after.stands < before.stands).any()),
+        )
 
     def may_lose(self, most: float) -> bool:
         """Whether more than ``most`` tokens per round may be lost, or it is not known; not where no draft is."""
@@ -83,30 +93,38 @@ class Comparisons(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
         """Of two drafters on the held-out texts of ``corpus``."""
-        units, by_workload, worst = units_of(corpus), dict[str, list[int]](), list[Worst]()
+        by_workload: dict[str, list[int]] = {}
         for index, (item, _) in enumerate(corpus.held_out):
             by_workload.setdefault(item.workload, []).append(index)
-            forced = [measured.of([index]).teacher_forced for measured in (before, after)]
-            content = item.content if isinstance(item.content, str) else str(item.content[-1].get("content"))
-            worst.append(Worst(item.workload, " ".join(content.split())[:_NAME], *forced))
         unseen = ~seen(before, [text for _, text in corpus.held_out], corpus.known)
-        both = replace(before, text=units[before.text]), replace(after, text=units[after.text])
-        rows = {name: torch.isin(before.text, torch.tensor(texts)) for name, texts in by_workload.items()}
+
+        # Intervals count units in place of texts.
+        units = units_of(corpus)
+        before_by_unit = replace(before, text=units[before.text])
+        after_by_unit = replace(after, text=units[after.text])
+
+        def compare_at(rows: Tensor) -> Comparison:
+            return Comparison.of(before_by_unit, after_by_unit, rows)
+
         return cls(
-            Comparison.of(*both, before.text < corpus.own),
-            {name: Comparison.of(*both, those) for name, those in rows.items()},
-            Comparison.of(*both, unseen) if unseen.any() else None,
-            sorted(worst, key=lambda text: text.after - text.before)[:WORST],
+            overall=compare_at(before.text < corpus.own),
+            workloads={
+                name: compare_at(torch.isin(before.text, torch.tensor(texts))) for name, texts in by_workload.items()
+            },
+            unseen=compare_at(unseen) if unseen.any() else None,
+            worst=_worst(corpus, before, after),
         )
 
     def refused(self) -> Iterator[str]:
         """Why what came after is not to be saved; nothing if it is."""
-        overall, unseen, interval = self.overall, self.unseen, self.overall.rounds.interval
+        overall = self.overall
+        unseen = self.unseen
+        interval = overall.rounds.interval
         if interval is None or interval.low <= 1:
             rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
             bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
-            found = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {signed(overall.change)}"
-            yield f"it is not shown to take fewer rounds on held-out text ({found})"
+            figures = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {signed(overall.change)}"
+            yield f"it is not shown to take fewer rounds on held-out text ({figures})"
         if unseen and unseen.change.interval is not None and unseen.may_lose(MOST_LOST):
             where = f"where drafts continue what no training text has ({signed(unseen.change)})"
             yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round {where}"
@@ -116,17 +134,30 @@ class Comparisons(msgspec.Struct, frozen=True):
 
     def undecided(self) -> Iterator[str]:
         """What too few texts leave open, in a sentence, if they do."""
-        few = [f"{name} ({one.texts})" for name, one in self.workloads.items() if one.change.interval is None]
+        undecided = [(name, result) for name, result in self.workloads.items() if result.change.interval is None]
+        few = [f"{name} ({result.texts})" for name, result in undecided]
         if self.unseen is None or self.unseen.change.interval is None:
             few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
         if few:
             yield f"Not decided, too few held-out texts: {', '.join(few)}. Give more prompts: one in eight is held out."
 
 
+def _worst(corpus: Corpus, before: Measured, after: Measured) -> list[Worst]:
+    """The held-out texts that lost most, that one first."""
+    texts = []
+    for index, (item, _) in enumerate(corpus.held_out):
+        content = item.content if isinstance(item.content, str) else str(item.content[-1].get("content"))
+        name = " ".join(content.split())[:_NAME]
+        forced_before = before.of([index]).teacher_forced
+        forced_after = after.of([index]).teacher_forced
+        texts.append(Worst(item.workload, name, forced_before, forced_after))
+    return sorted(texts, key=lambda text: text.after - text.before)[:WORST]
+
+
 def units_of(corpus: Corpus) -> Tensor:
     """int64: of each held-out text, what intervals count. Windows of one text by people are one."""
     items = [None, *(item for item, _ in corpus.held_out)]
-    return torch.tensor([*accumulate(one is not other for one, other in pairwise(items))])
+    return torch.tensor([*accumulate(item is not previous for previous, item in pairwise(items))])
 
 
 def signed(change: Change) -> str:

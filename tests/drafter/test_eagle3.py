@@ -166,7 +166,7 @@ def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any, drafts:
         """Drafts the base's next token now and then, so that rounds end at different places."""
         logits, following = step(state, token)
         at = int(state.positions[0, 0]) + 1
-        if state.own is None:
+        if state.step_kv is None:
             seen.append((at, int(logits.argmax())))
         if at % 4 and at + 1 < len(text):
             logits = torch.zeros_like(logits)

@@ -29,7 +29,7 @@ from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.train import measured as measured_of
+from mtp_extract.tuning.rounds import measured as measured_of
 
 K = 3
 

@@ -28,7 +28,7 @@ from mtp_extract.evaluation.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning import corpus, ordered, pair
+from mtp_extract.tuning import corpus, ordered, pair, rounds
 from mtp_extract.tuning import train as train_module
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, side_of
 from mtp_extract.tuning.latents import MODES, Latents
@@ -85,7 +85,7 @@ class Tiny:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_module, "EVALUATIONS", evaluations)
             patch.setattr(train_module, "ANCHORS", anchors)
-            patch.setattr(train_module, "free_memory", lambda device: 2 * memory)
+            patch.setattr(rounds, "free_memory", lambda device: 2 * memory)
             return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop=stop)
 
 

@@ -28,12 +28,13 @@ from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tuning import loss, rounds
 from mtp_extract.tuning import train as train_module
 from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_of, new_head, shape_of, state_sizes
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.rounds import Batch, Rounds, States, measured
 from mtp_extract.tuning.run import run_tuning
-from mtp_extract.tuning.train import Batch, Rounds, States, measured
 
 from .conftest import Plans, trained
 
@@ -114,7 +115,8 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
 
     # Room for more rows of the head's 32 tokens than of the base's: neither has more at a time.
     plan = TuningPlan(None, "base", tmp_path / "out", tmp_path, mode="eagle3", steps=16, batch=3)
-    monkeypatch.setattr(train_module, "LOGITS_AT_ONCE", 12 * base.vocab_size)
+    for module in (loss, rounds, train_module):
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", 12 * base.vocab_size)
     monkeypatch.setattr(train_module, "EVALUATIONS", 2)
     logits, sizes = base.logits, list[int]()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tuning.train import Batch, Rounds, aims, counting, random_anchors, states_of
+from mtp_extract.tuning.rounds import Batch, Rounds, aims, counting, random_anchors, states_of
 
 from .conftest import Tiny
 

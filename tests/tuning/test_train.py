@@ -19,9 +19,10 @@ from mtp_extract.drafter.protocol import Needs
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning import train as module
+from mtp_extract.tuning import rounds
 from mtp_extract.tuning.latents import Latents
-from mtp_extract.tuning.train import PATIENCE, Progress, States, states_of
+from mtp_extract.tuning.rounds import States, states_of
+from mtp_extract.tuning.train import PATIENCE, Progress
 from mtp_extract.tuning.work import kept_at
 
 from .conftest import Tiny
@@ -172,9 +173,9 @@ def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Counts forwards of the base, of groups of two texts."""
-    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 48)
+    monkeypatch.setattr(rounds, "_TOKENS_AT_ONCE", 48)
     counted = Mock(side_effect=states_of)
-    monkeypatch.setattr(module, "states_of", counted)
+    monkeypatch.setattr(rounds, "states_of", counted)
     return counted
 
 
@@ -191,7 +192,7 @@ def test_states_are_the_same_wherever_they_are_kept(
     groups = forwards.call_count
     assert groups == 4
     for free, again in ((1 << 21, 0), (0, groups), (size, 3)):
-        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(rounds, "free_memory", lambda device, free=free: free)
         states = States(base, needs, texts, 4)
         states.of(texts)
         forwards.reset_mock()

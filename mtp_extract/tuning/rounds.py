@@ -1,0 +1,281 @@
+"""Rounds of drafts along texts: what the base computes there, draft steps from every anchor, and measuring them.
+
+An *anchor* is a position to draft from; K of the drafter's own steps follow it. Where accelerate starts several
+processes, each measures a share of the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mtp_extract.drafter.load import Network
+from mtp_extract.drafter.mtp import LITERT, Convention, MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Fed, Needs
+from mtp_extract.evaluation.agreement import Measured, groups
+from mtp_extract.evaluation.base_model import free_memory
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, argmax_tokens
+from mtp_extract.tuning.pair import Pair
+
+_TOKENS_AT_ONCE = 256  # of short texts in one forward of the base: of fewer it takes hardly less time
+_OF_FREE_MEMORY = 0.5  # for what the base computes over the texts
+
+Columns = Mapping[str, Tensor]
+"""What the base computes over a text, in main memory, a row a token: ``tokens``, ``hidden`` (after the final norm),
+``choices`` (its argmax after each), ``layer 3`` (the state that enters it), ``K of`` and ``V of`` a layer type."""
+
+
+@torch.no_grad()
+def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[Columns]:
+    """What ``base`` computes over each of ``texts``, in one forward, as far as ``needs`` asks for it."""
+    tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(base.device)
+    full = base.feed(tokens, needs.layers)
+    choices = argmax_tokens(base.logits, full.hidden.flatten(0, 1), base.vocab_size).view(tokens.shape)
+    columns = {"tokens": tokens, "hidden": full.hidden, "choices": choices}
+    for layer, states in full.layers.items():
+        columns[f"layer {layer}"] = states
+    for kind in needs.shared_kv:
+        keys, values = full.shared_kv[kind]
+        columns[f"K of {kind}"] = keys.transpose(1, 2)
+        columns[f"V of {kind}"] = values.transpose(1, 2)
+
+    def copy_row(row: int, length: int) -> Columns:
+        # Copies, so that a text that stays in memory does not keep the tensors of all the others there.
+        return {name: column[row, :length].to("cpu", copy=True) for name, column in columns.items()}
+
+    return [copy_row(row, len(text.tokens)) for row, text in enumerate(texts)]
+
+
+class States:
+    """The base's states over texts: cached until half of the free memory is used, else computed on every request.
+
+    Which texts share a forward depends on the texts alone, so the numbers are the same, to the bit, in every run. Texts
+    of similar length do, as many as one forward takes and at most ``batch``; a long one is alone.
+    """
+
+    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int) -> None:
+        self._base = base
+        self._needs = needs
+        self._bytes_free = int(_OF_FREE_MEMORY * free_memory(torch.device("cpu")))
+        self._cache: dict[tuple[Text, ...], list[Columns]] = {}
+        groups: list[list[Text]] = []
+        for text in sorted(dict.fromkeys(texts), key=lambda text: len(text.tokens)):
+            size = len(groups[-1]) if groups else batch
+            if size == batch or (size + 1) * len(text.tokens) > _TOKENS_AT_ONCE:
+                groups.append([])
+            groups[-1].append(text)
+        self._group_of = {text: tuple(group) for group in groups for text in group}
+
+    def of(self, texts: Sequence[Text]) -> list[Columns]:
+        """Of each of ``texts``, which are among those of the constructor."""
+        columns_of: dict[Text, Columns] = {}
+        for group in dict.fromkeys(self._group_of[text] for text in texts):
+            columns_of.update(zip(group, self._of_group(group), strict=True))
+        return [columns_of[text] for text in texts]
+
+    def _of_group(self, group: tuple[Text, ...]) -> list[Columns]:
+        """Of texts that share a forward."""
+        if group in self._cache:
+            return self._cache[group]
+        items = states_of(self._base, self._needs, group)
+        size = sum(column.nbytes for item in items for column in item.values())
+        if size <= self._bytes_free:
+            self._cache[group] = items
+            self._bytes_free -= size
+        return items
+
+
+# Rounds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
+
+    fed: Fed  # what the base knows of them
+    lengths: Tensor  # int64 [B]
+    choices: Tensor  # int64 [B, L], the base's argmax after each token
+    anchors: Tensor  # int64 [B, A]
+    real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
+
+    @classmethod
+    def of(cls, items: Sequence[Columns], needs: Needs, anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
+        """The texts of ``items``, on ``device``."""
+        padded = {name: pad_sequence([item[name] for item in items], batch_first=True).to(device) for name in items[0]}
+
+        def heads(name: str) -> Tensor:  # [B, KV heads, L, head_dim]
+            return padded[name].transpose(1, 2).contiguous()
+
+        tokens = padded["tokens"]
+        fed = Fed(
+            tokens,
+            torch.arange(tokens.shape[1], device=device).expand_as(tokens),
+            padded["hidden"],
+            {layer: padded[f"layer {layer}"] for layer in needs.layers},
+            {kind: (heads(f"K of {kind}"), heads(f"V of {kind}")) for kind in needs.shared_kv},
+        )
+        lengths = torch.tensor([len(item["tokens"]) for item in items], device=device)
+        return cls(fed, lengths, padded["choices"], anchors.to(device), real.to(device))
+
+
+def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``count`` anchors of each text, none twice, in order, and which of them are real; int64 and bool [B, count].
+
+    A text with fewer has all of them, and placeholders after them.
+    """
+    anchors = torch.ones(len(texts), count, dtype=torch.long)
+    real = torch.zeros(len(texts), count, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        chosen = torch.randperm(len(text.anchors), generator=generator)[:count].sort().values
+        anchors[row, : len(chosen)] = chosen + text.anchors.start
+        real[row, : len(chosen)] = True
+    return anchors, real
+
+
+class Rounds(nn.Module):
+    """K draft steps from every anchor of a batch; a module, so that ``functional_call`` can replace its weights.
+
+    Every step reads the text's token, which is the drafter's own wherever the step counts: in greedy text a step counts
+    only where all before it drafted the text's tokens, and in sampled text an accepted draft has the base's
+    distribution, as the text does.
+    """
+
+    def __init__(self, drafter: Network, steps: int) -> None:
+        super().__init__()
+        self.drafter, self.steps = drafter, steps
+
+    def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
+        """States after the final norm, [K, B, A, width]."""
+        drafter = self.drafter
+        start = BaseState(batch.fed, batch.anchors, embed)
+        state: Any = drafter.start(start, convention) if isinstance(drafter, MtpDrafter) else drafter.start(start)
+        hidden_of_steps = []
+        for token in batch.fed.tokens.flatten()[aims(batch, self.steps)]:
+            hidden, state = drafter.advance(state, token)
+            hidden_of_steps.append(hidden)
+        return torch.stack(hidden_of_steps)
+
+
+def aims(batch: Batch, steps: int) -> Tensor:
+    """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes; in a text's end, its last."""
+    rows, length = batch.fed.tokens.shape
+    device = batch.anchors.device
+    later = batch.anchors + torch.arange(steps, device=device)[:, None, None]
+    return torch.arange(rows, device=device)[:, None] * length + later.clamp(max=length - 1)
+
+
+def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
+    """bool [K, B, A]: which steps count: those whose target lies within the text.
+
+    In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
+    ended before.
+    """
+    later = batch.anchors + torch.arange(1, steps + 1, device=batch.anchors.device)[:, None, None]
+    counts = batch.real & (later < batch.lengths[:, None])
+    if greedy:
+        follows = torch.ones_like(batch.fed.tokens, dtype=torch.bool)
+        follows[:, 1:] = batch.fed.tokens[:, 1:] == batch.choices[:, :-1]
+        chosen = follows.flatten()[aims(batch, steps)]
+        chosen[0] = True  # the pending token is the base's own
+        counts &= chosen.int().cumprod(dim=0).bool()
+    return counts
+
+
+def draw_batch(pair: Pair, drafter: Network, texts: Sequence[Text], most: int | None = None) -> Batch:
+    """``texts`` beside the base, with at most ``most`` random anchors of each; by default with all."""
+    count = max(len(text.anchors) for text in texts)
+    generator = torch.Generator().manual_seed(pair.plan.seed)
+    anchors, real = random_anchors(texts, count if most is None else min(most, count), generator)
+    columns = states_of(pair.base, drafter.needs, texts)
+    return Batch.of(columns, drafter.needs, anchors, real, drafter.lm_head.weight.device)
+
+
+# Measuring
+
+
+def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+    """How many drafts of ``drafter`` stand after every anchor of ``texts`` that has all targets, as they are served."""
+    accelerator = pair.accelerator
+    shard = range(accelerator.process_index, len(texts), accelerator.num_processes)
+    parts: list[Measured] = []
+    for group in groups([len(texts[index].tokens) for index in shard], pair.plan.batch):
+        rows = [shard[position] for position in group]
+        part = _measure_batch(pair, drafter, [texts[row] for row in rows])
+        parts.append(replace(part, text=torch.tensor(rows)[part.text]))
+    joined = Measured.joined(gather_object(parts))
+    # A text is in one part: its anchors stay in order.
+    return joined.where(torch.argsort(joined.text, stable=True))
+
+
+@torch.no_grad()
+def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+    """The drafts that stand along ``texts``, which are one batch.
+
+    Greedily those that are its tokens. A draft drawn from q is accepted with probability min(1, p / q), and what is
+    accepted has the base's distribution p; so along a text x drawn from p the first i drafts are accepted with the mean
+    of ∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
+    """
+    steps = pair.plan.draft_steps
+    batch = draw_batch(pair, drafter, texts)
+    states = Rounds(drafter, steps)(batch, pair.base.embed, LITERT)
+    complete = counting(batch, steps, greedy=False).all(dim=0)
+    of_token, mean = _acceptance(pair, drafter, batch, states, complete)
+
+    along = of_token.cumprod(dim=0)
+    stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * mean
+    complete = complete.cpu()
+    text = torch.arange(len(texts))[:, None].expand_as(complete)
+    anchors = batch.anchors.cpu()
+    return Measured.over(
+        text[complete], anchors[complete], stands.permute(1, 2, 0)[complete], along.permute(1, 2, 0)[complete]
+    )
+
+
+def _acceptance(pair: Pair, drafter: Network, batch: Batch, states: Tensor, complete: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each draft: min(1, q(x) / p(x)) of the text's token x, and its mean over all tokens.
+
+    Args:
+        states: [K, B, A, width], of :class:`Rounds`.
+        complete: bool [B, A], the anchors to look at.
+
+    Returns:
+        F64 [K, B, A] each, on the CPU; 1 at other anchors.
+    """
+    positions = aims(batch, len(states))
+    tokens = batch.fed.tokens.flatten()
+    hidden = batch.fed.hidden.flatten(0, 1)
+    of_token = torch.ones(positions.shape, dtype=torch.double)
+    mean = torch.ones(positions.shape, dtype=torch.double)
+    rows_at_once = max(1, LOGITS_AT_ONCE // pair.base.vocab_size)
+    for drafts in torch.split(complete.expand(len(states), -1, -1).nonzero(), rows_at_once):
+        index = drafts.unbind(1)
+        index_on_cpu = drafts.cpu().unbind(1)
+        next_token = tokens[positions[index] + 1]
+        logits = drafter.logits(states[index]).float()
+        if pair.plan.temperature == 0:
+            accepted = logits.argmax(-1) == next_token
+            overlap = accepted
+        else:
+            accepted, overlap = _sampled_acceptance(pair, logits, hidden[positions[index]], next_token)
+        of_token[index_on_cpu] = accepted.double().cpu()
+        mean[index_on_cpu] = overlap.double().cpu()
+    return of_token, mean
+
+
+def _sampled_acceptance(pair: Pair, logits: Tensor, hidden: Tensor, next_token: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`_acceptance`, [n], of the drafter's ``logits`` [n, V] and the base's state ``hidden`` [n, width]."""
+    temperature = pair.plan.temperature
+    q = torch.softmax(logits / temperature, dim=-1)
+    base_logits = pair.base.logits(hidden.to(pair.base.device)).to(logits.device)
+    p = torch.softmax(base_logits / temperature, dim=-1)
+    q_of_token = q.gather(1, next_token[:, None]).squeeze(1)
+    p_of_token = p.gather(1, next_token[:, None]).squeeze(1)
+    return (q_of_token / p_of_token).clamp(max=1), torch.minimum(p, q).sum(-1)
