@@ -31,7 +31,7 @@ from mtp_extract.options import check_values
 from mtp_extract.serving.client import Answer, Server, counted_in, question
 from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window
+from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window, answered
 from mtp_extract.serving.verdict import conclude
 
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
@@ -48,9 +48,9 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    given = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
+    all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
     # A prompt that repeats another says nothing new, however often it is asked.
-    prompts = list({prompt.key: prompt for prompt in reversed(given)}.values())[::-1]
+    prompts = list({prompt.key: prompt for prompt in reversed(all_prompts)}.values())[::-1]
     with ExitStack() as stack:
         servers = {
             side: stack.enter_context(Server(url, model=plan.model, key=plan.key))
@@ -62,7 +62,7 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
         try:
             run.ask_all()
         except BaseException as error:
-            if any(window.requests for window in run.windows["server"]):
+            if answered(run.windows["server"]):
                 plan.rescue(run.result(ended_early=str(error) if isinstance(error, Exception) else "interrupted"))
             raise
         return run.result()
@@ -110,16 +110,18 @@ class _Run:
                 _check_alive(self.windows[side])
             order.reverse()
         for windows in self.windows.values():
-            if not any(window.requests for window in windows):
+            if not answered(windows):
                 raise ServerError(windows[-1].failures[-1].reason)
 
     def _window(self, server: Server, part: Sequence[int]) -> Window:
         """The prompts of these numbers, asked of ``server``."""
-        before, begun = server.counters(), time.perf_counter()
+        before = server.counters()
+        started = time.perf_counter()
         results = server.try_each([self.questions[number] for number in part], self.plan.concurrency)
-        wall = time.perf_counter() - begun
+        wall = time.perf_counter() - started
 
-        requests, failures = list[Request](), list[Failure]()
+        requests = list[Request]()
+        failures = list[Failure]()
         for number, result in zip(part, results, strict=True):
             workload = self.prompts[number].workload
             if isinstance(result, Answer):
@@ -127,11 +129,18 @@ class _Run:
             else:
                 failures.append(Failure(workload, number, str(result)))
 
+        counters, is_disturbed = self._count(server, before, requests, has_failures=bool(failures))
+        return Window(requests, wall, counters, is_disturbed, failures)
+
+    def _count(
+        self, server: Server, before: Counters, requests: Sequence[Request], *, has_failures: bool
+    ) -> tuple[Counters, bool]:
+        """What the answers to ``requests`` come to, and whether somebody else moved the server's counters."""
         answers = [request.answer for request in requests]
-        if failures:  # what their part in the page's counters is, nobody says
-            return Window(requests, wall, counted_in(answers) if answers else Counters(), False, failures)
-        counters, disturbed = server.counted(before, answers, self.plan.max_tokens * len(answers))
-        return Window(requests, wall, counters, disturbed)
+        if not has_failures:
+            return server.counted(before, answers, self.plan.max_tokens * len(answers))
+        # Nobody says what part failures have in the page's counters: the answers' own are left.
+        return (counted_in(answers) if answers else Counters()), False
 
     def result(self, ended_early: str | None = None) -> Benchmark:
         """Of all windows so far."""
@@ -139,19 +148,21 @@ class _Run:
         is_compared = self.plan.baseline is not None and self.plan.temperature == 0
         if is_compared:
             _compare_texts(self.windows)
-        answered = {request.workload for window in self.windows["server"] for request in window.requests}
-        names = [name for name in dict.fromkeys(prompt.workload for prompt in self.prompts) if name in answered]
-        servers = self.servers.items()
-        found = Benchmark(
+        with_answers = {request.workload for request in answered(self.windows["server"])}
+        names = [name for name in dict.fromkeys(prompt.workload for prompt in self.prompts) if name in with_answers]
+        benchmark = Benchmark(
             ended_early=ended_early,
-            servers={side: {"url": s.name, "kind": s.kind.name, "model": s.model} for side, s in servers},
+            servers={
+                side: {"url": server.name, "kind": server.kind.name, "model": server.model}
+                for side, server in self.servers.items()
+            },
             settings={name: getattr(self.plan, name) for name in _SETTINGS},
             total=figures(self.windows, names, is_compared),
             workloads={name: figures(self.windows, [name], is_compared) for name in names},
             windows=self.windows,
         )
-        conclude(found)
-        return found
+        conclude(benchmark)
+        return benchmark
 
 
 def _check_alive(windows: Sequence[Window]) -> None:
@@ -167,33 +178,43 @@ def _check_alive(windows: Sequence[Window]) -> None:
 
 def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
     """Write into each request of the server where its text leaves the baseline's."""
-    theirs = {one.prompt: one.answer.text for window in windows["baseline"] for one in window.requests}
-    for request in (one for window in windows["server"] for one in window.requests):
-        if request.prompt in theirs:
-            pairs = zip_longest(request.answer.text, theirs[request.prompt])
-            request.leaves_at = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+    baseline = {request.prompt: request.answer.text for request in answered(windows["baseline"])}
+    for request in answered(windows["server"]):
+        if request.prompt in baseline:
+            pairs = enumerate(zip_longest(request.answer.text, baseline[request.prompt]))
+            request.leaves_at = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
 
 
 def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
     """Of the workloads ``names`` in all ``windows`` by side; ``compared``: whether texts were, with the baseline's."""
-    asked = {side: requests_of(done, names) for side, done in windows.items()}
-    fast, slow = (_timed(asked.get(side, ())) for side in ("server", "baseline"))
-    both = sorted(fast.keys() & slow.keys())
-    would_take = [slow[prompt][1] / slow[prompt][0] * fast[prompt][0] for prompt in both]
-    theirs = {request.prompt for request in asked.get("baseline", ())}
-    answered_by_both = [request for request in asked["server"] if request.prompt in theirs]
+    requests = {side: requests_of(of_side, names) for side, of_side in windows.items()}
+    in_baseline = {request.prompt for request in requests.get("baseline", ())}
+    answered_by_both = [request for request in requests["server"] if request.prompt in in_baseline]
     return Figures(
-        texts=len(asked["server"]),
-        sides={side: side_of(done, names) for side, done in windows.items()},
-        speedup=_figure(ratio_bounds, would_take, [fast[prompt][1] for prompt in both], len(both)),
+        texts=len(requests["server"]),
+        sides={side: side_of(of_side, names) for side, of_side in windows.items()},
+        speedup=_speedup(_timed(requests["server"]), _timed(requests.get("baseline", ()))),
         compared=len(answered_by_both) if compared else None,
         identical=sum(request.leaves_at is None for request in answered_by_both) if compared else None,
     )
 
 
+def _speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[int, tuple[int, float]]) -> Figure:
+    """Σ seconds the baseline takes for the server's tokens / Σ seconds the server takes; both as of :func:`_timed`."""
+    prompts = sorted(server.keys() & baseline.keys())
+    would_take = list[float]()
+    took = list[float]()
+    for prompt in prompts:
+        tokens, seconds = server[prompt]
+        baseline_tokens, baseline_seconds = baseline[prompt]
+        would_take.append(baseline_seconds / baseline_tokens * tokens)
+        took.append(seconds)
+    return _figure(ratio_bounds, would_take, took, len(prompts))
+
+
 def requests_of(windows: Sequence[Window], names: Collection[str]) -> list[Request]:
     """The answered requests of the workloads ``names``."""
-    return [request for window in windows for request in window.requests if request.workload in names]
+    return [request for request in answered(windows) if request.workload in names]
 
 
 def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
@@ -204,19 +225,19 @@ def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
 def _speed_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
     """Tokens, times and throughput, as a Side has them."""
     requests = requests_of(windows, names)
-    is_all = len(requests) == sum(len(window.requests) for window in windows)
+    is_all = len(requests) == len(answered(windows))
     tokens = total(request.answer.tokens for request in requests)
     wall = sum(window.wall_s for window in windows)
 
-    timed = list(_timed(requests).values())
-    counts, seconds = [count for count, _ in timed], [time for _, time in timed]
+    timed = _timed(requests).values()
+    counts = [count for count, _ in timed]
     first = [request.answer.first_s for request in requests if request.answer.first_s is not None]
     return {
         "tokens": tokens,
-        "tokens_per_s": _figure(ratio_bounds, counts, seconds, sum(counts)),
+        "tokens_per_s": _figure(ratio_bounds, counts, [seconds for _, seconds in timed], sum(counts)),
         "output_throughput": tokens / wall if is_all and wall and tokens is not None else None,
         "ttft_ms": _latency(first),
-        "tpot_ms": _latency([time / count for count, time in timed]),
+        "tpot_ms": _latency([seconds / count for count, seconds in timed]),
     }
 
 
@@ -224,31 +245,38 @@ def _drafts_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, A
     """Drafts, as a Side has them; what is not counted in all it is compared with is left out."""
     units = list(filter(None, (_counted(window, names) for window in windows)))
     judged = [unit for unit in units if unit.drafted is not None]
+    in_rounds = [unit for unit in units if unit.rounds]
     drafted = [unit.drafted or 0 for unit in judged]
     accepted = [unit.accepted or 0 for unit in judged]
 
-    in_rounds = [unit for unit in units if unit.rounds]
-    rounds = [unit.rounds or 0 for unit in in_rounds]
-    per_round = [unit.accepted or 0 for unit in in_rounds]
-    # No round accepts more than rounds drafted on the mean of any window.
-    most = max((-(-max(unit.drafted or 0, unit.accepted or 0) // (unit.rounds or 1)) for unit in in_rounds), default=1)
-    length = _figure(share_bounds, per_round, rounds, sum(rounds), scale=max(most, 1), least=1)
-    if len(judged) < len(units):  # then nobody knows how many it may have been
-        length = Figure(length.value, length.n)
-
-    by_position = None
-    if in_rounds and all(unit.positions and unit.rounds is not None for unit in units):
-        places = zip_longest(*(unit.positions or () for unit in in_rounds), fillvalue=0)
-        by_position = [_figure(share_bounds, hits, rounds, sum(rounds)) for hits in places]
+    all_accepted = sum(accepted) if judged else total(unit.accepted for unit in units)
+    has_positions = in_rounds and all(unit.positions and unit.rounds is not None for unit in units)
     return {
         "counted": sum(unit.requests or 0 for unit in units),
         "drafted": sum(drafted) if judged else None,
-        "accepted": sum(accepted) if judged else total(unit.accepted for unit in units) if units else None,
-        "rounds": sum(rounds) if in_rounds else None,
+        "accepted": all_accepted if units else None,
+        "rounds": sum(unit.rounds or 0 for unit in in_rounds) if in_rounds else None,
         "acceptance": _figure(share_bounds, accepted, drafted, sum(drafted)),
-        "tokens_per_round": length,
-        "acceptance_by_position": by_position,
+        "tokens_per_round": _tokens_per_round(in_rounds, is_bounded=len(judged) == len(units)),
+        "acceptance_by_position": _acceptance_by_position(in_rounds) if has_positions else None,
     }
+
+
+def _tokens_per_round(units: Sequence[Counters], *, is_bounded: bool) -> Figure:
+    """1 + accepted / rounds of ``units`` with rounds; an interval only where all drafts are known (``is_bounded``)."""
+    rounds = [unit.rounds or 1 for unit in units]
+    accepted = [unit.accepted or 0 for unit in units]
+    # No round accepts more than rounds drafted on the mean of any window: their quotient, rounded up.
+    most = [-(-max(unit.drafted or 0, hits) // size) for unit, hits, size in zip(units, accepted, rounds, strict=True)]
+    length = _figure(share_bounds, accepted, rounds, sum(rounds), scale=max(most, default=1) or 1, least=1)
+    return length if is_bounded else Figure(length.value, length.n)
+
+
+def _acceptance_by_position(units: Sequence[Counters]) -> list[Figure]:
+    """By position: accepted there / rounds, of ``units`` with rounds and positions."""
+    rounds = [unit.rounds or 0 for unit in units]
+    by_position = zip_longest(*(unit.positions or () for unit in units), fillvalue=0)
+    return [_figure(share_bounds, hits, rounds, sum(rounds)) for hits in by_position]
 
 
 def _counted(window: Window, names: Collection[str]) -> Counters | None:
@@ -264,14 +292,14 @@ def _figure(
     bounds: Callable[..., Bounds], sums: Sequence[float], sizes: Sequence[float], n: int, scale: int = 1, least: int = 0
 ) -> Figure:
     """``least`` + Σ ``sums`` / Σ ``sizes``; of a share, what a size may have is ``scale``."""
-    interval = over_texts(bounds, [one / scale for one in sums], sizes)
+    interval = over_texts(bounds, [value / scale for value in sums], sizes)
     value = least + sum(sums) / sum(sizes) if sum(sizes) else None
     return Figure(value, n, list(interval.scaled(scale, least)) if interval else None)
 
 
-def _timed(asked: Sequence[Request]) -> dict[int, tuple[int, float]]:
+def _timed(requests: Sequence[Request]) -> dict[int, tuple[int, float]]:
     """By prompt: tokens after the first text, and seconds; none of an answer that took no measurable time."""
-    pairs = {one.prompt: (one.answer.timed_tokens or 0, one.answer.seconds) for one in asked}
+    pairs = {request.prompt: (request.answer.timed_tokens or 0, request.answer.seconds) for request in requests}
     return {prompt: pair for prompt, pair in pairs.items() if min(pair) > 0}
 
 

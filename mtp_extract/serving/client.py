@@ -99,8 +99,8 @@ class _Usage(msgspec.Struct):
     @property
     def thoughts(self) -> int:
         """Tokens of thoughts among those of the completion; 0 where it does not say."""
-        said = self.reasoning_tokens or at(self.completion_tokens_details, "reasoning_tokens")
-        return said if isinstance(said, int) else 0
+        count = self.reasoning_tokens or at(self.completion_tokens_details, "reasoning_tokens")
+        return count if isinstance(count, int) else 0
 
 
 class _Event(msgspec.Struct):
@@ -124,7 +124,8 @@ def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock =
 
 def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
     """The answer in ``events``, each with the seconds at which it was whole; the rest as :func:`read_answer` has it."""
-    arrived, is_done = _Arrived(), False
+    arrived = _Arrived()
+    is_done = False
     for now, data in events:
         if is_done := data == b"[DONE]":
             break
@@ -132,13 +133,9 @@ def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -
     if not is_done and arrived.finish_reason is None:
         raise ServerError("expected a stream of events up to the answer's end, found one that ended before")
 
-    texts, usage, counted = arrived.texts, arrived.usage, arrived.counted
-    tokens = counted.tokens if usage.completion_tokens is None and counted else usage.completion_tokens
-    # A text is at least one token.
-    is_possible = bool(texts) <= (1 if tokens is None else tokens) <= asked + _BEYOND_LIMIT
-    if not is_possible or (counted and not counted.possible(asked + _BEYOND_LIMIT)):
-        raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {tokens} tokens, {counted}")
-
+    texts = arrived.texts
+    tokens = arrived.tokens
+    _check_counts(arrived, asked)
     first_tokens, unstreamed = _before_text(arrived, tokens)
     return Answer(
         text="".join(texts),
@@ -146,14 +143,25 @@ def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -
         first_s=arrived.first_at - sent if texts else None,
         # All of the text at once says when it was sent, not how long it took.
         seconds=arrived.last_at - arrived.first_at if len(texts) > 1 else 0.0,
-        counted=counted,
-        prompt_tokens=usage.prompt_tokens,
+        counted=arrived.counted,
+        prompt_tokens=arrived.usage.prompt_tokens,
         prompt_ids=arrived.prompt_ids,
         token_ids=tuple(arrived.token_ids) if arrived.token_ids and len(arrived.token_ids) == tokens else None,
         reasoning=arrived.reasoning,
         first_tokens=first_tokens,
         unstreamed=unstreamed,
     )
+
+
+def _check_counts(arrived: _Arrived, asked: int) -> None:
+    """Raise a ServerError where an answer of up to ``asked`` tokens cannot have the counts that came with it."""
+    tokens = arrived.tokens
+    most = asked + _BEYOND_LIMIT
+    # A text is at least one token.
+    is_possible = bool(arrived.texts) <= (1 if tokens is None else tokens) <= most
+    if not is_possible or (arrived.counted and not arrived.counted.possible(most)):
+        counts = f"{tokens} tokens, {arrived.counted}"
+        raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")
 
 
 @dataclass
@@ -171,27 +179,41 @@ class _Arrived:
     reasoning: bool = False  # whether thoughts are among the texts
     finish_reason: str | None = None
 
+    @property
+    def tokens(self) -> int | None:
+        """Generated, as the server counts; None where it does not say."""
+        if self.usage.completion_tokens is None and self.counted:
+            return self.counted.tokens
+        return self.usage.completion_tokens
+
     def add(self, event: _Event, now: float) -> None:
         """Add what ``event`` has, which was whole at ``now``; ServerError where it is an error."""
         if event.error:
             raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
-        choice = _Choice()
-        if event.choices:
-            choice, self.last_at = event.choices[0], now
         self.usage = event.usage or self.usage
-        self.finish_reason = choice.finish_reason or self.finish_reason
         self.counted = counters_of_answer(event.timings, event.metrics, event.sglext) or self.counted
         # vLLM says them beside the choices of a chat, and else in them.
-        self.prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or self.prompt_ids
+        self.prompt_ids = event.prompt_token_ids or self.prompt_ids
+        if event.choices:
+            self.last_at = now
+            self._add_choice(event.choices[0], event, now)
+
+    def _add_choice(self, choice: _Choice, event: _Event, now: float) -> None:
+        self.finish_reason = choice.finish_reason or self.finish_reason
         self.token_ids += choice.token_ids or ()
+        if not event.prompt_token_ids:
+            self.prompt_ids = choice.prompt_token_ids or self.prompt_ids
 
         delta = choice.delta or choice.message or choice
         thought = delta.reasoning or delta.reasoning_content or ""
         self.reasoning = self.reasoning or bool(thought)
-        if text := (delta.text or "") + thought + (delta.content or ""):
-            if not self.texts:
-                self.first_at, self.usage_at_first = now, event.usage or _Usage()
-            self.texts.append(text)
+        text = (delta.text or "") + thought + (delta.content or "")
+        if not text:
+            return
+        if not self.texts:
+            self.first_at = now
+            self.usage_at_first = event.usage or _Usage()
+        self.texts.append(text)
 
 
 def _before_text(arrived: _Arrived, tokens: int | None) -> tuple[int | None, bool]:
@@ -216,9 +238,17 @@ def _before_text(arrived: _Arrived, tokens: int | None) -> tuple[int | None, boo
 
 def counted_in(answers: Sequence[Answer]) -> Counters:
     """What all of ``answers`` say together; null for what one of them does not."""
-    counted = [replace(one.counted or Counters(), requests=1, tokens=one.tokens) for one in answers]
-    columns = zip(*(astuple(one)[:-1] for one in counted), strict=True)  # without positions, which no answer has
+    counted = [replace(answer.counted or Counters(), requests=1, tokens=answer.tokens) for answer in answers]
+    columns = zip(
+        *(astuple(counters)[:-1] for counters in counted), strict=True
+    )  # without positions, which no answer has
     return Counters(*map(total, columns))  # type: ignore[arg-type]
+
+
+def _filled_from(in_answers: Counters, on_page: Counters) -> Counters:
+    """The counters of the answers, and the page's for those that these do not have."""
+    pairs = zip(astuple(in_answers), astuple(on_page), strict=True)
+    return Counters(*(page_count if count is None else count for count, page_count in pairs))
 
 
 class Server(AbstractContextManager["Server"]):
@@ -234,8 +264,11 @@ class Server(AbstractContextManager["Server"]):
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
-        root, http = _root(url), http_library()
-        self.name, self._http, self._key = escape(root), http, key
+        root = _root(url)
+        http = http_library()
+        self.name = escape(root)
+        self._http = http
+        self._key = key
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         # Each request has a connection of its own: under load llama-server closes one that is kept as a request comes.
         limits = http.Limits(max_connections=None, max_keepalive_connections=0)
@@ -254,13 +287,13 @@ class Server(AbstractContextManager["Server"]):
         header, body = self._page("/v1/models")
         listed = _decoded(body, dict[str, Any], "a list of models").get("data")
         listed = listed if isinstance(listed, list) else []
-        names = [name for one in listed if isinstance(name := at(one, "id"), str) and name]
+        names = [name for entry in listed if isinstance(name := at(entry, "id"), str) and name]
         # Where none of those listed has a name, whoever names one knows more.
         is_known = model in names or (listed and not names)
         if not is_known if model is not None else len(names) != 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
             raise ServerError(f"expected {wanted}, found {few(names) or 'none'}. Name one", remedies=("model",))
-        signs = {header.partition("/")[0], *(str(at(one, "owned_by")) for one in listed)}
+        signs = {header.partition("/")[0], *(str(at(entry, "owned_by")) for entry in listed)}
         return next((kind for kind in KINDS if kind.sign in signs), Kind()), model or names[0]
 
     def counters(self) -> Counters:
@@ -276,17 +309,21 @@ class Server(AbstractContextManager["Server"]):
         What the answers do not say is taken from the server's counters, where these moved from ``before`` by exactly
         what the answers say; they may trail behind, so they are waited for.
         """
-        told, deadline = counted_in(answers), time.monotonic() + _SETTLING_TIME
+        in_answers = counted_in(answers)
+        deadline = time.monotonic() + _SETTLING_TIME
         most_tokens += _BEYOND_LIMIT * len(answers)
         while True:
             moved = self.counters() - before
-            both = [(getattr(moved, name), getattr(told, name)) for name in _BY_BOTH]
-            known = [pair for pair in both if None not in pair]
-            found = Counters(*(b if a is None else a for a, b in zip(astuple(told), astuple(moved), strict=True)))
-            if not known or (all(by_page == by_us for by_page, by_us in known) and found.possible(most_tokens)):
-                return found if known else told, False
-            if time.monotonic() > deadline or any(by_page > by_us for by_page, by_us in known):
-                return told, True
+            # What both count, as the page does and as the answers do.
+            pairs = [(getattr(moved, name), getattr(in_answers, name)) for name in _BY_BOTH]
+            pairs = [pair for pair in pairs if None not in pair]
+            if not pairs:
+                return in_answers, False
+            merged = _filled_from(in_answers, moved)
+            if all(on_page == in_all for on_page, in_all in pairs) and merged.possible(most_tokens):
+                return merged, False
+            if time.monotonic() > deadline or any(on_page > in_all for on_page, in_all in pairs):
+                return in_answers, True
             time.sleep(_POLL_INTERVAL)
 
     def ask(self, questions: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[Answer]:
@@ -305,13 +342,13 @@ class Server(AbstractContextManager["Server"]):
         """
         return self._each(self._answer_or_error, questions, _ANSWER_TIMEOUT, at_a_time)
 
-    def _each(self, work: Callable[[A], T], given: Sequence[A], seconds: float, at_a_time: int = 1) -> list[T]:
-        """``work`` of each of ``given``; ends at an error, and where the next is not there in ``seconds``."""
+    def _each(self, work: Callable[[A], T], inputs: Sequence[A], seconds: float, at_a_time: int = 1) -> list[T]:
+        """``work`` of each of ``inputs``; ends at an error, and where the next is not there in ``seconds``."""
         try:
             # Its threads are daemons: what they still wait for holds up neither this call nor the end of the process.
-            with ThreadPool(max(1, min(at_a_time, len(given), 64))) as pool:
-                ended = pool.imap(work, given)
-                return [ended.next(seconds) for _ in given]
+            with ThreadPool(max(1, min(at_a_time, len(inputs), 64))) as pool:
+                results = pool.imap(work, inputs)
+                return [results.next(seconds) for _ in inputs]
         except (ServerError, Late, self._http.HTTPError, UnicodeError) as error:
             raise self._in_words(error, seconds) from None
 
@@ -339,15 +376,16 @@ class Server(AbstractContextManager["Server"]):
     def _answer(self, question: Mapping[str, Any]) -> Answer:
         path = "/v1/completions" if "prompt" in question else "/v1/chat/completions"
         options = {"include_usage": True, **self.kind.stream_options}
-        body = {"model": self.model, "stream": True, "stream_options": options}
+        fields = {"model": self.model, "stream": True, "stream_options": options}
         # In ASCII: half a surrogate pair in a prompt is no UTF-8.
-        content = json.dumps({**body, **self.kind.request, **question}).encode()
-        sent, asked = time.perf_counter(), question["max_tokens"]
+        content = json.dumps({**fields, **self.kind.request, **question}).encode()
+        asked = question["max_tokens"]
+        sent = time.perf_counter()
 
         def read(response: Any) -> Answer:
             if "json" in response.headers.get("content-type", ""):  # it streams nothing, and sends all in the end
-                whole = _body(response)
-                return replace(_answer_of([(time.perf_counter(), whole)], sent, asked), streamed=False)
+                body = _body(response)
+                return replace(_answer_of([(time.perf_counter(), body)], sent, asked), streamed=False)
             # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
             return read_answer(response.stream, sent, asked)
 
@@ -363,16 +401,17 @@ class Server(AbstractContextManager["Server"]):
         Raises:
             ServerError: the server says that it does not answer; in its own words, where it has some.
         """
-        method, headers = "POST" if content else "GET", {"Content-Type": "application/json"} if content else {}
+        method = "POST" if content else "GET"
+        headers = {"Content-Type": "application/json"} if content else {}
         with self._client.stream(method, path, content=content, headers=headers) as response:
             if (status := response.status_code) == 200:
                 return read(response)
             page: dict[str, Any] = {}
             with suppress(ServerError):  # else it is a page for people
                 page = _decoded(_body(response), dict[str, Any], "a JSON object")
-            said = f"{status} {response.reason_phrase}".strip() + _words_of(page.get("error", page))
-            said += ". Give the address as it stands before /v1" if status == 404 else ""
-            raise ServerError(f"expected {path}, found {said}", remedies=("key",) if status in (401, 403) else ())
+            reply = f"{status} {response.reason_phrase}".strip() + _words_of(page.get("error", page))
+            reply += ". Give the address as it stands before /v1" if status == 404 else ""
+            raise ServerError(f"expected {path}, found {reply}", remedies=("key",) if status in (401, 403) else ())
 
 
 def _lines(stream: Iterable[bytes], most_bytes: int, clock: Clock) -> Iterator[tuple[float, bytes]]:
@@ -402,14 +441,15 @@ def _decoded(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError):
-        found = data.decode("utf-8", "replace") or "nothing"
-        raise ServerError(f"expected {what}, found {found}") from None
+        text = data.decode("utf-8", "replace") or "nothing"
+        raise ServerError(f"expected {what}, found {text}") from None
 
 
 def _words_of(error: Any) -> str:
     """What a server says of an error, to be put behind one's own words; empty where it says nothing."""
-    said = next((text for text in (error, at(error, "message"), at(error, "detail")) if isinstance(text, str)), "")
-    return f": {said.strip().rstrip('.')}" if said.strip() else ""
+    candidates = (error, at(error, "message"), at(error, "detail"))
+    words = next((text.strip() for text in candidates if isinstance(text, str)), "")
+    return f": {words.rstrip('.')}" if words else ""
 
 
 def _root(url: str) -> str:
@@ -421,6 +461,6 @@ def _root(url: str) -> str:
     except (http.InvalidURL, ValueError):
         usable = False
     if not usable or parts.userinfo or not url.isprintable() or " " in url:
-        shown = escape(url.partition("?")[0].rpartition("@")[2])
-        raise MtpExtractError(f"{shown}: expected the URL of a server, without a login, such as http://localhost:8000.")
+        name = escape(url.partition("?")[0].rpartition("@")[2])  # without a login, which is no one else's
+        raise MtpExtractError(f"{name}: expected the URL of a server, without a login, such as http://localhost:8000.")
     return str(parts.copy_with(path=parts.path.rstrip("/").removesuffix("/v1"), query=None, fragment=None)).rstrip("/")

@@ -105,11 +105,14 @@ def counters_of_answer(timings: Any, metrics: Any, sglext: Any) -> Counters | No
     sent = timings or at(metrics, "speculative_decoding") or at(sglext, "spec_tokens_details")
     if not isinstance(sent, dict) or not sent.keys() & {name for names in _IN_ANSWERS.values() for name in names}:
         return None
-    known = ((ours, name) for ours, names in _IN_ANSWERS.items() for name in names if sent.get(name) is not None)
-    found = {ours: _count(name, _number(sent[name])) for ours, name in known}
-    if timings and found.keys() <= {"tokens"}:
-        found |= {"rounds": 0, "drafted": 0, "accepted": 0}  # left out there, where there were no drafts
-    return Counters(**found)  # type: ignore[arg-type]  # none of these names is ``positions``
+    counts = dict[str, int]()
+    for ours, names in _IN_ANSWERS.items():
+        for name in names:
+            if sent.get(name) is not None:
+                counts[ours] = _count(name, _number(sent[name]))
+    if timings and counts.keys() <= {"tokens"}:
+        counts |= {"rounds": 0, "drafted": 0, "accepted": 0}  # left out there, where there were no drafts
+    return Counters(**counts)  # type: ignore[arg-type]  # none of these names is ``positions``
 
 
 def counters_of_page(text: str) -> Counters:
@@ -120,15 +123,17 @@ def counters_of_page(text: str) -> Counters:
     Raises:
         ServerError: one is not a count.
     """
-    sums, places = Counter[str](), Counter[int]()
+    sums = Counter[str]()
+    by_position = Counter[int]()
     for ours, names in _ON_PAGES.items():
         for labels, value in re.findall(f"^(?:{names}){_LINE}", text, re.MULTILINE):
             count = _count(ours, value)
             sums[ours] += count
             if ours == "positions" and (place := re.search('position="([0-9]{1,3})"', labels)):
-                places[int(place[1])] += count
-    found: dict[str, Any] = {**sums, "positions": tuple(places[n] for n in range(max(places, default=-1) + 1)) or None}
-    return Counters(**found)
+                by_position[int(place[1])] += count
+    positions = tuple(by_position[place] for place in range(max(by_position, default=-1) + 1))
+    counts: dict[str, Any] = {**sums, "positions": positions or None}
+    return Counters(**counts)
 
 
 def _number(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from msgspec import field
@@ -64,6 +65,11 @@ class Window(Record):
     counted: Counters  #: of all its requests: as answers say, else by how much `/metrics` moved for these alone
     disturbed: bool  #: whether somebody else moved `/metrics`, too
     failures: list[Failure] = field(default_factory=list)  #: those that were not
+
+
+def answered(windows: Iterable[Window]) -> list[Request]:
+    """The requests of ``windows`` that were answered, in their order."""
+    return [request for window in windows for request in window.requests]
 
 
 class Benchmark(Record, kw_only=True):

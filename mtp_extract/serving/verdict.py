@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mtp_extract.errors import few, several
 from mtp_extract.report.numbers import DASH, mean, number, rate
 from mtp_extract.report.page import Table
 from mtp_extract.serving.client import Answer
-from mtp_extract.serving.result import Benchmark, Side
+from mtp_extract.serving.result import Benchmark, Side, Window, answered
 
 _COLUMNS = (
-    *("workload", "side", "tokens/s", "speedup", "same text", "TTFT ms", "TPOT ms"),
-    *("all tokens/s", "acceptance %", "tokens/round"),
+    "workload",
+    "side",
+    "tokens/s",
+    "speedup",
+    "same text",
+    "TTFT ms",
+    "TPOT ms",
+    "all tokens/s",
+    "acceptance %",
+    "tokens/round",
 )
 
 
-def conclude(found: Benchmark) -> None:
-    """Write its verdict, findings and notes into ``found``."""
-    total = found.total
-    speeds = (number(s.tokens_per_s.value, ".1f", s.tokens_per_s.ci95) for s in total.sides.values())
-    said = [" against ".join(speeds) + " tokens/s"]
-    if total.speedup.value is not None:
-        said[0] += f", {mean(total.speedup)}×"
-    said.append(_drafts_in_words(total.sides["server"]))
+def conclude(benchmark: Benchmark) -> None:
+    """Write the verdict, the findings and the notes into ``benchmark``."""
+    total = benchmark.total
+    speeds = " against ".join(_speed_in_words(side) for side in total.sides.values())
+    speedup = "" if total.speedup.value is None else f", {mean(total.speedup)}×"
+    parts = [f"{speeds} tokens/s{speedup}", _drafts_in_words(total.sides["server"])]
     if total.identical is not None:
-        said.append(f"the text is the baseline's in {total.identical} of {several(total.compared or 0, 'answer')}")
-    found.verdict = f"Measured: {'; '.join(said)}."
-    found.findings, found.notes = list(_findings(found)), list(_notes(found))
+        parts.append(f"the text is the baseline's in {total.identical} of {several(total.compared or 0, 'answer')}")
+
+    benchmark.verdict = f"Measured: {'; '.join(parts)}."
+    benchmark.findings = list(_findings(benchmark))
+    benchmark.notes = list(_notes(benchmark))
+
+
+def _speed_in_words(side: Side) -> str:
+    return number(side.tokens_per_s.value, ".1f", side.tokens_per_s.ci95)
 
 
 def _drafts_in_words(server: Side) -> str:
@@ -40,101 +52,144 @@ def _drafts_in_words(server: Side) -> str:
     return f"{server.accepted} of {several(server.drafted, 'draft')} accepted{share}"
 
 
-def _findings(found: Benchmark) -> Iterator[str]:
-    server, baseline = found.total.sides["server"], found.total.sides.get("baseline")
-    if found.ended_early is not None:
-        windows = found.windows["server"]
+def _findings(benchmark: Benchmark) -> Iterator[str]:
+    server = benchmark.total.sides["server"]
+    baseline = benchmark.total.sides.get("baseline")
+    if benchmark.ended_early is not None:
+        windows = benchmark.windows["server"]
         done = sum(len(window.requests) + len(window.failures) for window in windows)
-        yield f"it ended after {several(done, 'prompt')}: {found.ended_early.rstrip('.')}"
-    for side, windows in found.windows.items():
-        failures = Counter(failure.reason.rstrip(".") for window in windows for failure in window.failures)
-        if failures:
-            asked = failures.total() + sum(len(window.requests) for window in windows)
-            reasons = (f"{reason} ({several(count, 'time')})" for reason, count in failures.most_common())
-            failed = f"{failures.total()} of {asked} requests to the {side} failed, and are left out"
-            yield f"{failed}: {few(reasons, 3, '; ')}"
+        yield f"it ended after {several(done, 'prompt')}: {benchmark.ended_early.rstrip('.')}"
+    for side, windows in benchmark.windows.items():
+        yield from _failed_requests(side, windows)
     if server.drafted == 0:
         yield "the server drafted nothing: it was started without a drafter, or does not use it"
     if baseline is not None and baseline.drafted:
         yield f"the baseline drafts too ({several(baseline.drafted, 'draft')}): it is none"
-    yield from _parting_texts(found)
+    yield from _parting_texts(benchmark)
 
 
-def _parting_texts(found: Benchmark) -> Iterator[str]:
+def _failed_requests(side: str, windows: Sequence[Window]) -> Iterator[str]:
+    """How many requests to ``side`` failed, if any, and the commonest reasons."""
+    failures = Counter(failure.reason.rstrip(".") for window in windows for failure in window.failures)
+    if failures:
+        sent = failures.total() + len(answered(windows))
+        reasons = (f"{reason} ({several(count, 'time')})" for reason, count in failures.most_common())
+        failed = f"{failures.total()} of {sent} requests to the {side} failed, and are left out"
+        yield f"{failed}: {few(reasons, 3, '; ')}"
+
+
+def _parting_texts(benchmark: Benchmark) -> Iterator[str]:
     """Where texts leave the baseline's, and where only their ends differ."""
-    theirs = {one.prompt: one.answer for window in found.windows.get("baseline", ()) for one in window.requests}
-    asked = (one for window in found.windows["server"] for one in window.requests if one.leaves_at is not None)
-    leaving, ending = list[str](), list[str]()
-    for request in sorted(asked, key=lambda one: one.prompt):
-        place, answer, other = request.leaves_at or 0, request.answer, theirs[request.prompt]
-        shorter, longer = sorted((answer, other), key=lambda one: len(one.text))
-        if place < len(shorter.text):
+    baseline = {request.prompt: request.answer for request in answered(benchmark.windows.get("baseline", ()))}
+    leaving = list[str]()
+    ending = list[str]()
+    for request in sorted(answered(benchmark.windows["server"]), key=lambda request: request.prompt):
+        place = request.leaves_at
+        if place is None:
+            continue
+        expected = baseline[request.prompt]
+        if place < min(len(request.answer.text), len(expected.text)):
             leaving.append(f"{request.prompt + 1} at character {place + 1}")
         else:
-            which = "ends early" if shorter is answer else "goes on after the baseline's end"
-            counts = (shorter.tokens, longer.tokens)
-            unit = "character" if None in counts else "token"
-            at_end, of = (len(shorter.text), len(longer.text)) if None in counts else counts
-            ending.append(f"{request.prompt + 1} {which}, at {unit} {at_end} of {of}")
+            ending.append(f"{request.prompt + 1} {_end_in_words(request.answer, expected)}")
     if leaving:
         yield f"the text leaves the baseline's in prompt {few(leaving, 8)}"
     if ending:
         yield f"the text is the baseline's but for its end: prompt {few(ending, 8, '; ')}"
 
 
-def _notes(found: Benchmark) -> Iterator[str]:
-    for side, server in found.servers.items():
-        windows, drafts, name = found.windows[side], found.total.sides[side], f"{server['url']} ({server['kind']})"
-        answers = [request.answer for window in windows for request in window.requests]
-        if others := sum(window.disturbed for window in windows):
-            yield (
-                f"{name}: its counters moved by other than these requests {others} of {several(len(windows), 'time')}: "
-                "somebody else used it, or it rounds them. Those counts are left out."
-            )
-        if uncounted := len(answers) - drafts.counted:
-            yield f"{name} reports no draft counters for {uncounted} of {several(len(answers), 'answer')}."
-        elif drafts.drafted is None or drafts.accepted is None:
-            yield f"{name} counts accepted drafts, and not how many it drafted: there is no share."
-        if places := drafts.acceptance_by_position:
-            yield f"{name}: accepted by position in a round: {', '.join(map(rate, places))} %."
-        yield from _without_speed(name, answers, found.settings["max_tokens"])
-    if len(sides := dict.fromkeys(f"{server['kind']} {server['model']}" for server in found.servers.values())) > 1:
-        yield f"Server and baseline differ in more than the drafter: {' and '.join(sides)}."
+def _end_in_words(answer: Answer, baseline: Answer) -> str:
+    """Where the shorter of two texts ends that are the same as far as it goes."""
+    is_shorter = len(answer.text) <= len(baseline.text)
+    shorter, longer = (answer, baseline) if is_shorter else (baseline, answer)
+    which = "ends early" if is_shorter else "goes on after the baseline's end"
+    if shorter.tokens is None or longer.tokens is None:
+        return f"{which}, at character {len(shorter.text)} of {len(longer.text)}"
+    return f"{which}, at token {shorter.tokens} of {longer.tokens}"
+
+
+def _notes(benchmark: Benchmark) -> Iterator[str]:
+    servers = benchmark.servers
+    for side, server in servers.items():
+        name = f"{server['url']} ({server['kind']})"
+        windows = benchmark.windows[side]
+        answers = [request.answer for request in answered(windows)]
+        yield from _counting_notes(name, windows, benchmark.total.sides[side], len(answers))
+        yield from _without_speed(name, answers, benchmark.settings["max_tokens"])
+    models = dict.fromkeys(f"{server['kind']} {server['model']}" for server in servers.values())
+    if len(models) > 1:
+        yield f"Server and baseline differ in more than the drafter: {' and '.join(models)}."
+
+
+def _counting_notes(name: str, windows: Sequence[Window], side: Side, answers: int) -> Iterator[str]:
+    """What the server ``name`` does not count of its drafts in so many ``answers``, and what it counts by position."""
+    if disturbed := sum(window.disturbed for window in windows):
+        yield (
+            f"{name}: its counters moved by other than these requests {disturbed} of {several(len(windows), 'time')}: "
+            "somebody else used it, or it rounds them. Those counts are left out."
+        )
+    if uncounted := answers - side.counted:
+        yield f"{name} reports no draft counters for {uncounted} of {several(answers, 'answer')}."
+    elif side.drafted is None or side.accepted is None:
+        yield f"{name} counts accepted drafts, and not how many it drafted: there is no share."
+    if rates := side.acceptance_by_position:
+        yield f"{name}: accepted by position in a round: {', '.join(map(rate, rates))} %."
 
 
 def _without_speed(name: str, answers: Sequence[Answer], limit: int) -> Iterator[str]:
     """Why answers have no speed, or another one than their tokens would say."""
+    uncounted_thoughts = any(answer.unstreamed and answer.first_tokens is None for answer in answers)
+    thoughts = (
+        "Those without a count at their first text have no tokens/s."
+        if uncounted_thoughts
+        else "These are no part of tokens/s, TPOT and speedup, only of all tokens/s."
+    )
+    # Whether an answer is concerned, and what is said of those that are.
+    reasons: tuple[tuple[Callable[[Answer], bool], str], ...] = (
+        (
+            lambda answer: answer.tokens is None,
+            "does not say how many tokens {} had: they have no tokens/s (OpenAI's field is usage).",
+        ),
+        (
+            lambda answer: not answer.streamed,
+            "streamed nothing, and sent a JSON object, for {}: they have no tokens/s.",
+        ),
+        (
+            _came_at_once,
+            "sent all of the text at once for {}, as a proxy that buffers does: they have no tokens/s.",
+        ),
+        (
+            lambda answer: answer.unstreamed,
+            f"counted tokens that it did not stream, as of thoughts, in {{}}. {thoughts}",
+        ),
+        (
+            lambda answer: (answer.tokens or 0) > limit,
+            f"counted one token more than the {limit} that were asked for in {{}}.",
+        ),
+    )
+    for is_concerned, sentence in reasons:
+        if count := sum(map(is_concerned, answers)):
+            concerned = f"{count} of {several(len(answers), 'answer')}"
+            yield f"{name} {sentence.format(concerned)}"
 
-    def of_all(chosen: Iterable[bool]) -> str:
-        count = sum(chosen)
-        return f"{count} of {several(len(answers), 'answer')}" if count else ""
 
-    if some := of_all(one.tokens is None for one in answers):
-        yield f"{name} does not say how many tokens {some} had: they have no tokens/s (OpenAI's field is usage)."
-    if some := of_all(not one.streamed for one in answers):
-        yield f"{name} streamed nothing, and sent a JSON object, for {some}: they have no tokens/s."
-    if some := of_all(one.streamed and bool(one.text) and not one.seconds and one.tokens != 1 for one in answers):
-        yield f"{name} sent all of the text at once for {some}, as a proxy that buffers does: they have no tokens/s."
-    if some := of_all(one.unstreamed for one in answers):
-        ends = (
-            "Those without a count at their first text have no tokens/s."
-            if of_all(one.unstreamed and one.first_tokens is None for one in answers)
-            else "These are no part of tokens/s, TPOT and speedup, only of all tokens/s."
-        )
-        yield f"{name} counted tokens that it did not stream, as of thoughts, in {some}. {ends}"
-    if some := of_all((one.tokens or 0) > limit for one in answers):
-        yield f"{name} counted one token more than the {limit} that were asked for in {some}."
+def _came_at_once(answer: Answer) -> bool:
+    return answer.streamed and bool(answer.text) and not answer.seconds and answer.tokens != 1
 
 
-def table_of(found: Benchmark) -> Table:
+def table_of(benchmark: Benchmark) -> Table:
     """Speed, latency and drafts, by workload and side."""
     rows = list[tuple[str | int, ...]]()
-    for name, of in {**found.workloads, "all": found.total}.items():
-        for side, one in of.sides.items():
-            same = DASH if of.identical is None else f"{of.identical}/{of.compared}"
-            times = (f"{t['mean']:.1f}, {t['p99']:.1f}" if t else DASH for t in (one.ttft_ms, one.tpot_ms))
-            compared = (mean(of.speedup), same) if side == "server" else ("", "")
-            speed = number(one.tokens_per_s.value, ".1f", one.tokens_per_s.ci95)
-            drafts = rate(one.acceptance), mean(one.tokens_per_round)
-            rows.append((name, side, speed, *compared, *times, number(one.output_throughput, ".1f"), *drafts))
+    for name, figures in {**benchmark.workloads, "all": benchmark.total}.items():
+        same_text = DASH if figures.identical is None else f"{figures.identical}/{figures.compared}"
+        for side_name, side in figures.sides.items():
+            compared = (mean(figures.speedup), same_text) if side_name == "server" else ("", "")
+            latencies = (_latency_in_words(side.ttft_ms), _latency_in_words(side.tpot_ms))
+            drafts = (rate(side.acceptance), mean(side.tokens_per_round))
+            throughput = number(side.output_throughput, ".1f")
+            rows.append((name, side_name, _speed_in_words(side), *compared, *latencies, throughput, *drafts))
     return Table("Speed and drafts", _COLUMNS, rows)
+
+
+def _latency_in_words(milliseconds: Mapping[str, float] | None) -> str:
+    return f"{milliseconds['mean']:.1f}, {milliseconds['p99']:.1f}" if milliseconds else DASH
